@@ -45,21 +45,14 @@ def test_only_a_gap_without_cpu_time_is_a_suspension() -> None:
     assert clock.now() - start == pytest.approx(0.9 * GAP_S + 20.0)
 
 
-def test_a_stopped_process_measures_no_time_and_no_limit_of_its_children_ends() -> None:
-    """A real SIGSTOP, longer than each limit: of a step, of a child with limits, and of a rendering."""
+def test_a_stopped_process_does_not_give_up_its_renderer() -> None:
+    """A real SIGSTOP, longer than the limit of a rendering."""
     code = f"""
 import os, sys, time
-from crosstune.core.active_time import ActiveClock
 from crosstune.data import render_process
 from crosstune.data.rendering import Renderer
 from crosstune.data.render_types import ChatTokens, RenderRow
 from crosstune.data.template_limits import Limits
-clock = ActiveClock()
-with clock.ticking():
-    started, wall = clock.now(), time.perf_counter()
-    print("ready", flush=True)
-    sys.stdin.readline()  # stopped meanwhile
-    print(clock.now() - started, time.perf_counter() - wall, flush=True)
 renderer = Renderer(Limits(stalled_s={GAP_S}))
 row = RenderRow.of([{{"role": "user", "content": "x" * 3_000_000}}], kind="text")
 look, read, stopped, begin = render_process._Watch.look, os.read, [], time.perf_counter()
@@ -77,19 +70,9 @@ render_process.os.read, render_process._Watch.look = slow_read, look_and_stop
 print(len(result.text) if hasattr(result, "text") else result, flush=True)
 renderer.close()
 """
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdin is not None and child.stdout is not None
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
     try:
-        assert child.stdout.readline() == "ready\n"
-        child.send_signal(signal.SIGSTOP)
-        child.stdin.write("\n")
-        child.stdin.flush()
-        time.sleep(GAP_S + 1.5)
-        child.send_signal(signal.SIGCONT)
-        active_s, wall_s = map(float, child.stdout.readline().split())
-        assert active_s < GAP_S < wall_s
         assert child.stdout.readline() == "sent\n"
         time.sleep(GAP_S + 1.5)
         child.send_signal(signal.SIGCONT)

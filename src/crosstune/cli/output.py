@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from crosstune.cli.streams import fold, styled
+from crosstune.cli.streams import StyledStream, fold, styled
 from crosstune.core.control_characters import printable
 
 WARNING, ERROR, GOOD, QUIET, STRONG = "yellow", "bold red", "green", "dim", "bold"
@@ -44,6 +44,11 @@ class Output:
     def is_terminal(self) -> bool:
         """True if a line can be rewritten in place."""
         return self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def drain(self) -> None:
+        """Wait a moment until a terminal has taken what was printed."""
+        if isinstance(self.console.file, StyledStream):
+            self.console.file.drain()
 
     def line(self, text: str, *, style: str | None = None, label_style: str | None = None) -> None:
         """Print a text line by line. `label_style` is for the first word of each line alone."""

@@ -36,7 +36,7 @@ class Stream:
 
     def __init__(self, stream: TextIO, *, keeps_return: bool = False) -> None:
         self.stream = stream
-        self.styled = _Styled(self)
+        self.styled = StyledStream(self)
         self.lost = False
         self.failure: OSError | None = None
         """The error that lost it; None if its reader just went away."""
@@ -109,7 +109,7 @@ class Stream:
                 os.close(null)
 
 
-class _Styled:
+class StyledStream:
     """A stream for text with our own escape sequences."""
 
     def __init__(self, stream: Stream) -> None:

@@ -125,6 +125,7 @@ def show_training(
         with StopSignal().listening():  # the run is over: a signal must not interrupt its report
             report = _write_report(result.folder, screen)
         print_ending(result.summary, result.folder, report, screen.output)
+        screen.output.drain()
     return result, report
 
 
