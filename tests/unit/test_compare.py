@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 from test_report_page import HOSTILE, Page, make_run
 
-from crosstune.cli.compare import comparison_lines
 from crosstune.cli.main import main
+from crosstune.cli.runs import comparison_lines
 from crosstune.core.errors import UserError
 from crosstune.report.compare_page import overlays, render_comparison, shared_prompts
 from crosstune.report.comparison import Comparison, compare_runs
 
 Captured = pytest.CaptureFixture[str]
+
+
+def texts(found: Comparison, *, width: int | None) -> list[str]:
+    return [line if isinstance(line, str) else line[0] for line in comparison_lines(found, width=width)]
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +130,7 @@ def test_the_status_is_that_of_the_list_of_runs(runs: Path, tmp_path: Path) -> N
 def test_a_name_of_several_lines_and_a_ladder(runs: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "two\nlines")
     found = compare_runs(["one", str(tmp_path / "two\nlines")], parent=runs)
-    assert all("\n" not in line for width in (40, None) for line, _ in comparison_lines(found, width=width))
+    assert all("\n" not in line for width in (40, None) for line in texts(found, width=width))
     (tmp_path / "ladder" / "trials").mkdir(parents=True)
     with pytest.raises(UserError, match="is a ladder") as refused:
         compare_runs(["one", str(tmp_path / "ladder")], parent=runs)
@@ -146,7 +150,7 @@ def test_runs_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_comparison_fits_the_terminal(compared: Comparison, width: int) -> None:
-    lines = [line for line, _ in comparison_lines(compared, width=width)]
+    lines = texts(compared, width=width)
     assert max(map(len, lines)) <= width
     words = re.sub(r"\s+", " ", " ".join(lines))
     # Where the columns do not fit, the runs stand below one another.

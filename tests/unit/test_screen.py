@@ -14,7 +14,6 @@ from rich.cells import cell_len
 from crosstune.cli.ending import ending_lines
 from crosstune.cli.live_line import MIN_BAR, BarLine
 from crosstune.cli.output import Output, print_error
-from crosstune.cli.pace import RecentPace
 from crosstune.cli.screen import Screen, open_screen
 from crosstune.cli.streams import fold
 from crosstune.cli.units import figure
@@ -297,18 +296,14 @@ def test_a_log_has_few_lines_of_a_long_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert max(later - earlier for earlier, later in itertools.pairwise(slow)) == 2
 
 
-def test_the_pace_is_that_of_the_last_minute() -> None:
-    pace = RecentPace()
-    pace.add(step_s=100.0, tokens=10)  # compiles
-    assert pace.step_s() == 100.0
-    for _ in range(200):
-        pace.add(step_s=1.0, tokens=10)
-    assert pace.step_s() == pytest.approx(1.0)
-    assert pace.tokens_per_s() == pytest.approx(10.0)
-    for _ in range(3):  # the machine slows down
-        pace.add(step_s=50.0, tokens=10)
-    assert pace.step_s() == pytest.approx(50.0)
-    assert pace.tokens_per_s() == pytest.approx(0.2)
+def test_speed_and_time_left_are_those_of_recent_steps() -> None:
+    stream = io.StringIO()
+    screen = Screen(live=False, every=1, stream=stream)
+    screen.on_event(TrainingStarted(num_steps=200, done=0))
+    for step, step_s in enumerate([100.0, *[1.0] * 30, *[50.0] * 20], start=1):  # it compiles, and slows down
+        screen.on_step(step_row(step, step_s=step_s))
+    lines = stream.getvalue().splitlines()
+    assert "left 2m49s  9,000 tok/s" in lines[30] and "180 tok/s" in lines[-1]
 
 
 def test_log_to_stdout_writes_to_stdout_unless_that_is_for_json() -> None:

@@ -92,7 +92,6 @@ def make_parser() -> Parser:
     )
     parser.add_argument("folder", type=read_path, metavar="DIR", help="folder of the project")
     parser.add_argument("--force", action="store_true", help="replace files that are there already")
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     return parser
 
 

@@ -52,7 +52,6 @@ def make_parser() -> Parser:
     parser.add_argument("--dry_run", action="store_true", help="for prune: only print what would be removed")
     parser.add_argument("--step", type=at_least(0), help="for import: steps done, if not in the file")
     parser.add_argument("--without_optimizer", action="store_true", help="for import: take only the weights")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 

@@ -33,7 +33,6 @@ def make_parser() -> Parser:
         "SOURCE is anything that --dataset takes; the options are those of train.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--show", type=int, default=3, metavar="N", help="print the first N examples (default 3)"
     )

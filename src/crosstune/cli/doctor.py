@@ -27,9 +27,6 @@ def make_parser() -> Parser:
         "those of the CPU in fp32. The exit code is 0 when every job ran and agreed.",
         epilog=EPILOG,
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the report as JSON, for `crosstune plan --machine`"
-    )
     parser.add_argument("--no_train", action="store_true", help="probe only, train nothing")
     return parser
 

@@ -26,7 +26,7 @@ the data, and one shared folder for the runs. --print shows the script, the mani
 
 
 def make_parser() -> Parser:
-    parser = Parser("launch", description="Start a training on several machines.", epilog=EXAMPLES)
+    parser = Parser("launch", description="Start a training on several machines.", epilog=EXAMPLES, json=None)
     names = scheduler_names()
     parser.add_argument("--on", required=True, choices=names, help="what starts the processes")
     parser.add_argument(
@@ -99,7 +99,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], Config]
         own_words, after = own_words[:place], own_words[place + 1 :]
     own, flags = make_parser().parse_known_args(own_words)
     if after:
-        trains = Parser("launch", description="")
+        trains = Parser("launch", description="", json=None)
         trains.add_argument("--config", type=read_path)
         more, after = trains.parse_known_args(after)
         own.config = more.config or own.config

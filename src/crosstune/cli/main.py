@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from crosstune.cli.streams import drain_output, fold_help, wrap_output
 from crosstune.core.connected import end_at_once, may_hang
@@ -16,7 +17,6 @@ from crosstune.core.names import unknown_name
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.user_paths import check_home
 
-# Subcommand -> its one-line help. The code is in crosstune.cli.<name>, imported on use.
 COMMANDS = {
     "train": "fine-tune a model",
     "launch": "start a training on several machines: SLURM, Kubernetes, Ray or ssh",
@@ -41,6 +41,18 @@ COMMANDS = {
     "options": "list every option of train, or explain one",
     "completion": "print a script that completes commands and options in a shell",
 }
+
+"""Subcommand -> its one-line help. Its code is imported on use, see `load_command`."""
+_PACKAGE = "crosstune.cli"
+_FAMILIES = {
+    "merge": "results",
+    "export": "results",
+    "convert": "results",
+    "compare": "runs",
+    "report": "runs",
+    "chat": "generate",
+}
+"""Subcommand -> its module, where that has another name."""
 
 HELP = """crosstune: train language models on whatever machine you have.
 
@@ -153,7 +165,7 @@ def _run(command: str, words: list[str]) -> int:
         check_words(words)
         check_home(words)
         with memory_errors(doing=f"crosstune {command}"):
-            return int(importlib.import_module(f"crosstune.cli.{command}").run(words))
+            return int(load_command(command, "run")(words))
     except UserError as error:
         if isinstance(error, OutOfMemory):
             # Libraries that clean up when the process ends have no memory either, and would print tracebacks.
@@ -164,6 +176,13 @@ def _run(command: str, words: list[str]) -> int:
             raise
         # Whatever the system refuses about a file is for the user to mend: its name, its rights, its disk.
         return _report(UserError(f"{error.filename} cannot be read or written.", why=f"{error.strerror}."))
+
+
+def load_command(command: str, name: str) -> Callable[..., Any]:
+    """Return a function of a subcommand: `run` or `make_parser`, in a module with others `run_COMMAND`."""
+    module = importlib.import_module(f"{_PACKAGE}.{_FAMILIES.get(command, command)}")
+    function: Callable[..., Any] = getattr(module, f"{name}_{command}", None) or getattr(module, name)
+    return function
 
 
 def _report(error: UserError) -> int:

@@ -20,7 +20,6 @@ def make_parser() -> Parser:
         "action", nargs="?", default="list", choices=("list", "get", "rm"), help="default: list"
     )
     parser.add_argument("name", nargs="?", help="for get and rm: the model")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 

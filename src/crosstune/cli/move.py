@@ -38,7 +38,6 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--force", action="store_true", help="write the archive even if the losses differ too much"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 

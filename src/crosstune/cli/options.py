@@ -25,7 +25,6 @@ def make_parser() -> Parser:
     )
     parser.add_argument("name", nargs="?", help="an option, or a part of the names of several")
     parser.add_argument("--markdown", action="store_true", help="print the reference page docs/options.md")
-    parser.add_argument("--json", action="store_true", help="print the description of one option as JSON")
     return parser
 
 

@@ -40,7 +40,6 @@ def make_parser() -> Parser:
         description="Show what train would do with the same options, without doing it.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
         "--nnodes",
         type=at_least(1),

@@ -34,7 +34,6 @@ EXAMPLES = """examples:
 
 def make_parser() -> Parser:
     parser = Parser("train", description="Fine-tune a model on this machine.", epilog=EXAMPLES)
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
     parser.add_argument(
         "--machine",
         type=read_path_or_name,

@@ -219,7 +219,7 @@ class Tracking:
             worker.start(run, in_place=in_place, earlier=earlier.absolute() if earlier is not None else None)
             self._workers.append(worker)
         if self._workers and not isinstance(sys.stdin, _Input):
-            sys.stdin = _Input(sys.stdin)  # type: ignore[assignment]
+            sys.stdin = _Input(sys.stdin)
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._step = metrics["step"]
