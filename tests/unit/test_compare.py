@@ -148,7 +148,7 @@ def test_runs_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
     assert compare_runs(["one", str(other)], parent=runs).names == ["runs/one", "other/one"]
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("width", [40, 120])
 def test_the_comparison_fits_the_terminal(compared: Comparison, width: int) -> None:
     lines = texts(compared, width=width)
     assert max(map(len, lines)) <= width

@@ -126,8 +126,6 @@ def test_the_files_of_a_run_and_of_answers_are_clean(tmp_path: Path) -> None:
     [
         [f"tr{HOSTILE}"],
         ["train", f"--{HOSTILE}", "1"],
-        ["report", f"/tmp/{HOSTILE}"],
-        ["checkpoint", "list", f"/tmp/{HOSTILE}"],
         ["data", f"/tmp/{HOSTILE}.jsonl"],
     ],
     ids=lambda words: words[0][:10] if len(words[0]) < 12 else "unknown",

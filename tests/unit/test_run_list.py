@@ -156,15 +156,6 @@ def test_the_table_fits_the_terminal(tmp_path: Path, width: int | None) -> None:
     assert all("finished" in line or "unknown" in line for line in lines[1:])
 
 
-def test_thousands_of_runs_are_found_without_reading_them(tmp_path: Path) -> None:
-    for number in range(2000):
-        folder = tmp_path / f"run-{number}"
-        folder.mkdir()
-        (folder / "plan.json").write_text("{")
-    assert len(run_folders(tmp_path)) == 2000
-    assert main(["runs", "--output_dir", str(tmp_path)]) == 0
-
-
 def test_the_end_of_a_growing_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1000)) + '{"step": 10')

@@ -341,14 +341,6 @@ def test_other_targets_are_refused(value: str) -> None:
         assert "did you mean wandb" in str(error.value)
 
 
-def test_a_list_in_a_file_is_joined(tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text("report_to: [wandb, tensorboard]\n")
-    assert load_config(file=path, environment={}).log_to == "wandb,tensorboard"
-    path.write_text("report_to: null\n")
-    assert load_config(file=path, environment={}).log_to == "tqdm"
-
-
 def test_an_event_after_the_end_is_recorded(tmp_path: Path) -> None:
     record = RunRecord.create(tmp_path / "run", config_yaml="", plan={})
     record.finish({"status": "finished"})
