@@ -10,7 +10,7 @@ from crosstune.cli.arguments import Parser, read_path
 from crosstune.cli.output import print_error
 from crosstune.config.load import load_config
 from crosstune.config.schema import Config
-from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.core.errors import EXIT_DONE
 from crosstune.distributed.jobs.make import load_scheduler, make_job, options_of_schedulers, scheduler_names
 from crosstune.distributed.jobs.option import COMMON
 
@@ -66,7 +66,7 @@ def run(words: Sequence[str]) -> int:
     scheduler = load_scheduler(own.on)
     text = scheduler.write(job)
     if own.output is not None:
-        _write(own.output, text)
+        own.output.write_text(text, encoding="utf-8")
     if own.print:
         if own.output is None:
             print(text, end="")
@@ -78,17 +78,6 @@ def run(words: Sequence[str]) -> int:
         for line in started.lines:
             print(line)
     return int(started.code)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"--output {path} cannot be written.",
-            why=f"{error.strerror}.",
-            do="name a file in a folder that exists and that you may write to",
-        ) from error
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], Config]:

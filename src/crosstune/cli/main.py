@@ -51,8 +51,9 @@ _FAMILIES = {
     "compare": "runs",
     "report": "runs",
     "chat": "generate",
+    "adopt": "crosstune.cli.adopt",  # the files that it writes import it from there
 }
-"""Subcommand -> its module, where that has another name."""
+"""Subcommand -> its module, where that is not _PACKAGE.NAME."""
 
 HELP = """crosstune: train language models on whatever machine you have.
 
@@ -175,12 +176,19 @@ def _run(command: str, words: list[str]) -> int:
         if error.filename is None:
             raise
         # Whatever the system refuses about a file is for the user to mend: its name, its rights, its disk.
-        return _report(UserError(f"{error.filename} cannot be read or written.", why=f"{error.strerror}."))
+        return _report(
+            UserError(
+                f"{error.filename} cannot be read or written.",
+                why=f"{error.strerror}.",
+                do="check that its folder exists, and that you may use it",
+            )
+        )
 
 
 def load_command(command: str, name: str) -> Callable[..., Any]:
     """Return a function of a subcommand: `run` or `make_parser`, in a module with others `run_COMMAND`."""
-    module = importlib.import_module(f"{_PACKAGE}.{_FAMILIES.get(command, command)}")
+    place = _FAMILIES.get(command, command)
+    module = importlib.import_module(place if "." in place else f"{_PACKAGE}.{place}")
     function: Callable[..., Any] = getattr(module, f"{name}_{command}", None) or getattr(module, name)
     return function
 
