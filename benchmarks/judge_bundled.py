@@ -25,7 +25,7 @@ from judge_runs import (
     write_results,
 )
 
-from crosstune.cli.judge_table import table_lines
+from crosstune.cli.judge import metric_lines as table_lines
 from crosstune.recipes.judge.baselines import UNTRAINED, baseline_verdicts
 from crosstune.recipes.judge.evaluation import evaluate_beside
 from crosstune.recipes.judge.items import Item

@@ -225,8 +225,3 @@ def test_peft_loads_the_final_folder_of_the_guide(
     (final / "old.txt").write_text("x")
     adopt._publish(project / "adapters_eval", "Judge")
     assert not (final / "old.txt").exists(), "the next run replaces its own result"
-
-
-def test_a_shell_entry_is_one_more_item() -> None:
-    text = adopt.entry_text(adopt.Entry(path="scripts/go.sh", about="Go.", command=("train",)))
-    assert text.startswith("#!/bin/sh\n") and 'run_entry("go"' in text

@@ -86,7 +86,7 @@ def test_another_trainers_name_is_mentioned_once(capsys: pytest.CaptureFixture[s
 
 def test_ctrl_c_again_and_again_prints_no_traceback() -> None:
     code = (
-        "import sys, time\nfrom crosstune.cli.interrupts import end_quietly\n"
+        "import sys, time\nfrom crosstune.cli.main import end_quietly\n"
         "def run():\n    try:\n        print('ready', flush=True)\n        time.sleep(60)\n"
         "    finally:\n        print('leaving', flush=True)\n        time.sleep(60)\n"
         "sys.exit(end_quietly(run, is_process=True))\n"

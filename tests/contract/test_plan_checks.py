@@ -51,7 +51,7 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
         ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
         ("--base_adapter nowhere", "nowhere"),
         ("--name a/b", "name cannot be 'a/b'"),
-        ("--profile --active_steps 0", "active_steps cannot be 0"),
+        ("--profile --profile_active_steps 0", "profile_active_steps cannot be 0"),
         ("--profile --profiling_output /proc/nowhere", "--profiling_output /proc/nowhere cannot be written"),
         ("--resume nowhere", "nowhere"),
         ("--tokenizer nowhere", "There is no tokenizer folder nowhere"),

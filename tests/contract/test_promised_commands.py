@@ -224,15 +224,6 @@ def test_train_py_is_crosstune_train() -> None:
     assert "--lora_rank" in by_file.stdout
 
 
-def test_the_page_of_options_is_the_schema() -> None:
-    from pathlib import Path
-
-    from crosstune.config.table import markdown_table
-
-    page = Path(__file__).parents[2] / "docs" / "reference" / "options.md"
-    assert page.read_text(encoding="utf-8") == markdown_table(), "run: make docs"
-
-
 def test_machine_profiles_and_probes_load_no_framework_when_imported() -> None:
     code = (
         "import sys, backend_manager, crosstune.machines.probe as m; m.recommend(m.load_machine('h200')); "

@@ -13,7 +13,9 @@ from pages import ROOT
 
 from crosstune.models.tiny import tiny_model
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "python.md").read_text(encoding="utf-8"), re.S)
+BLOCKS = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "python.md").read_text(encoding="utf-8"), re.S
+)
 
 
 @pytest.fixture(scope="module")

@@ -46,11 +46,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str
     parent = tmp_path_factory.mktemp("profiled")
     asked = {
         "profile": True,
-        "active_steps": 2,
-        "repeat": 2,
+        "profile_active_steps": 2,
+        "profile_repeat": 2,
         "profiling_frequency": 3,
-        "export_memory_timeline": True,
-        "with_shapes": True,
+        "profile_export_memory_timeline": True,
+        "profile_with_shapes": True,
         "profiling_output": str(parent / "out"),
     }
     plain = train(make_config(**options(parent, tiny_model, "plain"))).folder
@@ -140,7 +140,12 @@ def test_mlx_is_profiled_by_phases(tmp_path: Path, tiny_model: Path) -> None:
 
 @pytest.mark.cuda
 def test_the_device_is_busy_and_its_memory_recorded(tmp_path: Path, tiny_model: Path) -> None:
-    asked = {"backend": "cuda", "profile": True, "profile_memory": True, "export_memory_timeline": True}
+    asked = {
+        "backend": "cuda",
+        "profile": True,
+        "profile_memory": True,
+        "profile_export_memory_timeline": True,
+    }
     plain = train(make_config(**options(tmp_path, tiny_model, "plain", backend="cuda"))).folder
     folder = train(make_config(**options(tmp_path, tiny_model, "profiled", **asked))).folder
     assert losses(plain) == losses(folder)

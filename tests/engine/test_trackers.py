@@ -9,6 +9,8 @@ import gzip
 import importlib.util
 import json
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +28,6 @@ from crosstune.core.json_files import read_jsonl
 from crosstune.core.tracking_events import TrackingFailed, TrackingStarted
 from crosstune.run import train
 from crosstune.tracking import observe
-from crosstune.tracking.observe import Tracking
 from crosstune.tracking.values import numbers
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -324,14 +325,30 @@ def test_weave_is_sent_the_run(
     assert KEY not in text and '"final_loss"' in text
 
 
+NO_KEY = """
+import sys
+from pathlib import Path
+from crosstune.config.load import make_config
+from crosstune.core.tracking_events import TrackingFailed
+from crosstune.tracking import observe
+from tracked import Seen
+
+observe.STOPPED_WAIT_S = 900.0
+seen = Seen()
+with observe.Tracking() as tracking:
+    tracking.start(make_config(log_to="wandb"), {}, folder=Path(sys.argv[1]), report=seen)
+print([failed.error for failed in seen.of(TrackingFailed)])
+"""
+
+
 @needs("wandb")
 def test_wandb_without_a_key_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # whose login counts otherwise
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC", "WANDB_CONFIG_DIR"):
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "run").mkdir()
-    seen = Seen()
-    with Tracking() as tracking:
-        tracking.start(make_config(log_to="wandb"), {}, folder=tmp_path / "run", report=seen)
-    [failed] = seen.of(TrackingFailed)
-    assert "there is no valid key for it" in failed.error and "WANDB_MODE=offline" in failed.error
+    # wandb reads its variables once in a process.
+    done = subprocess.run(
+        [sys.executable, "-c", NO_KEY, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert "there is no valid key for it" in done.stdout and "WANDB_MODE=offline" in done.stdout

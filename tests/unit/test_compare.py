@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 from test_report_page import HOSTILE, Page, make_run
 
-from crosstune.cli.compare import comparison_lines
 from crosstune.cli.main import main
+from crosstune.cli.runs import comparison_lines
 from crosstune.core.errors import UserError
 from crosstune.report.charts import overlay_charts
 from crosstune.report.comparison import Comparison, compare_runs, render_comparison, shared_prompts
 
 Captured = pytest.CaptureFixture[str]
+
+
+def texts(found: Comparison, *, width: int | None) -> list[str]:
+    return [line if isinstance(line, str) else line[0] for line in comparison_lines(found, width=width)]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +117,7 @@ def test_losses_of_different_things_have_no_best(runs: Path, tmp_path: Path) -> 
 def test_a_name_of_several_lines_and_a_ladder(runs: Path, tmp_path: Path) -> None:
     make_run(tmp_path / "two\nlines")
     found = compare_runs(["one", str(tmp_path / "two\nlines")], parent=runs)
-    assert all("\n" not in line for width in (40, None) for line, _ in comparison_lines(found, width=width))
+    assert all("\n" not in line for width in (40, None) for line in texts(found, width=width))
     (tmp_path / "ladder" / "trials").mkdir(parents=True)
     with pytest.raises(UserError, match="is a ladder") as refused:
         compare_runs(["one", str(tmp_path / "ladder")], parent=runs)

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from crosstune.cli.arguments import print_json
-from crosstune.cli.escape_controls import escape_output
 from crosstune.cli.live_line import BarLine
 from crosstune.cli.main import main
 from crosstune.cli.output import Output
 from crosstune.cli.screen import Screen
-from crosstune.cli.streams import lasting_output
+from crosstune.cli.streams import wrap_output
 from crosstune.core.control_characters import printable
 from crosstune.core.events import Evaluated, Warned
 from crosstune.core.json_files import read_jsonl
@@ -42,8 +41,8 @@ def test_controls_are_escaped_and_text_stays() -> None:
 
 
 def test_print_escapes_and_the_streams_stay_usable(capsys: pytest.CaptureFixture[str]) -> None:
-    escape_output()
-    escape_output()  # twice is as once
+    wrap_output()
+    wrap_output()  # twice is as once
     print(HOSTILE)
     print("\rspoof", end="")
     sys.stdout.writelines([HOSTILE, "\n"])
@@ -88,21 +87,15 @@ def test_folded_lines_and_bars_have_room_for_the_escapes(monkeypatch: pytest.Mon
     assert is_clean(bar)
 
 
-def test_a_stream_that_outlives_its_reader_escapes_text_but_not_styles(
+def test_printed_text_is_escaped_and_our_styles_are_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    escape_output()
-    before = sys.stdout, sys.stderr
-    for _ in range(2):  # also when begun again
-        with lasting_output(), lasting_output():
-            print(HOSTILE)
-            Output().line(HOSTILE, style="yellow")
-        assert (sys.stdout, sys.stderr) == before
-        out, err = capsys.readouterr()
-        assert out == f"{ESCAPED}\n"
-        assert err == f"\x1b[33m{ESCAPED}\x1b[0m\n"
+    wrap_output()
+    print(HOSTILE)
+    Output().line(HOSTILE, style="yellow")
+    assert capsys.readouterr() == (f"{ESCAPED}\n", f"\x1b[33m{ESCAPED}\x1b[0m\n")
 
 
 def test_json_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,8 +126,6 @@ def test_the_files_of_a_run_and_of_answers_are_clean(tmp_path: Path) -> None:
     [
         [f"tr{HOSTILE}"],
         ["train", f"--{HOSTILE}", "1"],
-        ["report", f"/tmp/{HOSTILE}"],
-        ["checkpoint", "list", f"/tmp/{HOSTILE}"],
         ["data", f"/tmp/{HOSTILE}.jsonl"],
     ],
     ids=lambda words: words[0][:10] if len(words[0]) < 12 else "unknown",

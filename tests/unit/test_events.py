@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.event_lines import event_lines
+from crosstune.cli.event_lines import LINES
 from crosstune.cli.screen import NOT_SHOWN, Screen
 from crosstune.config.plan import Adjustment
 from crosstune.core import events, tracking_events
@@ -121,7 +121,7 @@ CLASSES = {
     for found in [*vars(events).values(), *vars(tracking_events).values()]
     if isinstance(found, type) and issubclass(found, Event) and found is not Event
 }
-SHOWN = {*vars(Screen)["on_event"].dispatcher.registry, *event_lines.registry} - {object, Event}
+SHOWN = {*vars(Screen)["on_event"].dispatcher.registry, *LINES} - {object, Event}
 # The first sets up the live bar; the second prints once it has taken a while.
 QUIET = (events.TrainingStarted, events.TrainingEnded, events.ModelProgress, events.Tokenizing)
 

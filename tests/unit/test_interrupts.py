@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from crosstune.cli.interrupts import end_quietly
+from crosstune.cli.main import end_quietly
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGINT for one process")
 

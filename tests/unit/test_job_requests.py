@@ -134,7 +134,7 @@ def test_a_machine_without_the_folder_is_named(
 
 def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     error = refused(f"{BASE['slurm']} --print --output nowhere/script", capsys)
-    assert "--output nowhere/script cannot be written" in error and "do:" in error
+    assert "nowhere/script cannot be read or written" in error and "do:" in error
 
 
 def test_ray_is_named_when_it_is_missing(

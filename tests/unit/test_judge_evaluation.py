@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crosstune.cli.judge_table import table_lines
+from crosstune.cli.judge import metric_lines as table_lines
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import to_json

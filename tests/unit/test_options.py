@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from crosstune.config.load import make_config
+from crosstune.config.load import load_config, make_config
 from crosstune.config.option import OnResume
 from crosstune.config.schema import Config, option_list, options_by_name, options_on_resume
 from crosstune.config.table import help_text, markdown_table
@@ -83,3 +83,11 @@ def test_adapter_settings_are_those_that_decide_what_its_weights_mean() -> None:
         "torch_compile",
         "cuda_graphs",
     }
+
+
+def test_the_former_names_of_options_are_read(tmp_path: Path) -> None:
+    """Those of older run folders and of the guides."""
+    (tmp_path / "config.yaml").write_text("with_stack: true\ngroup: ours\nmax_grad_norm: 0.5\n")
+    config = load_config(["--wait_steps", "3", "--repeat=2"], file=tmp_path / "config.yaml", environment={})
+    assert (config.profile_with_stack, config.tracker_group, config.grad_norm) == (True, "ours", 0.5)
+    assert (config.profile_wait_steps, config.profile_repeat) == (3, 2)

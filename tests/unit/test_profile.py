@@ -134,7 +134,7 @@ def test_a_cycle_warms_up_records_and_writes(tmp_path: Path) -> None:
 
 def test_a_run_that_ends_within_a_cycle_is_profiled_as_far_as_it_came(tmp_path: Path) -> None:
     session, observer = FakeSession(), Events()
-    run_steps(session, tmp_path, observer, 3, active_steps=50)
+    run_steps(session, tmp_path, observer, 3, profile_active_steps=50)
     assert session.calls[-1] == "stop 2"
     [event] = observer.seen
     assert isinstance(event, Profiled) and event.result["steps"] == [2, 3]
@@ -142,7 +142,7 @@ def test_a_run_that_ends_within_a_cycle_is_profiled_as_far_as_it_came(tmp_path: 
 
 def test_a_run_that_ends_before_the_first_recorded_step_says_so(tmp_path: Path) -> None:
     observer = Events()
-    run_steps(FakeSession(), tmp_path, observer, 3, wait_steps=5)
+    run_steps(FakeSession(), tmp_path, observer, 3, profile_wait_steps=5)
     [event] = observer.seen
     assert isinstance(event, Warned) and "number 7" in event.message
     assert list(tmp_path.iterdir()) == []

@@ -238,10 +238,14 @@ def test_slow_paths_are_warned_about() -> None:
 def test_an_option_without_effect_is_told_and_not_swallowed(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     plan = plan_on(
-        "h200", mlx_config=str(tmp_path / "x.json"), n_bits=8, with_stack=True, sharding_strategy="ddp"
+        "h200",
+        mlx_config=str(tmp_path / "x.json"),
+        n_bits=8,
+        profile_with_stack=True,
+        sharding_strategy="ddp",
     )
     idle = {a.option for a in plan.adjustments if a.kind == "warning"}
-    assert {"mlx_config", "n_bits", "with_stack", "sharding_strategy"} <= idle
+    assert {"mlx_config", "n_bits", "profile_with_stack", "sharding_strategy"} <= idle
 
 
 def test_a_cpu_that_was_asked_for_gets_no_warning() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstune.cli.arguments import Parser, print_json, read_path
-from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.cli.arguments import Parser, print_result, read_path
+from crosstune.core.errors import UserError
 
 EXAMPLES = """examples:
   crosstune adopt .
@@ -77,10 +77,6 @@ from crosstune.cli.adopt import run_entry
 if __name__ == "__main__":
     sys.exit(run_entry("{name}", sys.argv[1:]))
 '''
-_SHELL = """#!/bin/sh
-# {about} Written by `crosstune adopt`; the options are those of `crosstune {command}`.
-exec "${{PYTHON:-python}}" -c 'import sys; from crosstune.cli.adopt import run_entry; sys.exit(run_entry("{name}", sys.argv[1:]))' "$@"
-"""
 
 
 def make_parser() -> Parser:
@@ -92,19 +88,14 @@ def make_parser() -> Parser:
     )
     parser.add_argument("folder", type=read_path, metavar="DIR", help="folder of the project")
     parser.add_argument("--force", action="store_true", help="replace files that are there already")
-    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     return parser
 
 
 def run(words: Sequence[str]) -> int:
     own = make_parser().parse_args(list(words))
     written = adopt(own.folder, force=own.force)
-    if own.json:
-        print_json({"written": [str(path) for path in written]})
-    else:
-        for path in written:
-            print(f"written  {path}")
-    return EXIT_DONE
+    names = [str(path) for path in written]
+    return print_result({"written": names}, [f"written  {name}" for name in names], as_json=own.json)
 
 
 def adopt(folder: Path, *, force: bool = False) -> list[Path]:
@@ -128,8 +119,7 @@ def adopt(folder: Path, *, force: bool = False) -> list[Path]:
 def entry_text(entry: Entry) -> str:
     if entry.script is not None:
         return entry.script()
-    template = _SHELL if entry.path.endswith(".sh") else _PYTHON
-    return template.format(about=entry.about, command=" ".join(entry.command), name=entry.name)
+    return _PYTHON.format(about=entry.about, command=" ".join(entry.command), name=entry.name)
 
 
 def run_entry(name: str, words: Sequence[str]) -> int:

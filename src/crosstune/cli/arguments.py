@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
-from crosstune.cli.fold import fold_help
+from crosstune.cli.streams import fold_help
 from crosstune.config.load import load_config
-from crosstune.config.schema import Config
+from crosstune.config.schema import Config, options_by_name
 from crosstune.config.values import wrong_path
-from crosstune.core.errors import UserError, shown
+from crosstune.core.errors import EXIT_DONE, UserError, shown
 from crosstune.core.names import nearest, unknown_name
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError instead of exiting, and accepts no abbreviations."""
 
-    def __init__(self, command: str, *, description: str, epilog: str = "") -> None:
+    def __init__(
+        self,
+        command: str,
+        *,
+        description: str,
+        epilog: str = "",
+        json: str | None = "print the result as JSON",
+    ) -> None:
+        """`json` is the help of --json; None for a command without it."""
         super().__init__(
             prog=f"crosstune {command}",
             description=description,
@@ -27,6 +35,8 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        if json is not None:
+            self.add_argument("--json", action="store_true", help=json)
 
     def format_help(self) -> str:
         return fold_help(super().format_help())
@@ -66,8 +76,13 @@ def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespa
     if "-h" in words or "--help" in words:
         from crosstune.config.table import help_text
 
+        named = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        named.add_argument("--recipe", default="sft")
+        recipe, recipes = named.parse_known_args(list(words))[0].recipe, options_by_name()["recipe"].choices
+        if recipe not in (recipes or ()):
+            raise unknown_name("recipe", recipe, recipes or ())
         parser.print_help()
-        print(help_text())
+        print(help_text(recipe=recipe))
         sys.exit(0)
     own, flags = parser.parse_known_args(list(words))
     return own, load_config(flags, file=own.config)
@@ -102,6 +117,23 @@ def at_least(low: int | float) -> Callable[[str], int | float]:
         return value
 
     return read
+
+
+Line: TypeAlias = str | tuple[str, str | None]
+"""A line to print, or a line and its style."""
+
+
+def print_result(data: object, lines: Iterable[Line], *, as_json: bool) -> int:
+    """Print the result of a command, as JSON or as lines, and return its exit code."""
+    if as_json:
+        print_json(data)
+        return EXIT_DONE
+    from crosstune.cli.output import print_line
+
+    for line in lines:
+        text, style = (line, None) if isinstance(line, str) else line
+        print_line(text, style=style)
+    return EXIT_DONE
 
 
 def print_json(data: object) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Parser, at_least, print_json, read_path
-from crosstune.cli.output import print_line
+from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path
 from crosstune.cli.units import size
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 
@@ -38,21 +38,16 @@ def make_parser() -> Parser:
     parser = Parser("checkpoint", description=f"Checkpoints of a run:\n\n{summary}", epilog=EXAMPLES)
     parser.add_argument("action", choices=tuple(_HELP))
     parser.add_argument("target", type=read_path, metavar="RUN|CHECKPOINT|FILE")
-    parser.add_argument("--out", type=read_path, help="folder for the result of export and import")
-    parser.add_argument(
-        "--keep_last_n",
-        type=at_least(1),
-        default=3,
-        help="for prune: how many of the newest to keep (default 3)",
-    )
-    parser.add_argument(
-        "--keep_every", type=at_least(0), default=0, help="for prune: also keep steps divisible by this"
-    )
-    parser.add_argument("--drop_best", action="store_true", help="for prune: do not keep the best one")
-    parser.add_argument("--dry_run", action="store_true", help="for prune: only print what would be removed")
-    parser.add_argument("--step", type=at_least(0), help="for import: steps done, if not in the file")
-    parser.add_argument("--without_optimizer", action="store_true", help="for import: take only the weights")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add = parser.add_argument
+    add("--out", type=read_path, help="folder for the result of export and import")
+    newest = "for prune: how many of the newest to keep (default 3)"
+    add("--keep_last_n", type=at_least(1), default=3, help=newest)
+    every = "for prune: also keep steps divisible by this"
+    add("--keep_every", type=at_least(0), default=0, help=every)
+    add("--drop_best", action="store_true", help="for prune: do not keep the best one")
+    add("--dry_run", action="store_true", help="for prune: only print what would be removed")
+    add("--step", type=at_least(0), help="for import: steps done, if not in the file")
+    add("--without_optimizer", action="store_true", help="for import: take only the weights")
     return parser
 
 
@@ -142,29 +137,25 @@ def _evaluations(rows: Sequence[dict[str, Any]], target: Path) -> dict[int, floa
 
 def _list(own: Any) -> int:
     rows = _rows(own.target, hashes=False)
-    if own.json:
-        print_json({"checkpoints": rows})
-        return EXIT_DONE
-    for row in rows:
-        if row["problem"]:
-            print_line(f"{Path(row['path']).name}  damaged: {row['problem']}")
-            continue
-        parts = [f"{size(row['bytes']):>10}", str(row["created"]), row["backend"]]
-        parts += [f"loss {row['loss']:.4f}"] if row["loss"] is not None else []
-        parts += [f"eval {row['eval_loss']:.4f}"] if row["eval_loss"] is not None else []
-        parts += ["best"] if row["best"] else []
-        print_line(f"{Path(row['path']).name}  {'  '.join(parts)}")
-    return EXIT_DONE
+    return print_result({"checkpoints": rows}, map(_listed, rows), as_json=own.json)
+
+
+def _listed(row: Mapping[str, Any]) -> Line:
+    if row["problem"]:
+        return f"{Path(row['path']).name}  damaged: {row['problem']}"
+    parts = [f"{size(row['bytes']):>10}", str(row["created"]), row["backend"]]
+    parts += [f"loss {row['loss']:.4f}"] if row["loss"] is not None else []
+    parts += [f"eval {row['eval_loss']:.4f}"] if row["eval_loss"] is not None else []
+    return f"{Path(row['path']).name}  {'  '.join(parts + ['best'] * row['best'])}"
 
 
 def _verify(own: Any) -> int:
     rows = _rows(own.target, hashes=True)
-    if own.json:
-        print_json({"checkpoints": rows})
-    else:
-        for row in rows:
-            status = f"damaged: {row['problem']}" if row["problem"] else f"valid, {size(row['bytes'])}"
-            print_line(f"{Path(row['path']).name}  {status}")
+    found = [
+        f"damaged: {row['problem']}" if row["problem"] else f"valid, {size(row['bytes'])}" for row in rows
+    ]
+    lines = (f"{Path(row['path']).name}  {status}" for row, status in zip(rows, found, strict=True))
+    print_result({"checkpoints": rows}, lines, as_json=own.json)
     return EXIT_USER_MUST_ACT if any(row["problem"] for row in rows) else EXIT_DONE
 
 
@@ -174,12 +165,9 @@ def _show(own: Any) -> int:
 
     with Screen(live=False) as screen:
         found = pick_checkpoint(own.target, screen)
-    if own.json:
-        print_json(dict(found.manifest))
-        return EXIT_DONE
     manifest = found.manifest
     identity, progress = manifest["identity"], manifest["progress"]
-    trained = sum(_product(facts["shape"]) for facts in manifest["trainable"].values())
+    trained = sum(math.prod(facts["shape"]) for facts in manifest["trainable"].values())
     lines = {
         "checkpoint": found.folder,
         "step": f"{found.step} of {manifest['schedule'].get('num_steps', '?')}",
@@ -192,9 +180,8 @@ def _show(own: Any) -> int:
         "loss": progress.get("final_loss"),
         "size": size(found.num_bytes()),
     }
-    for name, value in lines.items():
-        print_line(f"{name:<11} {value}")
-    return EXIT_DONE
+    shown = (f"{name:<11} {value}" for name, value in lines.items())
+    return print_result(dict(manifest), shown, as_json=own.json)
 
 
 def _prune(own: Any) -> int:
@@ -215,14 +202,9 @@ def _prune_held(own: Any) -> int:
     keep = Keep(last_n=own.keep_last_n, best=not own.drop_best, every=own.keep_every)
     root = Path(rows[0]["path"]).parent
     removed = [str(path) for path in rotate(root, keep, evaluations, only_say=own.dry_run)]
-    if own.json:
-        print_json({"removed": removed, "dry_run": own.dry_run})
-        return EXIT_DONE
-    for path in removed:
-        print_line(f"{'would remove' if own.dry_run else 'removed'}  {path}")
-    if not removed:
-        print_line("nothing to remove")
-    return EXIT_DONE
+    lines = [f"{'would remove' if own.dry_run else 'removed'}  {path}" for path in removed]
+    found = {"removed": removed, "dry_run": own.dry_run}
+    return print_result(found, lines or ["nothing to remove"], as_json=own.json)
 
 
 def _export(own: Any, flags: Sequence[str]) -> int:
@@ -245,11 +227,7 @@ def _export(own: Any, flags: Sequence[str]) -> int:
             backend=config.backend,
             model_name=config.model_name if "model_name" in config.asked else None,
         )
-    if own.json:
-        print_json(report)
-    else:
-        print_line(f"written  {report['path']} (step {report['step']})")
-    return EXIT_DONE
+    return print_result(report, [f"written  {report['path']} (step {report['step']})"], as_json=own.json)
 
 
 def _import(own: Any, flags: Sequence[str]) -> int:
@@ -268,18 +246,9 @@ def _import(own: Any, flags: Sequence[str]) -> int:
             step=own.step,
             without_optimizer=own.without_optimizer,
         )
-    if own.json:
-        print_json(report)
-        return EXIT_DONE
-    print_line(f"written  {report['path']} (step {report['step']}, {report['weights']} weights)")
-    moments = ", ".join(report["moments"]) or "none: the optimizer state starts fresh"
-    print_line(f"moments  {moments}")
-    print_line(f"continue crosstune train --resume {own.out} --dataset ... ")
-    return EXIT_DONE
-
-
-def _product(shape: Sequence[int]) -> int:
-    product = 1
-    for length in shape:
-        product *= length
-    return product
+    lines = [
+        f"written  {report['path']} (step {report['step']}, {report['weights']} weights)",
+        f"moments  {', '.join(report['moments']) or 'none: the optimizer state starts fresh'}",
+        f"continue crosstune train --resume {own.out} --dataset ...",
+    ]
+    return print_result(report, lines, as_json=own.json)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len, set_cell_size
 
-from crosstune.cli.escape_controls import printable
+from crosstune.core.control_characters import printable
 
 GAP = 2
 NARROWEST = 8

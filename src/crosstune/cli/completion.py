@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 from collections.abc import Sequence
 
 from crosstune.cli.arguments import Parser, read_path, read_path_or_name
@@ -28,6 +27,7 @@ def make_parser() -> Parser:
         "completion",
         description="Print a script that completes commands, options, their values and file names in a shell.",
         epilog=INSTALL,
+        json=None,
     )
     parser.add_argument("shell", choices=SHELLS)
     return parser
@@ -44,13 +44,13 @@ def run(words: Sequence[str]) -> int:
 
 def whole_parser() -> argparse.ArgumentParser:
     """Return one parser with all commands, which exist as parsers of their own."""
-    from crosstune.cli.main import COMMANDS
+    from crosstune.cli.main import COMMANDS, load_command
 
     whole = argparse.ArgumentParser(prog="crosstune")
     whole.add_argument("--version", action="store_true", help="print the version")
     commands = whole.add_subparsers(parser_class=argparse.ArgumentParser)
     for name, text in COMMANDS.items():
-        made = importlib.import_module(f"crosstune.cli.{name}").make_parser()
+        made = load_command(name, "make_parser")()
         command = commands.add_parser(name, help=text, parents=[made], add_help=False)
         if name in TAKE_OPTIONS:
             _add_options(command)

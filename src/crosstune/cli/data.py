@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from crosstune.cli.arguments import Parser, parse_config, print_json
-from crosstune.cli.escape_controls import raw_stream
+from crosstune.cli.arguments import Parser, parse_config, print_result
+from crosstune.cli.streams import styled
 from crosstune.cli.units import count
 from crosstune.config.schema import Config
 from crosstune.core.control_characters import printable
@@ -33,7 +33,6 @@ def make_parser() -> Parser:
         "SOURCE is anything that --dataset takes; the options are those of train.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--show", type=int, default=3, metavar="N", help="print the first N examples (default 3)"
     )
@@ -48,7 +47,7 @@ def run(words: Sequence[str]) -> int:
             do="leave out --recipe",
         )
 
-    from crosstune.cli.output import WARNING, print_line
+    from crosstune.cli.output import WARNING
     from crosstune.cli.screen import Screen
     from crosstune.core.events import Warned
     from crosstune.models.folder import longest_context
@@ -67,14 +66,13 @@ def run(words: Sequence[str]) -> int:
         mark_supervised(recipe.train[place], recipe.tokenizer, colour=colour and not own.json)
         for place in range(min(max(own.show, 0), len(recipe.train)))
     ]
+    lines = ((line, WARNING if line.startswith("warning") else None) for line in report_lines(report))
+    print_result({**report, "model": model.name, "shown": shown}, lines, as_json=own.json)
     if own.json:
-        print_json({**report, "model": model.name, "shown": shown})
         return EXIT_DONE
-    for line in report_lines(report):
-        print_line(line, style=WARNING if line.startswith("warning") else None)
     for number, text in enumerate(shown, start=1):
         print(
-            f"\nexample {number}\n{text}", file=raw_stream(sys.stdout)
+            f"\nexample {number}\n{text}", file=styled(sys.stdout)
         )  # its text is escaped, our colours are not
     return EXIT_DONE
 

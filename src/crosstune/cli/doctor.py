@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from crosstune.cli.arguments import Parser, print_json
-from crosstune.cli.output import ERROR, GOOD, QUIET, STRONG, WARNING, print_line
+from crosstune.cli.arguments import Line, Parser, print_result
+from crosstune.cli.output import ERROR, GOOD, QUIET, STRONG, WARNING
 from crosstune.cli.units import ratio, size
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ def make_parser() -> Parser:
         "those of the CPU in fp32. The exit code is 0 when every job ran and agreed.",
         epilog=EPILOG,
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print the report as JSON, for `crosstune plan --machine`"
-    )
     parser.add_argument("--no_train", action="store_true", help="probe only, train nothing")
     return parser
 
@@ -42,51 +39,45 @@ def run(words: Sequence[str]) -> int:
     diagnosis = diagnose(
         train=not own.no_train, on_progress=lambda text: print(f"{text} ...", file=sys.stderr)
     )
-    if own.json:
-        print_json(diagnosis.to_json())
-    else:
-        _print(diagnosis)
+    print_result(diagnosis.to_json(), diagnosis_lines(diagnosis), as_json=own.json)
     built = [check for check in diagnosis.checks if not check.error.startswith("Not built yet")]
     # Without torch there is no reference to compare with; it is enough that the job ran.
     return 0 if all(check.ran and (check.agrees or check.difference is None) for check in built) else 2
 
 
-def _print(diagnosis: Diagnosis) -> None:
+def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[Line]:
     machine = diagnosis.machine
-    print_line(
+    yield (
         f"{machine.name}: {machine.system}, {machine.processor}, {machine.num_cores} cores, "
         f"{size(machine.memory_total_bytes)}"
     )
-    print_line(", ".join(f"{name} {version}" for name, version in machine.versions.items()))
+    yield ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     checks = {check.backend: check for check in diagnosis.checks}
-    order = diagnosis.auto_order
-    for name in order:
-        print_line("")
-        _print_available(machine.backends[name], checks.get(name), why=diagnosis.auto_reason)
+    for name in diagnosis.auto_order:
+        yield ""
+        yield from _available(machine.backends[name], checks.get(name), why=diagnosis.auto_reason)
     for name, report in machine.backends.items():
-        if name not in order:
-            print_line(f"\n{name:<5} not available: {report.reason}", style=QUIET)
-    print_line("\nrecommended here:", style=STRONG)
-    for line in diagnosis.advice:
-        print_line(f"  {line}")
+        if name not in diagnosis.auto_order:
+            yield f"\n{name:<5} not available: {report.reason}", QUIET
+    yield "\nrecommended here:", STRONG
+    yield from (f"  {line}" for line in diagnosis.advice)
 
 
-def _print_available(report: BackendReport, check: Check | None, *, why: Mapping[str, str]) -> None:
-    taken = f"; `auto` takes it: {why[report.name]}" if report.name in why else ""
-    print_line(f"{report.name:<5} available, {report.engine} engine{taken}", style=STRONG)
+def _available(report: BackendReport, check: Check | None, *, why: Mapping[str, str]) -> Iterator[Line]:
+    chosen = f"; `auto` chooses it: {why[report.name]}" if report.name in why else ""
+    yield f"{report.name:<5} available, {report.engine} engine{chosen}", STRONG
     for device in report.devices:
         total, free = size(device.memory_total_bytes), size(device.memory_free_bytes)
-        print_line(f"      device       {device.name}, {total} ({free} free)")
-    print_line(f"      dtypes       {', '.join(report.dtypes)}{_bf16(report)}")
-    print_line(f"      attention    {', '.join(report.attention) or 'none'}")
+        yield f"      device       {device.name}, {total} ({free} free)"
+    yield f"      dtypes       {', '.join(report.dtypes)}{_bf16(report)}"
+    yield f"      attention    {', '.join(report.attention) or 'none'}"
     widths = [f"{name} {'/'.join(map(str, bits))} bit" for name, bits in report.quantizers.items()]
-    print_line(f"      quantizers   {', '.join(widths) or 'none'}")
-    print_line(f"      collectives  {', '.join(report.collectives) or 'none'}")
-    for note in report.notes:
-        print_line(f"      note         {note}")
+    yield f"      quantizers   {', '.join(widths) or 'none'}"
+    yield f"      collectives  {', '.join(report.collectives) or 'none'}"
+    yield from (f"      note         {note}" for note in report.notes)
     if check is not None:
         style = GOOD if check.ran and check.agrees else WARNING if check.ran else ERROR
-        print_line(f"      training     {_verdict(check)}", style=style)
+        yield f"      training     {_verdict(check)}", style
 
 
 def _bf16(report: BackendReport) -> str:

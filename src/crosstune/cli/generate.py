@@ -1,4 +1,4 @@
-"""`crosstune generate`: answer prompts with a model or a trained run."""
+"""`crosstune generate` and `crosstune chat`: answer prompts with a model or a trained run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from crosstune.cli.arguments import Parser, at_least, print_json, read_path_or_name
-from crosstune.core.errors import UserError
+from crosstune.cli.output import QUIET, WARNING, Output, print_error, print_line
+from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.core.names import nearest
 from crosstune.core.sampling import Sampling
 
 if TYPE_CHECKING:
     from crosstune.results.chat_model import ChatModel
+    from crosstune.results.conversation import Conversation
     from crosstune.results.prompt_file import Prompt
 
 EXAMPLES = """examples:
@@ -25,6 +28,26 @@ EXAMPLES = """examples:
 
 A prompt file has one prompt per line, or, named *.jsonl, a JSON object per line with `prompt` or `messages`. A last
 message of the assistant is the reference: it is not shown to the model, and it is copied to the output."""
+
+CHAT_COMMANDS = {
+    "/help": "show this list",
+    "/save FILE": "write the conversation to FILE, as JSON lines that train and generate read",
+    "/load FILE": "continue the conversation in FILE",
+    "/system TEXT": "set the system message; without TEXT, remove it",
+    "/reset": "forget the conversation, except the system message",
+    "/exit": "leave (also /quit and Ctrl-D)",
+}
+CHAT_HELP = "\n".join(f"  {command:<13} {text}" for command, text in CHAT_COMMANDS.items())
+CHAT_NOTES = (
+    "Ctrl-C interrupts an answer. A message that begins with a slash is written with two: //etc is a folder."
+)
+CHAT_EXAMPLES = f"""examples:
+  crosstune chat runs/demo
+  crosstune chat smollm2-135m --system "Answer in one sentence." --temperature 0.7 --top_p 0.9
+
+in the chat:
+{CHAT_HELP}
+{CHAT_NOTES}"""
 
 
 def make_parser() -> Parser:
@@ -39,7 +62,6 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--batch_size", type=at_least(1), default=8, help="prompts answered together (default 8)"
     )
-    parser.add_argument("--json", action="store_true", help="print prompts and answers as JSON")
     return parser
 
 
@@ -83,7 +105,7 @@ def _answer_one(chat_model: ChatModel, prompt: Prompt, own: argparse.Namespace, 
         print_json(prompt.row(answer))
     else:
         print()
-    return 0
+    return EXIT_DONE
 
 
 def _answer_all(
@@ -95,7 +117,6 @@ def _answer_all(
     file: TextIO | None,
 ) -> int:
     from crosstune.cli.live_line import BarLine, LiveLine
-    from crosstune.cli.output import QUIET, Output, print_line
     from crosstune.results.prompt_file import batches, write_row
 
     output = Output()
@@ -124,7 +145,7 @@ def _answer_all(
         )
     elif file is not None:
         print_line(f"written  {own.output} ({len(rows)} answers)")
-    return 0
+    return EXIT_DONE
 
 
 def add_model_arguments(parser: Parser) -> None:
@@ -171,8 +192,6 @@ def read_sampling(own: argparse.Namespace) -> Sampling:
         seed=own.seed,
     )
     if sampling.unused:
-        from crosstune.cli.output import WARNING, Output
-
         names = ", ".join(f"--{name}" for name in sampling.unused)
         Output().line(
             f"warning  {names} without effect: at temperature 0 nothing is drawn; add --temperature 1",
@@ -192,3 +211,114 @@ def open_model(own: argparse.Namespace) -> ChatModel:
 
 def _show(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def make_parser_chat() -> Parser:
+    parser = Parser(
+        "chat", description="Chat with a model or a trained run.", epilog=CHAT_EXAMPLES, json=None
+    )
+    add_model_arguments(parser)
+    return parser
+
+
+def run_chat(words: Sequence[str]) -> int:
+    own = make_parser_chat().parse_args(list(words))
+    sampling = read_sampling(own)
+
+    from crosstune.results.conversation import Conversation
+
+    chat_model = open_model(own)
+    conversation = Conversation(system=own.system)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  (line editing and history for input())
+
+        _say("/help lists the commands; Ctrl-C interrupts an answer, Ctrl-D leaves.")
+    while (line := _read_line(interactive)) is not None:
+        if line.startswith("/") and not line.startswith("//"):
+            if not _obey(line, conversation):
+                break
+        elif line:
+            _answer(chat_model, conversation, line.removeprefix("/"), own, sampling)
+    return EXIT_DONE
+
+
+def _answer(
+    chat_model: ChatModel, conversation: Conversation, line: str, own: argparse.Namespace, sampling: Sampling
+) -> None:
+    """Print the answer to a message and add both to the conversation."""
+    try:
+        answer = chat_model.answer(
+            conversation.with_question(line),
+            max_new_tokens=own.max_new_tokens,
+            sampling=sampling,
+            on_text=lambda text: print(text, end="", flush=True),
+        )
+    except KeyboardInterrupt:
+        print(" ... (interrupted and discarded)")
+    except UserError as error:  # such as a chat template that refuses a system message
+        print_error(error.lines())
+    else:
+        print()
+        conversation.add(line, answer)
+
+
+def _obey(line: str, conversation: Conversation) -> bool:
+    """Carry out a command; return False to leave. An unknown one is not sent to the model."""
+    name, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if name in ("/exit", "/quit"):
+        return False
+    try:
+        if name == "/help":
+            _say(f"{CHAT_HELP}\n{CHAT_NOTES}")
+        elif name == "/reset":
+            conversation.reset()
+            _say("The conversation is empty.")
+        elif name == "/system":
+            conversation.system = rest
+            _say("The system message is set." if rest else "There is no system message.")
+        elif name in ("/save", "/load"):
+            _use_file(name, rest, conversation)
+        else:
+            raise _unknown(name)
+    except UserError as error:
+        print_error(error.lines())
+    return True
+
+
+def _use_file(name: str, rest: str, conversation: Conversation) -> None:
+    if not rest:
+        raise UserError(f"{name} needs the name of a file.", do=f"{name} chat.jsonl")
+    path = Path(rest).expanduser()
+    if name == "/save":
+        conversation.save(path)
+        _say(f"saved    {path}")
+    else:
+        conversation.load(path)
+        _say(f"loaded   {path}, {len(conversation.turns)} messages")
+
+
+def _unknown(name: str) -> UserError:
+    known = [command.split(" ")[0] for command in CHAT_COMMANDS]
+    close = nearest(name, known)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return UserError(
+        f"There is no command {name}; the model was not asked.",
+        do=f"{hint}/help lists the commands; to send a message that begins with a slash, write two: /{name}",
+    )
+
+
+def _say(text: str) -> None:
+    Output().line(text, style=QUIET)
+
+
+def _read_line(interactive: bool) -> str | None:
+    """Return the user's next line, or None at the end of the input."""
+    try:
+        return input("> " if interactive else "").strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:  # clears what was typed, as in a shell
+        print()
+        return ""

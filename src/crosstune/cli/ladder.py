@@ -41,7 +41,6 @@ def make_parser() -> Parser:
         description="Try optimisations of a training one after the other, measure each, and keep what helps.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
     parser.add_argument(
         "--steps", type=at_least(2), default=30, metavar="N", help="steps of each trial (default 30)"
     )

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Sequence
-from typing import Any
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Parser, at_least, read_path, read_path_or_name
+from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name
+from crosstune.cli.output import Output
+from crosstune.cli.units import count, size
+from crosstune.config.load import cache_override
+from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.core.user_paths import shown_path
+
+if TYPE_CHECKING:
+    from crosstune.recipes.latent_diffusion.sampling import DecodeOptions, OnStep
+    from crosstune.recipes.latent_diffusion.trained import Trained
 
 EXAMPLES = """examples:
   crosstune latents build grammar --out pairs/grammar              generated sentences, nothing to download
@@ -31,8 +40,6 @@ ACTIONS = {
     "sample": "make new texts and their vectors from noise, with a model trained on unconditional or random",
     "eval": "score a model on held-out pairs, with controls",
 }
-_MODULES = {"build": "latents_data", "export": "latents_data"}
-"""Action -> the module with its code; latents_use for the others."""
 
 
 class _LatentsParser(Parser):
@@ -64,7 +71,6 @@ def make_parser() -> _LatentsParser:
     parser = _LatentsParser()
     parser.add_argument("action", choices=tuple(ACTIONS))
     parser.add_argument("target", type=read_path_or_name, metavar="TEXTS|PAIRS|RUN")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_for(
         "build export encode sample", "--out", type=read_path, help="folder, or .npy file for vectors"
     )
@@ -161,5 +167,200 @@ def run(words: Sequence[str]) -> int:
     if own.action == "encode" and not own.text:
         parser.error("encode needs --text")
     parser.refuse_others(own)
-    module = importlib.import_module(f"crosstune.cli.{_MODULES.get(own.action, 'latents_use')}")
-    return int(getattr(module, f"run_{own.action}")(own))
+    actions = {"build": _build, "export": _export, "decode": _decode, "encode": _encode}
+    return (actions | {"sample": _sample, "eval": _eval})[own.action](own)
+
+
+def _build(own: argparse.Namespace) -> int:
+    from crosstune.cli.screen import Screen
+    from crosstune.recipes.latent_diffusion.build import BuildRequest, build
+    from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
+    from crosstune.recipes.latent_diffusion.encoders import MINILM
+    from crosstune.recipes.latent_diffusion.pair_folder import is_pair_folder
+
+    if own.validation_share >= 1:
+        raise UserError("--validation_share is 1 or more.", why="nothing would be left to train on.")
+    if is_pair_folder(own.out) and not own.overwrite:
+        raise UserError(
+            f"{own.out} holds pairs already.",
+            do="give another --out FOLDER, or replace them with --overwrite",
+        )
+    with Screen(live=True) as screen:
+        written = build(
+            BuildRequest(
+                source=own.target,
+                out=own.out,
+                encoder=own.encoder or MINILM,
+                vectors=own.vectors,
+                file=own.file,
+                most_texts=own.max_texts,
+                crops=own.crops,
+                mixes=own.mixes,
+                validation_share=own.validation_share,
+                most_validation=own.max_validation,
+                options=WriteOptions(
+                    max_tokens=own.max_tokens,
+                    too_long=own.too_long,
+                    min_count=own.min_count,
+                    dtype=own.vectors_dtype,
+                ),
+                cache=cache_override(),
+                device=own.device,
+                progress=lambda stage, done, total: screen.show_stage(
+                    f"{stage} encoder or corpus",
+                    done=done,
+                    total=total,
+                    amounts=[size(done)],
+                    finished=done == total,
+                    quiet_s=1.0,
+                ),
+                on_text=lambda stage, done, total: screen.show_stage(
+                    stage,
+                    done=done,
+                    total=total,
+                    amounts=[f"{done:,} texts"],
+                    finished=done == total,
+                    quiet_s=1.0,
+                    unit=count,
+                ),
+            )
+        )
+    facts = {name: value for name, value in written.manifest.items() if name != "files"}
+    lines = _built_lines(facts, shown_path(written.folder))
+    return print_result({"folder": str(written.folder), **facts}, lines, as_json=own.json)
+
+
+def _built_lines(facts: Mapping[str, Any], folder: str) -> Iterator[Line]:
+    splits = ", ".join(f"{count:,} {split}" for split, count in sorted(facts["splits"].items()))
+    left = [f"{number:,} {why.replace('_', ' ')}" for why, number in facts["left_out"].items() if number]
+    yield f"texts    {splits}; at most {facts['max_tokens']} tokens, vocabulary {facts['vocabulary']:,}"
+    yield f"vectors  {facts['dim']} dimensions, from {facts['encoder'].get('name')}"
+    if left:
+        yield f"left out {', '.join(left)}"
+    if number := facts["vectors_normalised_here"]:
+        yield f"note     {number:,} vectors did not have norm 1 and were normalised"
+    yield f"pairs    {folder}"
+    yield f"train    crosstune train --recipe latent_diffusion --dataset {shlex.quote(folder)}"
+
+
+def _export(own: argparse.Namespace) -> int:
+    from crosstune.recipes.latent_diffusion.layouts import write_layout
+    from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
+
+    number = write_layout(open_pairs(read_path(own.target)), own.out, layout=own.layout)
+    found = {"folder": str(own.out), "pairs": number, "layout": own.layout}
+    return print_result(found, [f"wrote    {number:,} pairs as {own.layout} to {own.out}"], as_json=own.json)
+
+
+def _decode(own: argparse.Namespace) -> int:
+    from crosstune.recipes.latent_diffusion.commands import DecodeRequest, decode
+
+    trained, output = _open(own), Output()
+    live = own.live and not own.json
+
+    def on_round(done: int, total: int, near: float) -> None:
+        output.line(f"round {done:>2}/{total}  mean cosine {near:.4f}")
+
+    found = decode(
+        trained,
+        DecodeRequest(
+            vectors=own.vectors,
+            texts=own.text or [],
+            options=_options(own, steps=8),
+            encoder=own.encoder,
+            rounds=own.correct,
+            device=own.device,
+            on_step=_live(trained, output) if live else None,
+            on_round=on_round if live else None,
+        ),
+    )
+    for note in () if own.json else found["notes"]:
+        output.line(f"note     {note}")
+    return print_result(found, [row["text"] for row in found["texts"]], as_json=own.json)
+
+
+def _encode(own: argparse.Namespace) -> int:
+    from crosstune.recipes.latent_diffusion.commands import encode
+
+    steps = own.steps or 10
+    found = encode(_open(own), own.text, steps=steps, guidance=own.guidance, seed=own.seed, out=own.out)
+    lines = [" ".join(f"{value:.4f}" for value in row) for row in found["vectors"]]
+    wrote = [f"wrote    {len(lines)} vectors to {own.out}"] if own.out is not None else []
+    return print_result(found, lines + wrote, as_json=own.json)
+
+
+def _sample(own: argparse.Namespace) -> int:
+    from crosstune.recipes.latent_diffusion.commands import sample
+
+    trained, output = _open(own), Output()
+    found = sample(
+        trained,
+        own.samples or 4,
+        options=_options(own, steps=24, temperature=1.0),
+        encoder=own.encoder,
+        device=own.device,
+        out=own.out,
+        on_step=_live(trained, output) if own.live and not own.json else None,
+    )
+    print_result(found, [row["text"] for row in found["texts"]], as_json=own.json)
+    if own.out is not None and not own.json:
+        output.line(f"wrote    {len(found['texts'])} vectors to {own.out}")
+    return EXIT_DONE
+
+
+def _eval(own: argparse.Namespace) -> int:
+    from crosstune.recipes.latent_diffusion.commands import evaluate_folder
+    from crosstune.recipes.latent_diffusion.correct import CorrectOptions
+    from crosstune.recipes.latent_diffusion.evaluation import EvalRequest
+
+    output = Output()
+    found = evaluate_folder(
+        _open(own),
+        own.data,
+        encoder=own.encoder,
+        device=own.device,
+        request=EvalRequest(
+            samples=own.samples or 1000,
+            decode=_options(own, steps=8),
+            correct=CorrectOptions(rounds=own.correct) if own.correct else None,
+            on_stage=lambda stage: output.line(f"{stage} ..."),
+        ),
+    )
+    return print_result(found, _eval_lines(found), as_json=own.json)
+
+
+def _eval_lines(found: Mapping[str, Any]) -> Iterator[Line]:
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield f"{name:<24} " + "  ".join(f"{key} {number:.4g}" for key, number in value.items())
+        elif isinstance(value, (int, float)):
+            yield f"{name:<24} {value:.4g}"
+    for row in found.get("texts", ()):
+        yield "\n".join(f"  {name:<12} {text}" for name, text in row.items()) + "\n"
+
+
+def _open(own: argparse.Namespace) -> Trained:
+    from crosstune.recipes.latent_diffusion.trained import open_trained
+
+    return open_trained(read_path(own.target), device=own.device)
+
+
+def _options(own: argparse.Namespace, *, steps: int, temperature: float = 0.0) -> DecodeOptions:
+    from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
+
+    return DecodeOptions(
+        steps=own.steps or steps,
+        temperature=own.temperature if own.temperature is not None else temperature,
+        guidance=own.guidance,
+        num_lengths=own.num_lengths,
+        seed=own.seed,
+    )
+
+
+def _live(trained: Trained, output: Output) -> OnStep:
+    """Return a function that prints the first text after each denoising step, a line for each."""
+
+    def show(step: int, steps: int, tokens: Any) -> None:
+        output.line(f"step {step:>3}/{steps}  {trained.vocabulary.show(tokens[0].tolist())}")
+
+    return show

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from crosstune.cli.arguments import Parser, read_path
-from crosstune.cli.errors import print_error
+from crosstune.cli.output import print_error
 from crosstune.config.load import load_config
 from crosstune.config.schema import Config
-from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.core.errors import EXIT_DONE
 from crosstune.distributed.jobs.make import load_scheduler, make_job, options_of_schedulers, scheduler_names
 from crosstune.distributed.jobs.option import COMMON
 
@@ -26,7 +26,7 @@ the data, and one shared folder for the runs. --print shows the script, the mani
 
 
 def make_parser() -> Parser:
-    parser = Parser("launch", description="Start a training on several machines.", epilog=EXAMPLES)
+    parser = Parser("launch", description="Start a training on several machines.", epilog=EXAMPLES, json=None)
     names = scheduler_names()
     parser.add_argument("--on", required=True, choices=names, help="what starts the processes")
     parser.add_argument(
@@ -66,7 +66,7 @@ def run(words: Sequence[str]) -> int:
     scheduler = load_scheduler(own.on)
     text = scheduler.write(job)
     if own.output is not None:
-        _write(own.output, text)
+        own.output.write_text(text, encoding="utf-8")
     if own.print:
         if own.output is None:
             print(text, end="")
@@ -80,17 +80,6 @@ def run(words: Sequence[str]) -> int:
     return int(started.code)
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"--output {path} cannot be written.",
-            why=f"{error.strerror}.",
-            do="name a file in a folder that exists and that you may write to",
-        ) from error
-
-
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], Config]:
     """Return the options of launch, the flags for train without the file of --config, and the configuration."""
     own_words, after = list(words), list[str]()
@@ -99,7 +88,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], Config]
         own_words, after = own_words[:place], own_words[place + 1 :]
     own, flags = make_parser().parse_known_args(own_words)
     if after:
-        trains = Parser("launch", description="")
+        trains = Parser("launch", description="", json=None)
         trains.add_argument("--config", type=read_path)
         more, after = trains.parse_known_args(after)
         own.config = more.config or own.config

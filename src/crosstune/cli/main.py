@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import importlib
 import io
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from crosstune.cli.errors import print_error
-from crosstune.cli.escape_controls import escape_output, raw_stream
-from crosstune.cli.fold import fold_help
-from crosstune.cli.interrupts import end_quietly
-from crosstune.cli.streams import lasting_output
-from crosstune.cli.words import check_words
-from crosstune.core.connected import end_at_once, is_connected
-from crosstune.core.errors import EXIT_DONE, EXIT_OUR_FAULT, UserError
+from crosstune.cli.streams import drain_output, fold_help, wrap_output
+from crosstune.core.connected import end_at_once, may_hang
+from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, EXIT_OUR_FAULT, UserError, shown
 from crosstune.core.names import unknown_name
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.user_paths import check_home
 
-# Subcommand -> its one-line help. The code is in crosstune.cli.<name>, imported on use.
 COMMANDS = {
     "train": "fine-tune a model",
     "launch": "start a training on several machines: SLURM, Kubernetes, Ray or ssh",
@@ -45,6 +42,19 @@ COMMANDS = {
     "completion": "print a script that completes commands and options in a shell",
 }
 
+"""Subcommand -> its one-line help. Its code is imported on use, see `load_command`."""
+_PACKAGE = "crosstune.cli"
+_FAMILIES = {
+    "merge": "results",
+    "export": "results",
+    "convert": "results",
+    "compare": "runs",
+    "report": "runs",
+    "chat": "generate",
+    "adopt": "crosstune.cli.adopt",  # the files that it writes import it from there
+}
+"""Subcommand -> its module, where that is not _PACKAGE.NAME."""
+
 HELP = """crosstune: train language models on whatever machine you have.
 
 usage: crosstune COMMAND [options]
@@ -64,37 +74,76 @@ Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal er
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, by default that of this process, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if argv is None and isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # a caller's own stream may have been read from
-    _print_any_character()
-    escape_output()
+    wrap_output()
     if argv is not None:
-        return end_quietly(lambda: _lasting(words), is_process=False)
-    return _end_connected(lambda: end_quietly(lambda: _lasting(words), is_process=True))
-
-
-def _end_connected(run: Callable[[], int]) -> int:
-    """Return the exit code of this process; end it here if it failed as one of several, see `core.connected`."""
+        return end_quietly(lambda: _run_and_drain(words), is_process=False)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     try:
-        code = run()
+        code = end_quietly(lambda: _run_and_drain(words), is_process=True)
     except Exception:  # printed as always; only the way in which the process ends differs
-        if not is_connected():
+        if not may_hang():
             raise
         sys.excepthook(*sys.exc_info())
         code = EXIT_OUR_FAULT
-    if is_connected():
+    if may_hang():
         end_at_once(code)
     return code
 
 
-def _lasting(words: list[str]) -> int:
-    """Run a command line; its output may end before it does."""
+def end_quietly(run: Callable[[], int], *, is_process: bool) -> int:
+    """Return the exit code of `run`, or that of a Ctrl-C; ignore each one that follows.
+
+    With `is_process` they stay ignored until the process has ended, as Python prints a traceback for one that arrives
+    while it shuts down.
+    """
+    before = signal.getsignal(signal.SIGINT)
     try:
-        with lasting_output():
+        try:
+            return run()
+        except KeyboardInterrupt:
+            return _stop()
+    except KeyboardInterrupt:  # it was pressed again before the next ones were ignored
+        return _stop()
+    except Exception as error:
+        if not _comes_from_ctrl_c(error):
+            raise
+        return _stop()
+    finally:
+        if not is_process:
+            _handle_interrupts(before)
+
+
+def _comes_from_ctrl_c(error: BaseException) -> bool:
+    """Return whether a Ctrl-C came out of an import as another error, as from libraries with native parts."""
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in chain:
+        chain.append(following)
+        following = following.__cause__ or following.__context__
+    return any(isinstance(link, KeyboardInterrupt) for link in chain)
+
+
+def _stop() -> int:
+    _handle_interrupts(signal.SIG_IGN)
+    print("\ncrosstune: stopped.", file=sys.stderr)
+    return EXIT_AT_ONCE
+
+
+def _handle_interrupts(handler: object) -> None:
+    # Python sets handlers in the main thread only, and one that was not set in Python is None.
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)  # type: ignore[arg-type]
+
+
+def _run_and_drain(words: list[str]) -> int:
+    try:
+        try:
             return _main(words)
+        finally:
+            drain_output()
     except UserError as error:
-        print_error(error.lines())
-        return error.exit_code
+        return _report(error)
 
 
 def _main(words: list[str]) -> int:
@@ -117,24 +166,50 @@ def _run(command: str, words: list[str]) -> int:
         check_words(words)
         check_home(words)
         with memory_errors(doing=f"crosstune {command}"):
-            return int(importlib.import_module(f"crosstune.cli.{command}").run(words))
+            return int(load_command(command, "run")(words))
     except UserError as error:
-        print_error(error.lines())
         if isinstance(error, OutOfMemory):
             # Libraries that clean up when the process ends have no memory either, and would print tracebacks.
             sys.unraisablehook = lambda _: None
-        return error.exit_code
+        return _report(error)
     except OSError as error:
         if error.filename is None:
             raise
         # Whatever the system refuses about a file is for the user to mend: its name, its rights, its disk.
-        refused = UserError(f"{error.filename} cannot be read or written.", why=f"{error.strerror}.")
-        print_error(refused.lines())
-        return refused.exit_code
+        return _report(
+            UserError(
+                f"{error.filename} cannot be read or written.",
+                why=f"{error.strerror}.",
+                do="check that its folder exists, and that you may use it",
+            )
+        )
 
 
-def _print_any_character() -> None:
-    """Escape what the terminal's encoding lacks, and bytes of file names that are not UTF-8, instead of failing."""
-    for stream in (raw_stream(sys.stdout), raw_stream(sys.stderr)):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+def load_command(command: str, name: str) -> Callable[..., Any]:
+    """Return a function of a subcommand: `run` or `make_parser`, in a module with others `run_COMMAND`."""
+    place = _FAMILIES.get(command, command)
+    module = importlib.import_module(place if "." in place else f"{_PACKAGE}.{place}")
+    function: Callable[..., Any] = getattr(module, f"{name}_{command}", None) or getattr(module, name)
+    return function
+
+
+def _report(error: UserError) -> int:
+    from crosstune.cli.output import print_error
+
+    print_error(error.lines())
+    return error.exit_code
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raise a UserError for a word that is not text: bytes that are not UTF-8, or a NUL character."""
+    for place, word in enumerate(words):
+        is_text = not any(0xD800 <= ord(char) <= 0xDFFF for char in word)
+        if is_text and "\0" not in word:
+            continue
+        before = words[place - 1] if place else ""
+        name = word.partition("=")[0] if word.startswith("--") else before if before.startswith("--") else ""
+        raise UserError(
+            f"{name or 'an argument'} cannot be {shown(word.removeprefix(name).removeprefix('='))}.",
+            why="it holds a NUL character." if is_text else "it is not text in UTF-8.",
+            do="rename the file if it is the name of one",
+        )

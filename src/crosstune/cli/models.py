@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crosstune.cli.arguments import Parser, print_json
-from crosstune.cli.output import print_line
+from crosstune.cli.arguments import Parser, print_result
 from crosstune.cli.units import size
 from crosstune.config.load import cache_override
 
@@ -20,7 +19,6 @@ def make_parser() -> Parser:
         "action", nargs="?", default="list", choices=("list", "get", "rm"), help="default: list"
     )
     parser.add_argument("name", nargs="?", help="for get and rm: the model")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
@@ -39,18 +37,14 @@ def _list(name: str | None, as_json: bool) -> int:
     root = cache_root(cache_override())
     cached = list_models(cache=cache_override())
     absent = sorted(set(BUNDLED) - {model.name for model in cached})
-    if as_json:
-        rows = [
-            {"name": m.name, "path": str(m.path), "bytes": m.size_bytes, "source": m.source} for m in cached
-        ]
-        print_json({"cache": str(root), "models": rows, "not_fetched": absent})
-        return 0
-    for model in cached:
-        damage = f"  damaged: {'; '.join(model.problems)}" if model.problems else ""
-        print_line(f"{model.name:<28} {size(model.size_bytes):>10}  {model.path}{damage}")
-    for bundled in absent:
-        print_line(f"{bundled:<28} {'':>10}  not downloaded yet: crosstune models get {bundled}")
-    return 0
+    rows = [{"name": m.name, "path": str(m.path), "bytes": m.size_bytes, "source": m.source} for m in cached]
+    lines = [
+        f"{model.name:<28} {size(model.size_bytes):>10}  {model.path}"
+        + (f"  damaged: {'; '.join(model.problems)}" if model.problems else "")
+        for model in cached
+    ]
+    lines += [f"{name:<28} {'':>10}  not downloaded yet: crosstune models get {name}" for name in absent]
+    return print_result({"cache": str(root), "models": rows, "not_fetched": absent}, lines, as_json=as_json)
 
 
 def _get(name: str, as_json: bool) -> int:
@@ -60,19 +54,14 @@ def _get(name: str, as_json: bool) -> int:
 
     with Screen(live=True) as screen:
         found = find_model(make_config(model_name=name), screen)
-    if as_json:
-        print_json({"name": found.name, "path": str(found.path), "source": found.source})
-    else:
-        print(found.path)
-    return 0
+    facts = {"name": found.name, "path": str(found.path), "source": found.source}
+    return print_result(facts, [str(found.path)], as_json=as_json)
 
 
 def _remove(name: str, as_json: bool) -> int:
     from crosstune.models.cache import remove_model
 
     freed = remove_model(name, cache=cache_override())
-    if as_json:
-        print_json({"removed": name, "bytes": freed})
-    else:
-        print_line(f"removed {name}, {size(freed)} freed")
-    return 0
+    return print_result(
+        {"removed": name, "bytes": freed}, [f"removed {name}, {size(freed)} freed"], as_json=as_json
+    )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Parser, print_json, read_path
-from crosstune.cli.output import print_line
+from crosstune.cli.arguments import Line, Parser, print_result, read_path
 from crosstune.cli.units import size
-from crosstune.core.errors import EXIT_DONE
 
 EXAMPLES = """examples:
   crosstune move runs/demo --to mlx
@@ -38,7 +36,6 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--force", action="store_true", help="write the archive even if the losses differ too much"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
@@ -59,33 +56,27 @@ def run(words: Sequence[str]) -> int:
             force=own.force,
             model_name=own.model_name,
         )
-    if own.json:
-        print_json(report)
-    else:
-        _print(report)
-    return EXIT_DONE
+    return print_result(report, _lines(report), as_json=own.json)
 
 
-def _print(report: Mapping[str, Any]) -> None:
+def _lines(report: Mapping[str, Any]) -> Iterator[Line]:
     assumed = (
         ", a typical one with this backend: name yours with --machine" if report["assumed_machine"] else ""
     )
-    print_line(f"machine  planned for {report['machine']}{assumed}")
+    yield f"machine  planned for {report['machine']}{assumed}"
     if report["compared"] is None:
         why = f"this machine has no {report['to']}"
         if report["to"] == report["from"]:
             why = "the backend stays the same"
         elif report["to"] == report["measured"]["backend"]:
             why = f"this machine has no {report['from']}"
-        print_line(f"note     {why}: the loss is compared on the other machine, before training continues")
-    print_line(f"written  {report['path']} ({size(report['bytes'])}, step {report['step']})")
+        yield f"note     {why}: the loss is compared on the other machine, before training continues"
+    yield f"written  {report['path']} ({size(report['bytes'])}, step {report['step']})"
     if report["model"]:
-        print_line(
+        yield (
             f"base     {report['model']['name']} is not in the archive: on the other machine, have it under this "
             "name or pass --model_name"
         )
     more = f" --model_name {report['model_name']}" if report["model_name"] else ""
     more += " --world_size 1" if report["processes"] > 1 else ""
-    print_line(
-        f"continue crosstune train --resume {Path(report['path']).name} --backend {report['to']}{more}"
-    )
+    yield f"continue crosstune train --resume {Path(report['path']).name} --backend {report['to']}{more}"

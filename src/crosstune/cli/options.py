@@ -24,8 +24,9 @@ def make_parser() -> Parser:
         "options", description="List the options of train and plan, or explain one.", epilog=EXAMPLES
     )
     parser.add_argument("name", nargs="?", help="an option, or a part of the names of several")
-    parser.add_argument("--markdown", action="store_true", help="print the reference page docs/reference/options.md")
-    parser.add_argument("--json", action="store_true", help="print the description of one option as JSON")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the reference page docs/reference/options.md"
+    )
     return parser
 
 

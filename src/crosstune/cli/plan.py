@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Parser, at_least, parse_config, print_json, read_path_or_name
+from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_result, read_path_or_name
 from crosstune.cli.plan_figures import figure_rows, own_model_rows
+from crosstune.cli.units import duration
 from crosstune.config.load import environment_of
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 from crosstune.core.machine import Machine
 from crosstune.core.memory import num_recomputed
 from crosstune.core.ranks import Ranks
 
 if TYPE_CHECKING:
+    from crosstune.emulate.verdict import Verdict
     from crosstune.planner.predict import Prediction
     from crosstune.runs.check_request import Checked
 
@@ -33,6 +35,9 @@ EXAMPLES = """examples:
 exit code is 2 when train would refuse the request. Checks that need a download or the other machine are printed as not
 checked."""
 
+MOST_SHOWN = 12
+"""Operators of each kind that an emulation lists."""
+
 
 def make_parser() -> Parser:
     parser = Parser(
@@ -40,7 +45,6 @@ def make_parser() -> Parser:
         description="Show what train would do with the same options, without doing it.",
         epilog=EXAMPLES,
     )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
         "--nnodes",
         type=at_least(1),
@@ -72,15 +76,7 @@ def run(words: Sequence[str]) -> int:
         print("\n".join(profile_names()))
         return EXIT_DONE
     if config.emulate is not None:
-        from crosstune.cli.emulated import exit_code, judge, print_verdict
-
-        verdict = judge(config, machine=own.machine, as_json=own.json)
-        if own.json:
-            print_json(plan_to_json(verdict.plan) | {"emulation": verdict.to_json()})
-        else:
-            _print(_plan_lines(verdict.plan))
-            print_verdict(verdict)
-        return exit_code(verdict)
+        return run_emulated(config, machine=own.machine, as_json=own.json, with_plan=True)
     from crosstune.distributed.environment import read_ranks
     from crosstune.planner.gather import may_have_several_devices, with_all_devices
     from crosstune.planner.predict import predict
@@ -94,10 +90,8 @@ def run(words: Sequence[str]) -> int:
     ranks = _cluster(config, machine, own.nnodes)
     plan, checked = check_plan(config, machine=machine, ranks=ranks)
     prediction = predict(plan, data=checked.data, num_nodes=own.nnodes, price_per_hour=own.price_per_hour)
-    if own.json:
-        print_json(plan_to_json(plan, checked, prediction))
-    else:
-        _print(_plan_lines(plan, checked, prediction, priced=own.price_per_hour is not None))
+    lines = _plan_lines(plan, checked, prediction, priced=own.price_per_hour is not None)
+    print_result(plan_to_json(plan, checked, prediction), lines, as_json=own.json)
     checked.raise_problems()
     return EXIT_DONE
 
@@ -205,13 +199,6 @@ def _length(config: Config) -> str:
     return epochs if config.max_steps == -1 else f"{epochs}, at most {steps}"
 
 
-def _print(lines: Iterator[tuple[str, str | None]]) -> None:
-    from crosstune.cli.output import print_line
-
-    for text, style in lines:
-        print_line(text, style=style)
-
-
 def describe_plan(
     plan: Plan, checked: Checked | None = None, prediction: Prediction | None = None
 ) -> list[str]:
@@ -275,3 +262,44 @@ def _plan_lines(
         yield f"{'not checked':<12} {sentence}", None
     for problem in checked.problems:
         yield f"{'cannot train':<12} {problem.asked}", ERROR
+
+
+def run_emulated(config: Config, *, machine: str | None, as_json: bool, with_plan: bool) -> int:
+    """Emulate the run on this machine, and print whether it would work on the other."""
+    from crosstune.cli.screen import open_screen
+    from crosstune.emulate.verdict import emulate
+
+    with open_screen(config, as_json=as_json) as screen:
+        verdict = emulate(config, machine=machine, observers=[screen])
+    found, lines = verdict.to_json(), list(_verdict_lines(verdict))
+    if with_plan:
+        found = plan_to_json(verdict.plan) | {"emulation": found}
+        lines = [*_plan_lines(verdict.plan, None, None, priced=False), *lines]
+    print_result(found, lines, as_json=as_json)
+    return EXIT_DONE if verdict.works else EXIT_USER_MUST_ACT
+
+
+def _verdict_lines(verdict: Verdict) -> Iterator[Line]:
+    tried, title = verdict.tried, verdict.title
+    answers = f", an evaluation with {tried.num_answers} answers" if tried.evaluated else ""
+    yield f"emulated     {title} on this CPU, as {verdict.plan.machine.name} would run it"
+    yield (
+        f"checked      {len(tried.losses)} step{'s' * (len(tried.losses) != 1)}{answers} and a checkpoint in "
+        f"{duration(tried.seconds)}: {verdict.num_operators} operators, {verdict.num_calls:,} calls, against the operator "
+        f"table of torch {verdict.torch_version}"
+    )
+    yield f"verdict      {verdict.sentence()}", "green" if verdict.works else "bold red"
+    for label, rows, template in (
+        ("refused", verdict.refused, f"returns {{what}}, which {title} does not have"),
+        ("fails", verdict.failing, f"has no {title} kernel, and {{what}}"),
+        ("slow", verdict.fallen_back, f"has no {title} kernel; {{what}}"),
+        ("custom", verdict.custom, "{what}"),
+    ):
+        for row in rows[:MOST_SHOWN]:
+            calls = f"{row['calls']:,} call{'s' * (row['calls'] != 1)}"
+            said = template.format(what=row["what"])
+            yield f"{label:<12} {row['operator']} {said}; {calls}, first at {row['where']}"
+        if len(rows) > MOST_SHOWN:
+            yield f"{label:<12} and {len(rows) - MOST_SHOWN} more; --json lists them all"
+    yield from (f"condition    {sentence}" for sentence in verdict.conditions)
+    yield from (f"not checked  {sentence}" for sentence in verdict.not_checked)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import singledispatchmethod
 from typing import Any, TextIO
 
 from crosstune.cli.event_lines import event_lines
 from crosstune.cli.live_line import BarLine, LiveLine
 from crosstune.cli.output import GOOD, QUIET, STRONG, WARNING, Output
-from crosstune.cli.pace import RecentPace
-from crosstune.cli.unblocked import unblocked
+from crosstune.cli.streams import Stream
 from crosstune.cli.units import duration, figure, size
 from crosstune.config.log_targets import screen_in
 from crosstune.config.schema import Config
@@ -37,6 +37,8 @@ PLAIN_S = 10.0
 MOST_STEP_LINES = 20
 """Without a live line and --log_every_n_steps, print about this many lines for a run, and one every minute."""
 SILENT_S = 60.0
+RECENT_STEPS = 20
+"""Steps that the shown speed and time left are measured on."""
 LIVE_S = 0.1
 
 NOT_SHOWN: tuple[type[Event], ...] = (Failed, Interrupted)
@@ -46,12 +48,16 @@ NOT_SHOWN: tuple[type[Event], ...] = (Failed, Interrupted)
 def open_screen(config: Config, *, as_json: bool = False, quiet: bool = False) -> Screen:
     """Return the screen that a configuration asks for. With `as_json`, standard output is for the result alone."""
     shown = screen_in(config.log_to)
-    stream = sys.stdout if shown == "stdout" and not as_json else sys.stderr
+    stream: Any = sys.stdout if shown == "stdout" and not as_json else sys.stderr
+    if stream is not None and not isinstance(stream, Stream) and stream.isatty():  # not from the command line
+        stream = Stream(stream, keeps_return=True)
+    if isinstance(stream, Stream):
+        stream.unblock()
     screen = Screen(
         live=shown == "tqdm" and not quiet,
         every=config.log_every_n_steps if "log_every_n_steps" in config.asked else None,
         verbose=config.verbose,
-        stream=unblocked(stream) if stream is not None else None,
+        stream=stream,
     )
     screen.output.console.quiet = quiet
     return screen
@@ -77,7 +83,9 @@ class Screen:
         self._line = LiveLine(self.output.console)
         self._bar: BarLine | None = None
         """The training's bar, shown again after an evaluation."""
-        self._pace = RecentPace()
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
+        """Seconds and tokens of recent steps: an average over the run would not show that a machine slowed down."""
+        self._is_warm = False
         self._last_step_line = (0, 0.0)
         self._stage = ""
         self._stage_started = 0.0
@@ -94,11 +102,13 @@ class Screen:
     def close(self) -> None:
         self._line.clear()
         self._bar = None
-        self.output.drain()
 
     def on_step(self, metrics: StepMetrics) -> None:
         step = metrics["step"]
-        self._pace.add(step_s=metrics["step_s"], tokens=metrics["tokens"])
+        if self._recent and not self._is_warm:  # the first step includes warm-up
+            self._recent.clear()
+            self._is_warm = True
+        self._recent.append((metrics["step_s"], metrics["tokens"]))
         title = f"step {step}/{self.num_steps}"
         figures = self._figures(metrics)
         if self.live:
@@ -116,11 +126,12 @@ class Screen:
     def _figures(self, metrics: StepMetrics) -> list[str]:
         """Return the figures of a step, the most important first: a narrow terminal has no room for the last ones."""
         loss = "skipped" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
-        left = self._pace.step_s() * (self.num_steps - metrics["step"])
+        seconds, tokens = (sum(column) for column in zip(*self._recent, strict=True))
+        left = seconds / len(self._recent) * (self.num_steps - metrics["step"])
         return [
             f"loss {loss}",
             f"left {duration(left)}",
-            f"{self._pace.tokens_per_s():,.0f} tok/s",
+            f"{tokens / max(seconds, 1e-9):,.0f} tok/s",
             f"mem {size(metrics['memory_bytes'])}",
             f"lr {metrics['lr']:.2e}",
         ]
@@ -151,7 +162,7 @@ class Screen:
         partly = f"{size(event.done)} of {size(event.total)}" if event.total else size(event.done)
         amount = size(event.done) if finished else partly
         # Print nothing for a model that is ready within a second.
-        self._on_stage(
+        self.show_stage(
             title, done=event.done, total=event.total, amounts=[amount], finished=finished, quiet_s=1.0
         )
 
@@ -161,9 +172,9 @@ class Screen:
         amounts = [f"{event.examples:,} examples", size(done) + f" of {size(total)}" * (done < total)]
         title = f"tokens   {event.source}"
         # Print nothing for a data set that is read within a second.
-        self._on_stage(title, done=done, total=total, amounts=amounts, finished=done >= total, quiet_s=1.0)
+        self.show_stage(title, done=done, total=total, amounts=amounts, finished=done >= total, quiet_s=1.0)
 
-    def _on_stage(
+    def show_stage(
         self,
         title: str,
         *,
@@ -172,8 +183,9 @@ class Screen:
         amounts: Sequence[str],
         finished: bool,
         quiet_s: float = 0.0,
+        unit: Callable[[float], str] = size,
     ) -> None:
-        """Show the progress of reading or writing bytes; one line remains of it."""
+        """Show the progress of counted work, of bytes by default; one line remains of it."""
         now = time.monotonic()
         if title != self._stage or (self._stage_finished and not finished):
             self._stage, self._stage_started, self._last_shown = title, now, now - PLAIN_S
@@ -182,7 +194,7 @@ class Screen:
         self._stage_finished = finished
         seconds = now - self._stage_started
         rate = done / seconds if seconds > 0.1 else 0.0
-        figures = [*amounts, f"{size(rate)}/s"] if rate else list(amounts)
+        figures = [*amounts, f"{unit(rate)}/s"] if rate else list(amounts)
         if finished:
             self._line.clear()
             if seconds >= quiet_s:
@@ -280,7 +292,7 @@ def _short(text: str, limit: int = 110) -> str:
 
 
 def _with_samples(metrics: StepMetrics, figures: Sequence[str]) -> list[str]:
-    """Return the figures of a line; where a recipe counts examples, as `Loss: 1.2345` and `'samples_per_sec': 67.89`, which
+    """Return the figures of a line; where a recipe counts examples, with `Loss: 1.2345` and `'samples_per_sec': 67.89`, which
     scripts look for."""
     examples, loss = dict(metrics).get("examples"), metrics["loss"]
     if not isinstance(examples, int) or loss is None:

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from crosstune.backends._host import num_cores
-from crosstune.cli.errors import print_error
-from crosstune.cli.output import WARNING, Output
+from crosstune.cli.output import WARNING, Output, print_error
 from crosstune.config.schema import Config
 from crosstune.config.time_limits import limits_of
 from crosstune.core.errors import UserError

@@ -34,7 +34,6 @@ EXAMPLES = """examples:
 
 def make_parser() -> Parser:
     parser = Parser("train", description="Fine-tune a model on this machine.", epilog=EXAMPLES)
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
     parser.add_argument(
         "--machine",
         type=read_path_or_name,
@@ -47,7 +46,9 @@ def make_parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     own, config = parse_config(make_parser(), words)
     if config.emulate is not None:
-        return _emulate(config, machine=own.machine, as_json=own.json)
+        from crosstune.cli.plan import run_emulated
+
+        return run_emulated(config, machine=own.machine, as_json=own.json, with_plan=False)
     if own.machine is not None:
         raise UserError(
             "train runs on this machine: --machine only works with --emulate.",
@@ -146,14 +147,3 @@ def _write_report(folder: Path, screen: Screen) -> Path | None:
     except UserError as error:  # the run itself succeeded
         screen.output.line("\n".join(error.lines()), style=WARNING)
         return None
-
-
-def _emulate(config: Config, *, machine: str | None, as_json: bool) -> int:
-    from crosstune.cli.emulated import exit_code, judge, print_verdict
-
-    verdict = judge(config, machine=machine, as_json=as_json)
-    if as_json:
-        print_json(verdict.to_json())
-    else:
-        print_verdict(verdict)
-    return exit_code(verdict)

@@ -41,6 +41,8 @@ class Condition:
     holds: Callable[[Decided], bool]
     otherwise: str
     """The reason that the option has no effect; a template for `Decided.values`."""
+    recipe: str = ""
+    """The only recipe that has the option, if it is one recipe's."""
 
 
 def shards_weights(strategy: str) -> bool:
@@ -61,6 +63,15 @@ def _with_trackers(*names: str) -> Condition:
         summary=" or ".join(f"`{flag}`" for flag in flags),
         holds=lambda now: bool({*names} & {*trackers_in(now.options["log_to"])}),
         otherwise=f"has no effect without {' or '.join(flags)}",
+    )
+
+
+def _with_recipe(name: str) -> Condition:
+    return Condition(
+        summary=f"`--recipe {name}`",
+        holds=lambda now: now.options["recipe"] == name,
+        otherwise="has no effect with the recipe {recipe}",
+        recipe=name,
     )
 
 
@@ -114,11 +125,7 @@ MLX_ENGINE = Condition(
     holds=lambda now: now.engine == "mlx",
     otherwise="its memory limits and compile have no effect outside the MLX engine; its other settings do",
 )
-LATENT_DIFFUSION = Condition(
-    summary="`--recipe latent_diffusion`",
-    holds=lambda now: now.options["recipe"] == "latent_diffusion",
-    otherwise="has no effect with the recipe {recipe}",
-)
+LATENT_DIFFUSION = _with_recipe("latent_diffusion")
 SEVERAL_DEVICES = Condition(
     summary="several devices",
     holds=lambda now: now.world_size > 1,
@@ -187,11 +194,7 @@ RESUMING = Condition(
 PROJECTS = _with_trackers("wandb", "weave", "trackio")
 TRACKER_GROUPS = _with_trackers("wandb", "trackio")
 TRACKER_OWNERS = _with_trackers("wandb", "weave")
-JUDGE = Condition(
-    summary="`--recipe judge`",
-    holds=lambda now: now.options["recipe"] == "judge",
-    otherwise="has no effect with the recipe {recipe}",
-)
+JUDGE = _with_recipe("judge")
 PROFILE = Condition(
     summary="`--profile` or `--profile_memory`",
     holds=lambda now: bool(now.options["profile"] or now.options["profile_memory"]),

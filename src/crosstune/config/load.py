@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,16 @@ def add_environment(spec: BackendSpec) -> None:
     os.environ.update(spec.missing_environment(os.environ))
 
 
-def add_variables(variables: Mapping[str, str], *, over: bool = False) -> None:
-    """Set environment variables for libraries that read them; without `over` keep those that the user set."""
-    os.environ.update({name: value for name, value in variables.items() if over or name not in os.environ})
+def add_variables(variables: Mapping[str, str], *, over: bool = False) -> list[str]:
+    """Set environment variables for libraries, and return their names; without `over` keep those that the user set."""
+    added = {name: value for name, value in variables.items() if over or name not in os.environ}
+    os.environ.update(added)
+    return list(added)
+
+
+def remove_variables(names: Iterable[str]) -> None:
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def launch_variables() -> Mapping[str, str]:

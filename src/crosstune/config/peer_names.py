@@ -48,7 +48,6 @@ SAME: Mapping[str, str] = {
     "iters": "max_steps",
     "optim": "optimizer",
     "lr_scheduler_type": "lr_scheduler",
-    "max_grad_norm": "grad_norm",
     "clip_grad_norm": "grad_norm",
     "random_state": "seed",
     "gradient_checkpointing": "use_gradient_checkpointing",
@@ -67,7 +66,7 @@ SAME: Mapping[str, str] = {
     "report_to": "log_to",
     "wandb_project": "project_name",
     "wandb_entity": "entity",
-    "wandb_group": "group",
+    "wandb_group": "tracker_group",
 }
 """Their name -> the option that means the same."""
 

@@ -101,15 +101,20 @@ def _example_value(option: Option) -> str:
     return usual.get(option.name, {int: "100", float: "0.05", str: option.name.upper()}[option.type])
 
 
-def help_text(*, width: int = 100, only: Sequence[str] | None = None) -> str:
-    """Return every option, or only those named, by group, one or two lines each."""
+def help_text(*, width: int = 100, only: Sequence[str] | None = None, recipe: str = "") -> str:
+    """Return the options by group, one or two lines each: all, those named, or those of a recipe."""
     lines: list[str] = []
+    listed = [o for o in option_list() if only is None or o.name in only]
+    others = sorted({found for o in listed if (found := _recipe_of(o)) not in ("", recipe)} if recipe else ())
     for title in GROUPS:
-        options = [o for o in option_list() if o.group == title and (only is None or o.name in only)]
+        options = [o for o in listed if o.group == title and _recipe_of(o) not in others]
         if options:
             lines += ["", f"{title}:"]
         for option in options:
-            lines += _help_lines(option, width)
+            lines += _help_lines(option, width, recipe=recipe)
+    if others:
+        lines += ["", f"These are the options of the recipe {recipe}. Others have options of their own:"]
+        lines += [f"  crosstune train --recipe {name} --help" for name in others]
     return "\n".join(lines)
 
 
@@ -139,7 +144,12 @@ def _markdown_row(option: Option) -> str:
     return f"| `--{option.name}` | {_takes(option)} | `{_shown(option.default)}` | {meaning} |"
 
 
-def _help_lines(option: Option, width: int) -> list[str]:
+def _recipe_of(option: Option) -> str:
+    """Return the only recipe that has an option; an empty text for an option of all."""
+    return next((condition.recipe for condition in option.needs if condition.recipe), "")
+
+
+def _help_lines(option: Option, width: int, *, recipe: str = "") -> list[str]:
     head = f"  --{option.name} {_takes(option).upper() if option.choices is None else ''}".rstrip()
     details = [f"default {_shown(option.default)}"]
     if option.choices:
@@ -147,14 +157,15 @@ def _help_lines(option: Option, width: int) -> list[str]:
     details += [f"also --{alias}" for alias in option.aliases]
     if option.env:
         details.append(f"environment {option.env}")
-    details += [limit.replace("`", "").replace("**", "") for limit in _limits(option)]
+    details += [limit.replace("`", "").replace("**", "") for limit in _limits(option, recipe=recipe)]
     body = f"{option.text} ({'; '.join(details)})"
     return _fill(head, body, width)
 
 
-def _limits(option: Option) -> list[str]:
-    """Return when the option has an effect, and which part of it is not built yet."""
-    conditions = [condition.summary for condition in option.needs if condition.summary]
+def _limits(option: Option, *, recipe: str = "") -> list[str]:
+    """Return when the option has an effect for a recipe, and which part of it is not built yet."""
+    needs = [condition for condition in option.needs if not recipe or condition.recipe != recipe]
+    conditions = [condition.summary for condition in needs if condition.summary]
     limits = [f"only with {' and '.join(conditions)}"] if conditions else []
     return limits + ([f"**not built yet**: {option.unbuilt.summary}"] if option.unbuilt is not None else [])
 

@@ -1,13 +1,14 @@
-"""Measure time without suspensions of this process by Ctrl-Z, SIGSTOP or a scheduler."""
+"""Measure time without the time in which this process was suspended (Ctrl-Z, SIGSTOP, a scheduler).
+
+Its users are time limits: a job that continues after a suspension must not be taken for one that hangs.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-TICK_S = 0.5
 GAP_S = 3.0
 """A gap between two looks that is longer than this may be a suspension."""
 _BUSY_SHARE = 0.1
@@ -15,7 +16,7 @@ _BUSY_SHARE = 0.1
 
 
 class ActiveClock:
-    """A clock that stands still while this process is suspended. It has to be looked at every second or so."""
+    """A clock that stands still while this process is suspended. Its users look at it every second or so."""
 
     def __init__(
         self,
@@ -37,20 +38,3 @@ class ActiveClock:
                 self._suspended_s += gap_s
             self._last_wall, self._last_cpu = wall, cpu
             return wall - self._suspended_s
-
-    @contextlib.contextmanager
-    def ticking(self) -> Iterator[None]:
-        """Look at the clock in a thread, while this one may be busy for longer."""
-        done = threading.Event()
-
-        def tick() -> None:
-            while not done.wait(TICK_S):
-                self.now()
-
-        thread = threading.Thread(target=tick, daemon=True, name="crosstune-clock")
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()

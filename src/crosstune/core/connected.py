@@ -1,4 +1,4 @@
-"""Track whether this process is connected to others, and end it without Python's shutdown if it is.
+"""End a process without Python's shutdown where that may hang or abort.
 
 A Python thread inside torch during interpreter shutdown aborts the process with SIGABRT, whatever its exit code. A process
 that left its group has no such thread; one that fails cannot leave, since others may wait for it in a collective.
@@ -13,6 +13,7 @@ import threading
 from typing import NoReturn
 
 _CONNECTED = threading.Event()
+_UNFINISHED = threading.Event()
 
 
 def note_connected() -> None:
@@ -23,8 +24,14 @@ def note_left() -> None:
     _CONNECTED.clear()
 
 
-def is_connected() -> bool:
-    return _CONNECTED.is_set()
+def note_unfinished() -> None:
+    """Note that a library was given up: its threads and exit handlers may never end."""
+    _UNFINISHED.set()
+
+
+def may_hang() -> bool:
+    """Return whether Python's shutdown of this process may hang or abort."""
+    return _CONNECTED.is_set() or _UNFINISHED.is_set()
 
 
 def end_at_once(code: int) -> NoReturn:

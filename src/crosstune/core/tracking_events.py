@@ -1,11 +1,20 @@
-"""Define the events of trackers, which receive a run besides its own files."""
+"""Define the events of trackers, and how to recognise their threads."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from crosstune.core.events import Event
+
+TRACKER_THREAD = "tracker "
+"""How the names of their threads begin."""
+
+
+def in_tracker_thread() -> bool:
+    """Return whether a tracker's thread calls this: its output is dropped, and it has no input."""
+    return threading.current_thread().name.startswith(TRACKER_THREAD)
 
 
 @dataclass(frozen=True, kw_only=True)

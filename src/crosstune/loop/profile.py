@@ -28,11 +28,11 @@ DEFAULT_FOLDER = "profiles"
 
 def schedule(config: Config, place: int) -> str:
     """Return `off`, `warm-up`, `active` or `last` for a step counted from 0: a cycle of waiting, warm-up and active steps
-    begins every --profiling_frequency steps, --repeat times or without end."""
-    num_recorded = config.profiler_warmup_steps + config.active_steps
-    cycle, within = divmod(place, max(config.wait_steps + num_recorded, config.profiling_frequency))
-    within -= config.wait_steps
-    if (config.repeat and cycle >= config.repeat) or not 0 <= within < num_recorded:
+    begins every --profiling_frequency steps, --profile_repeat times or without end."""
+    num_recorded = config.profiler_warmup_steps + config.profile_active_steps
+    cycle, within = divmod(place, max(config.profile_wait_steps + num_recorded, config.profiling_frequency))
+    within -= config.profile_wait_steps
+    if (config.profile_repeat and cycle >= config.profile_repeat) or not 0 <= within < num_recorded:
         return "off"
     if within < config.profiler_warmup_steps:
         return "warm-up"
@@ -94,11 +94,11 @@ class StepProfile:
         if isinstance(self.session, Profiles):
             self._profiler = self.session.profiler(
                 ProfileSettings(
-                    stacks=config.with_stack,
-                    shapes=config.with_shapes,
-                    memory=config.profile_memory or config.export_memory_timeline,
-                    memory_timeline=config.export_memory_timeline,
-                    trace=config.export_trace,
+                    stacks=config.profile_with_stack,
+                    shapes=config.profile_with_shapes,
+                    memory=config.profile_memory or config.profile_export_memory_timeline,
+                    memory_timeline=config.profile_export_memory_timeline,
+                    trace=config.profile_export_trace,
                 )
             )
             self.clock.synchronize, self.clock.mark = self._profiler.synchronize, self._profiler.mark
@@ -139,7 +139,7 @@ class StepProfile:
         """End an incomplete cycle, measure the limits of the device, and report."""
         self._end_cycle()
         if not self.clock.steps:
-            first = self.config.wait_steps + self.config.profiler_warmup_steps + 1
+            first = self.config.profile_wait_steps + self.config.profiler_warmup_steps + 1
             message = f"nothing was profiled: the first recorded step would be number {first} of this process"
             self.observer.on_event(Warned(message=message))
             return

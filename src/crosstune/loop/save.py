@@ -16,7 +16,6 @@ from crosstune.checkpoint.rotate import Keep, rotate
 from crosstune.checkpoint.tensors import word_of
 from crosstune.checkpoint.write import Committed, SaveFailed, no_memory, write_checkpoint
 from crosstune.checkpoint.write_parts import write_divided
-from crosstune.core.active_time import ActiveClock
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned
 from crosstune.core.out_of_memory import OutOfMemory
@@ -72,7 +71,6 @@ class Checkpoints:
         group: Group | None = None,
         agreement: Agreement | None = None,
     ) -> None:
-        self.clock = ActiveClock()
         self.root, self.policy, self.fields, self.observer = root, policy, fields, observer
         self.group = group if group is not None else SingleProcess()
         self.agreement = agreement if agreement is not None else Agreement(self.group)
@@ -106,7 +104,7 @@ class Checkpoints:
 
         Every process exports its state, since exporting may need all of them; only one writes.
         """
-        started = self.clock.now()
+        started = time.perf_counter()
         self.finish()
         in_background = not wait and _fits_in_memory(session.num_parameters()[0])
         try:
@@ -135,7 +133,7 @@ class Checkpoints:
             writing.thread.start()
         else:
             self._write(writing, state, fields, scores)
-        writing.blocked_s = self.clock.now() - started
+        writing.blocked_s = time.perf_counter() - started
         if not in_background:
             self.finish()
 
@@ -192,7 +190,7 @@ class Checkpoints:
             writing.error = no_memory(error)
         except BaseException as error:  # noqa: BLE001  (raised again in the thread of the loop)
             writing.error = error
-        writing.seconds = self.clock.now() - writing.started
+        writing.seconds = time.perf_counter() - writing.started
 
     def _rotate(self, evaluations: Mapping[int, float]) -> tuple[list[str], str]:
         try:

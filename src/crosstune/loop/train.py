@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.schema import Config
-from crosstune.core.active_time import ActiveClock
 from crosstune.core.errors import NonFiniteError, PeerLost
 from crosstune.core.events import (
     Evaluated,
@@ -74,7 +73,7 @@ class Training:
         progress, num_steps = self.progress, self.recipe.num_steps()
         try:
             # Of the recipe; those of the session are converted there.
-            with memory_errors(doing="the training"), self._clock.ticking():
+            with memory_errors(doing="the training"):
                 self._run(num_steps)
         except StopRequested:
             progress.status = "stopped"
@@ -96,12 +95,6 @@ class Training:
             raise
         self.checkpoints.finish()
         self._agreement.check()
-
-    @property
-    def _clock(self) -> ActiveClock:
-        """The clock of steps and saves: a suspension is part of no rate, and no time is kept free for another one before
-        the time limit."""
-        return self.checkpoints.clock
 
     @property
     def _agreement(self) -> Agreement:
@@ -255,7 +248,7 @@ class Training:
     def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> bool:
         """Take a step; return whether it was taken, or is to be repeated with smaller micro-batches."""
         lr = self.rate(step)
-        started, cpu_started = self._clock.now(), time.process_time()
+        started, cpu_started = time.perf_counter(), time.process_time()
         try:
             result: Backward | None = take_step(
                 self.session,
@@ -270,7 +263,7 @@ class Training:
         except OutOfMemory as error:
             self._choose_smaller(error, step=step + 1)
             return False
-        step_s, cpu_s = self._clock.now() - started, time.process_time() - cpu_started
+        step_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
         if self.profile is not None:
             self.profile.took(step_s)
         memory = self.session.memory()
@@ -326,7 +319,7 @@ class Training:
     def _evaluate(self, *, when: str) -> Mapping[str, float]:
         if self.config.skip_eval:
             return {}
-        step, started = self.progress.steps, self._clock.now()
+        step, started = self.progress.steps, time.perf_counter()
         self._stop_together()
         self._start("evaluation")
         self.observer.on_event(EvaluationStarted(step=step, when=when))
@@ -341,7 +334,7 @@ class Training:
                 when=when,
                 metrics=dict(evaluation.metrics),
                 samples=[sample_row(sample) for sample in evaluation.samples],
-                seconds=self._clock.now() - started,
+                seconds=time.perf_counter() - started,
             )
         )
         self.progress.add_evaluation(step, evaluation.metrics)

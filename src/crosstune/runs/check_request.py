@@ -44,7 +44,7 @@ from crosstune.recipes.sft import open_tokenizer
 from crosstune.runs import resume, same_training
 from crosstune.runs.folder import run_folder
 from crosstune.runs.measure_data import measure_data, measure_own_model
-from crosstune.tracking.check import check_trackers
+from crosstune.tracking.observe import check_trackers
 
 _READS_MODELS = {"torch": ("torch", "transformers", "accelerate"), "mlx": ("mlx", "mlx_lm")}
 """Engine -> packages needed to build a model from a folder."""

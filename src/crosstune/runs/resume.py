@@ -16,7 +16,7 @@ from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_c
 from crosstune.config.fit_kernels import FAST_BY_DEFAULT
 from crosstune.config.load import make_config
 from crosstune.config.option import OnResume
-from crosstune.config.schema import Config, options_on_resume
+from crosstune.config.schema import Config, options_by_name, options_on_resume
 from crosstune.core.atomic_files import set_aside
 from crosstune.core.errors import UserError, naming
 from crosstune.core.events import Observer, Observers, Warned
@@ -90,8 +90,12 @@ def _continue_path(request: Config, path: Path, packed: Mapping[str, Any], check
     """With --resume PATH, return the options of that run, overridden by those of this request."""
     run = path if (path / FOLDER).is_dir() else find_run(path)
     asked = checkpoint.manifest.get("asked") or {}
-    known = set(request.options()) - options_on_resume(OnResume.ONE_START)
-    stored = {name: value for name, value in asked.items() if name in known} | dict(packed)
+    known, once = (
+        options_by_name(),
+        options_on_resume(OnResume.ONE_START),
+    )  # also by the names of older versions
+    stored = {known[name].name: value for name, value in asked.items() if name in known}
+    stored = {name: value for name, value in stored.items() if name not in once} | dict(packed)
     backend = str((stored | request.options_asked()).get("backend", "auto"))
     kept = kept_options(checkpoint, stored, backend=backend)
     stored |= kept | _same_rows(checkpoint, request)

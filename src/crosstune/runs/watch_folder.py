@@ -11,19 +11,15 @@ from pathlib import Path
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, StepMetrics
 
-_GET_PATH = 50
-"""F_GETPATH of macOS: the path of an open file."""
-_LONGEST_PATH = 1024
-
 
 class FolderGone(UserError):
-    """The folder of a run was renamed or removed while it was trained."""
+    """The folder of a run was renamed or removed during training."""
 
 
 class FolderWatch:
-    """An observer that looks after each step whether the run folder is still at its path.
+    """Check after each step that the run folder is still at its path.
 
-    It calls `found` once, with the folder's new path, or with its old one if the folder was removed and made again.
+    If not, call `found` once: with the folder's new path, or with its old one, made again, if it was removed.
     """
 
     def __init__(self, folder: Path, *, found: Callable[[Path], None]) -> None:
@@ -38,13 +34,21 @@ class FolderWatch:
         return None
 
     def look(self) -> FolderGone | None:
-        """Return the error if the folder is gone; the first time, make sure that there is one to write to."""
+        """Return the error if the folder is gone."""
         if self.error is None and self._handle is not None and not _is_same(self.folder, self._handle):
             now = _path_of(self._handle)
             if now is not None:
-                self.error = _renamed(self.folder, now)
-            elif _is_removed(self._handle) and _make(self.folder):
-                self.error = _removed(self.folder)
+                self.error = FolderGone(
+                    f"The run folder {self.folder} was renamed to {now} during the run.",
+                    why="another process could take either name, so the run stopped; its steps are in a checkpoint there.",
+                    do=f"continue with: crosstune train --resume {now}",
+                )
+            elif _was_removed(self._handle) and _make(self.folder):
+                self.error = FolderGone(
+                    f"The run folder {self.folder} was removed during the run.",
+                    why="its records and older checkpoints are lost; the last step is kept in a new checkpoint there.",
+                    do=f"continue with: crosstune train --resume {self.folder}; or remove the folder again",
+                )
             else:  # a disk that is gone: the next write says so, and nothing is written elsewhere
                 return None
             self._found(now or self.folder)
@@ -71,35 +75,17 @@ class FirstStep:
         return None
 
 
-def _renamed(folder: Path, now: Path) -> FolderGone:
-    return FolderGone(
-        f"The run folder {folder} was renamed to {now} during the run.",
-        why="another process could take either name, so the run stopped; its steps are in a checkpoint there.",
-        do=f"continue with: crosstune train --resume {now}",
-    )
-
-
-def _removed(folder: Path) -> FolderGone:
-    return FolderGone(
-        f"The run folder {folder} was removed during the run.",
-        why="its records and older checkpoints are lost; the last step is kept in a new checkpoint there.",
-        do=f"continue with: crosstune train --resume {folder}; or remove the folder again",
-    )
-
-
 def _is_same(folder: Path, handle: int) -> bool:
-    try:
+    with contextlib.suppress(OSError):
         return os.path.samestat(folder.stat(), os.fstat(handle))
-    except OSError:
-        return False
+    return False
 
 
-def _is_removed(handle: int) -> bool:
+def _was_removed(handle: int) -> bool:
     """Return whether an open folder has no name any more; one on a disk that is gone keeps its links."""
-    try:
+    with contextlib.suppress(OSError):
         return os.fstat(handle).st_nlink == 0
-    except OSError:
-        return False
+    return False
 
 
 def _make(folder: Path) -> bool:
@@ -110,14 +96,12 @@ def _make(folder: Path) -> bool:
 
 def _path_of(handle: int) -> Path | None:
     """Return the path of an open folder now; None if it was removed, or where the system cannot tell."""
-    try:
+    with contextlib.suppress(OSError):
         if sys.platform == "darwin":
             import fcntl
 
-            name = fcntl.fcntl(handle, _GET_PATH, bytes(_LONGEST_PATH)).split(b"\0")[0]
-            path = Path(os.fsdecode(name))
+            path = Path(os.fsdecode(fcntl.fcntl(handle, fcntl.F_GETPATH, bytes(1024)).split(b"\0")[0]))
         else:
             path = Path(f"/proc/self/fd/{handle}").readlink()
-    except OSError:
-        return None
-    return path if _is_same(path, handle) else None
+        return path if _is_same(path, handle) else None
+    return None

@@ -50,9 +50,10 @@ class Logged:
     def is_new(self, kind: str, step: int) -> bool:
         return step > self.steps.get(kind, -1)
 
-    def add(self, kind: str, step: int) -> None:
+    def add(self, kind: str, step: int, *, write: bool) -> None:
+        """Note a step; store it now if `write` or the last write is a while ago."""
         self.steps[kind] = max(step, self.steps.get(kind, -1))
-        if time.monotonic() - self._written > _WRITE_S:
+        if write or time.monotonic() - self._written > _WRITE_S:
             self.write()
 
     def write(self) -> None:

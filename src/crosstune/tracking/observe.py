@@ -1,49 +1,178 @@
-"""Observe a run for its trackers: send them its values, and report where these go and which tracker failed."""
+"""Pass a run's values to its trackers: each works in a daemon thread behind a bounded queue, so none can stop the training."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import os
+import queue
 import re
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.load import launch_variables
-from crosstune.config.log_targets import trackers_in
+from crosstune.config.load import add_variables, launch_variables
+from crosstune.config.log_targets import TRACKERS_PACKAGE, trackers_in
 from crosstune.config.schema import Config
-from crosstune.core.errors import readable
-from crosstune.core.events import (
-    Evaluated,
-    Event,
-    Observer,
-    Observers,
-    StepMetrics,
-    Warned,
-)
+from crosstune.core.connected import note_unfinished
+from crosstune.core.errors import UserError, readable
+from crosstune.core.events import Evaluated, Event, Observer, Observers, StepMetrics
 from crosstune.core.names import load_plugin
 from crosstune.core.record import RecordFailed
 from crosstune.core.secrets import HIDDEN
-from crosstune.core.tracking_events import TrackingFailed, TrackingStarted, TrackingWaits
-from crosstune.tracking.channel import Channel
+from crosstune.core.tracking_events import (
+    TRACKER_THREAD,
+    TrackingFailed,
+    TrackingStarted,
+    TrackingWaits,
+    in_tracker_thread,
+)
+from crosstune.tracking.logged import Logged, earlier_values
+from crosstune.tracking.tracker import TrackedRun, Tracker, Unavailable
 from crosstune.tracking.values import EVAL, TEST, TRAIN, numbers, plain, table_rows, tracked_config
 
-PACKAGE = "crosstune.tracking.trackers"
+CALL_S = 60.0
+"""Time limit of one call into a tracker."""
 WAIT_S = 60.0
-"""Time at the end of a run for all trackers together."""
+"""Time for all trackers together at the end of a run."""
 STOPPED_WAIT_S = 20.0
-"""The same for a run that was stopped: a scheduler may end its process soon."""
+"""The same for a stopped run: a scheduler may end its process soon."""
 QUIET_S = 2.0
-"""Wait this long without a word."""
+"""Wait this long before saying so."""
+MOST_QUEUED = 10_000
+"""Values waiting for one tracker; it reads further ones from the run folder later."""
 _NAMES_OF_SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.I)
 
 
+def check_trackers(config: Config) -> None:
+    """Raise a UserError that names the packages to install for --log_to."""
+    names = trackers_in(config.log_to)
+    packages = [load_plugin(TRACKERS_PACKAGE, name, kind="tracker").PACKAGE for name in names]
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(
+            f"--log_to {config.log_to} needs {' and '.join(missing)}, which {verb} not installed.",
+            do=f"pip install {' '.join(missing)}; or all trackers: pip install 'crosstune[track]'",
+        )
+
+
+class Worker:
+    """One tracker in a daemon thread. Only the thread calls the tracker."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name, self._tracker = name, tracker
+        self.ended = threading.Event()
+        """Set when the tracker receives nothing more: it has finished, failed or was given up."""
+        self.place: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self.errors: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.summary: dict[str, Any] = {}
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._logged: Logged | None = None
+        self._left_out = 0
+        """The last step that found no room in the queue."""
+        self._calls_since: float | None = None
+        threading.Thread(target=self._work, name=f"{TRACKER_THREAD}{name}", daemon=True).start()
+
+    def start(self, run: Mapping[str, Any], *, in_place: bool, earlier: Path | None) -> None:
+        self._jobs.put(functools.partial(self._start, run, in_place=in_place, earlier=earlier))
+
+    def log(self, kind: str, values: dict[str, float], *, step: int, tables: Mapping[str, Any]) -> None:
+        """Queue values, or leave them to be read from the run folder if too many are waiting."""
+        if self.ended.is_set():
+            return
+        if self._jobs.qsize() >= (MOST_QUEUED // 2 if self._left_out else MOST_QUEUED):
+            self._left_out = max(self._left_out, step)
+            return
+        self._recall_left_out()
+        self._jobs.put(functools.partial(self._log, kind, values, step=step, tables=tables))
+
+    def finish(self) -> None:
+        self._recall_left_out()
+        self._jobs.put(self._finish)
+
+    def check_time(self) -> None:
+        """Give up a tracker whose present call exceeds its limit."""
+        since = self._calls_since
+        if since is not None and time.monotonic() - since > CALL_S:
+            self.give_up(f"it did not answer within {CALL_S:g} s")
+
+    def give_up(self, why: str) -> None:
+        if not self.ended.is_set():
+            self.ended.set()
+            self._jobs = queue.SimpleQueue()
+            self.errors.put(why)
+            note_unfinished()
+
+    def _recall_left_out(self) -> None:
+        if self._left_out:
+            self._jobs.put(functools.partial(self._log_earlier, None, until=self._left_out))
+            self._left_out = 0
+
+    def _work(self) -> None:
+        try:
+            while not self.ended.is_set():
+                self._jobs.get()()
+        except Unavailable as error:
+            self.give_up(str(error))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a library raises, the training continues
+            self.give_up(f"{type(error).__name__}: {error}")
+
+    def _call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        self._calls_since = time.monotonic()
+        try:
+            return function(*values, **named)
+        finally:
+            self._calls_since = None
+
+    def _start(self, facts: Mapping[str, Any], *, in_place: bool, earlier: Path | None) -> None:
+        run = TrackedRun(**facts, id="", continues=False)
+        target = f"{run.entity or ''}/{run.project}"
+        logged = Logged.open(run.folder, self.name, target=target, in_place=in_place)
+        if self._tracker.repeats:
+            logged.rewind(run.resumes_at)
+        run = TrackedRun(**facts, id=logged.id, continues=logged.continues)
+        place = self._call(self._tracker.start, run)
+        logged.write()
+        self._folder, self._logged = run.folder, logged
+        self.place.put((place.where, place.view))
+        if earlier is not None:
+            self._log_earlier(earlier, until=run.resumes_at)
+
+    def _log_earlier(self, folder: Path | None, *, until: int) -> None:
+        """Log what the files of a run have up to a step."""
+        for earlier in earlier_values(folder or self._folder, until=until):
+            self._log(earlier.kind, earlier.values, step=earlier.step, tables=earlier.tables)
+
+    def _log(self, kind: str, values: dict[str, float], *, step: int, tables: Mapping[str, Any]) -> None:
+        """Log values and tables of a step, unless the tracker has them from before a resume."""
+        assert self._logged is not None
+        if self.ended.is_set() or not self._logged.is_new(kind, step):
+            return
+        if values:
+            self._call(self._tracker.log, values, step=step)
+        for name, rows in tables.items():
+            if rows:
+                self._call(self._tracker.log_rows, f"{kind}/{name}", rows, step=step)
+        self._logged.add(kind, step, write=self._jobs.empty())
+
+    def _finish(self) -> None:
+        assert self._logged is not None
+        self._logged.write()
+        succeeded = self.summary.get("status") == "finished"
+        self._call(self._tracker.finish, self.summary, succeeded=succeeded)
+        self.ended.set()
+
+
 class Tracking:
-    """The trackers of one run, of which there may be none. No call waits for a tracker, except `close`."""
+    """The trackers of one run, if any. Only `close` waits for them."""
 
     def __init__(self) -> None:
-        self._channels: list[Channel] = []
+        self._workers: list[Worker] = []
         self._report: Observer = Observers()
         self._step = 0
         self._wait_s = WAIT_S
@@ -68,9 +197,9 @@ class Tracking:
         resumes_at: int = 0,
         earlier: Path | None = None,
     ) -> None:
-        """Start the trackers of --log_to. `described` is plan.json, `report` receives what becomes of them.
+        """Start the trackers of --log_to. `described` is plan.json, `report` receives their events.
 
-        A run that is resumed passes the last step before, and `earlier`, the folder with the values until then.
+        A resumed run passes the last step before, and `earlier`, the folder with the values until then.
         """
         self._report, self._step, self._runs = report, resumes_at, folder.parent
         run = {
@@ -78,111 +207,109 @@ class Tracking:
             "project": config.project_name,
             "project_asked": "project_name" in config.asked,
             "entity": config.entity,
-            "group": config.group,
-            "folder": str(folder.absolute()),
+            "group": config.tracker_group,
+            "folder": folder.absolute(),
             "resumes_at": resumes_at,
             "config": tracked_config(described),
-            "process": os.getpid(),
         }
         for name in trackers_in(config.log_to):
-            module = load_plugin(PACKAGE, name, kind="tracker")
-            assert module.__file__ is not None
-            channel = Channel(name, Path(module.__file__), variables=module.ENVIRONMENT)
-            start = {"kind": "start", "tracker": name, "run": run, "in_place": in_place}
-            channel.send(start | {"earlier": str(earlier.absolute()) if earlier is not None else None})
-            self._channels.append(channel)
+            module = load_plugin(TRACKERS_PACKAGE, name, kind="tracker")
+            add_variables(module.ENVIRONMENT)
+            worker = Worker(name, module.Tracker())
+            worker.start(run, in_place=in_place, earlier=earlier.absolute() if earlier is not None else None)
+            self._workers.append(worker)
+        if self._workers and not isinstance(sys.stdin, _Input):
+            sys.stdin = _Input(sys.stdin)
 
     def on_step(self, metrics: StepMetrics) -> None:
-        if self._channels:
-            self._step = metrics["step"]
-            self._log(TRAIN, metrics, step=metrics["step"])
+        self._step = metrics["step"]
+        self._log(TRAIN, metrics, step=self._step)
 
     def on_event(self, event: Event) -> None:
-        if not self._channels:
-            return
         if isinstance(event, Evaluated):
             self._log(EVAL, event.metrics, step=event.step, samples=event.samples)
         else:
             self._report_news()
 
     def log_test(self, metrics: Mapping[str, Any], worst: Sequence[Mapping[str, Any]]) -> None:
-        """Log the metrics of a test after the training, and the items that went worst."""
+        """Log the metrics of a test after the training, and its worst items."""
         self._log(TEST, metrics, step=self._step, worst=worst)
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
-        """Send the summary of the run, which trackers take when they are closed."""
+        """Keep the summary of the run for the end."""
         self._wait_s = WAIT_S if summary.get("status") == "finished" else STOPPED_WAIT_S
-        message = {"kind": "summary", "summary": plain(summary)}
-        for channel in self._channels:
-            channel.send(message)
+        for worker in self._workers:
+            worker.summary = plain(summary)
 
     def close(self) -> None:
-        """End the trackers, and wait a while for what they have not sent yet."""
+        """Finish the trackers, and wait a while for what they have not sent yet."""
         self._closing = True
-        for channel in self._channels:
-            channel.send_end()
+        for worker in self._workers:
+            worker.finish()
         try:
             self._wait()
+            why = f"it has not finished within {self._wait_s:g} s"
         except KeyboardInterrupt:  # the run itself is complete
             why = "Ctrl-C ended the wait for it"
-        else:
-            why = f"it has not finished within {self._wait_s:g} s"
-        for channel in self._channels:
-            channel.give_up(why)
+        for worker in self._workers:
+            worker.give_up(why)
         self._report_news()
-        self._channels = []
+        self._workers = []
+        if isinstance(sys.stdin, _Input):
+            sys.stdin = sys.stdin.stream
 
     def _wait(self) -> None:
         started = time.monotonic()
         said = False
-        for channel in self._channels:
-            while not channel.wait(0.1) and (waited := time.monotonic() - started) < self._wait_s:
+        for worker in self._workers:
+            while not worker.ended.wait(0.1) and (waited := time.monotonic() - started) < self._wait_s:
                 self._report_news()
                 if waited > QUIET_S and not said:
                     said = True
-                    late = [each.name for each in self._channels if not each.ended.is_set()]
+                    late = [each.name for each in self._workers if not each.ended.is_set()]
                     self._tell(TrackingWaits(trackers=late, seconds=self._wait_s))
 
     def _log(self, kind: str, metrics: Mapping[str, Any], *, step: int, **tables: Any) -> None:
-        if self._channels:
+        if self._workers:
             rows = {name: table_rows(found) for name, found in tables.items() if found}
             values = numbers(kind, metrics)
-            message = {"kind": "values", "of": kind, "step": step, "values": values, "tables": rows}
-            for channel in self._channels:
-                channel.send_values(message)
+            for worker in self._workers:
+                worker.log(kind, values, step=step, tables=rows)
             self._report_news()
 
     def _report_news(self) -> None:
-        for channel in self._channels:
-            while not channel.replies.empty():
-                self._report_reply(channel.name, channel.replies.get())
-
-    def _report_reply(self, tracker: str, reply: Mapping[str, Any]) -> None:
-        if reply["kind"] == "started":
-            where, view = (self._as_named(_hidden(reply[name])) for name in ("where", "view"))
-            self._tell(TrackingStarted(tracker=tracker, where=where, view=view))
-        elif reply["kind"] == "warned":
-            self._tell(Warned(message=f"{tracker}: {_hidden(reply['text'])}"))
-        elif reply["kind"] == "failed":
-            self._tell(
-                TrackingFailed(
-                    tracker=tracker, error=self._as_named(_hidden(reply["error"])), step=self._step
-                )
-            )
+        for worker in self._workers:
+            worker.check_time()
+            while not worker.place.empty():
+                where, view = map(self._shown, worker.place.get())
+                self._tell(TrackingStarted(tracker=worker.name, where=where, view=view))
+            while not worker.errors.empty():
+                error = self._shown(worker.errors.get())
+                self._tell(TrackingFailed(tracker=worker.name, error=error, step=self._step))
 
     def _tell(self, event: Event) -> None:
-        """Report an event. The record may fail during the run, but not a run that has ended."""
+        """Report an event. A record that fails ends a run in progress, but not one that has ended."""
         with contextlib.suppress(*(RecordFailed,) * self._closing):
             self._report.on_event(event)
 
-    def _as_named(self, text: str) -> str:
-        """Return a text with paths as the user named them, which are shorter."""
-        return text.replace(str(self._runs.absolute()), str(self._runs))
+    def _shown(self, text: str) -> str:
+        """Return a tracker's text with paths as the user named them, without the environment's keys and tokens."""
+        for name, value in launch_variables().items():
+            if len(value) >= 8 and _NAMES_OF_SECRETS.search(name):
+                text = text.replace(value, HIDDEN)
+        return readable(text).replace(str(self._runs.absolute()), str(self._runs))
 
 
-def _hidden(text: str) -> str:
-    """Return a text of a tracker without the keys and tokens of the environment."""
-    for name, value in launch_variables().items():
-        if len(value) >= 8 and _NAMES_OF_SECRETS.search(name):
-            text = text.replace(value, HIDDEN)
-    return readable(text)
+class _Input:
+    """Standard input, empty for trackers: none may ask for a key while a run is trained."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_nothing() if in_tracker_thread() else self.stream, name)
+
+
+@functools.cache
+def _nothing() -> Any:
+    return Path(os.devnull).open(encoding="utf-8")

@@ -34,8 +34,6 @@ class TrackedRun:
     resumes_at: int
     """The last step before this start; 0 for a new run."""
     config: Mapping[str, Any]
-    process: int
-    """The process that trains."""
 
     def project_or(self, variable: str) -> str:
         """Return the project: the one that was asked for, that of an environment variable, or the default."""

@@ -152,8 +152,8 @@ class RunOptions:
     )
     log_to: str = option(
         "tqdm",
-        "Where the metrics go besides the run folder, as a comma-separated list: tqdm (a progress bar) or stdout (plain "
-        "lines), and the trackers wandb, weave, trackio and tensorboard",
+        "Comma-separated: how to show progress, tqdm (a bar) or stdout (plain lines), and trackers: wandb, weave, trackio, "
+        "tensorboard",
         on_resume=OnResume.FREE,
         check=check_targets,
         joins_items="",
@@ -170,10 +170,14 @@ class RunOptions:
         False, "Stop with an error instead of changing an option that was set", on_resume=OnResume.FREE
     )
     project_name: str = option(
-        "crosstune", "Project of the run with its trackers", needs=(PROJECTS,), on_resume=OnResume.FREE
+        "crosstune", "Project of the run in its trackers", needs=(PROJECTS,), on_resume=OnResume.FREE
     )
-    group: str | None = option(
-        None, "Group of the run with its trackers", needs=(TRACKER_GROUPS,), on_resume=OnResume.FREE
+    tracker_group: str | None = option(
+        None,
+        "Group of the run in its trackers",
+        aliases=("group",),
+        needs=(TRACKER_GROUPS,),
+        on_resume=OnResume.FREE,
     )
     entity: str | None = option(
         None, "User or team that owns the project", needs=(TRACKER_OWNERS,), on_resume=OnResume.FREE

@@ -76,7 +76,9 @@ class TrainingOptions:
         0.1, "Final learning rate as a fraction of the peak", low=0, high=1, needs=(SCHEDULE_WITH_FLOOR,)
     )
     apply_gradient_clipping: bool = option(True, "Clip the norm of the gradient")
-    grad_norm: float = option(1.0, "Maximum norm of the gradient", low=0, high=1e9, needs=(CLIPPING,))
+    grad_norm: float = option(
+        1.0, "Maximum norm of the gradient", aliases=("max_grad_norm",), low=0, high=1e9, needs=(CLIPPING,)
+    )
     seed: int = option(
         42,
         "Seed for data order, initial adapters and dropout",

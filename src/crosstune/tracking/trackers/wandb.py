@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.load import add_variables, launch_variables
+from crosstune.config.load import add_variables, launch_variables, remove_variables
 from crosstune.core.disk import free_space
 from crosstune.tracking.tracker import Place, Rows, TrackedRun, Unavailable, Values
 
@@ -28,7 +28,7 @@ class Tracker:
 
     def start(self, run: TrackedRun) -> Place:
         # Copies of tables that wait for an upload, which it keeps in the home folder otherwise.
-        add_variables({"WANDB_DATA_DIR": str(run.folder / "wandb")})
+        self._added = add_variables({"WANDB_DATA_DIR": str(run.folder / "wandb")})
         import wandb
         from wandb.errors import CommError, UsageError
 
@@ -42,8 +42,9 @@ class Tracker:
                 id=run.id,
                 dir=None if "WANDB_DIR" in launch_variables() else str(run.folder),
                 resume="allow",
+                reinit="create_new",  # a run of the caller stays open
                 config=dict(run.config),
-                settings=_settings(run),
+                settings=_settings(),
             )
         except (UsageError, CommError) as error:
             raise Unavailable(_explained(error)) from error
@@ -67,12 +68,13 @@ class Tracker:
     def finish(self, summary: Mapping[str, Any], *, succeeded: bool) -> None:
         self._run.summary.update({f"run/{name}": value for name, value in summary.items()})
         self._run.finish(exit_code=0 if succeeded else 1)
+        remove_variables(self._added)
         files = Path(self._run.settings.sync_dir)
         if files.is_dir() and free_space(files) < NO_ROOM_BYTES:  # wandb itself says nothing about it
             raise Unavailable(f"the disk of {files} is full, so the files there lack values")
 
 
-def _settings(run: TrackedRun) -> Any:
+def _settings() -> Any:
     """Return what wandb collects by itself: the load of the machine, and nothing about its user and code."""
     from wandb import Settings
 
@@ -84,7 +86,6 @@ def _settings(run: TrackedRun) -> Any:
         x_disable_meta=True,  # the names of user and program
         host="",
         x_save_requirements=False,
-        x_stats_pid=run.process,
         symlink=False,
         silent=True,
         init_timeout=START_S,
