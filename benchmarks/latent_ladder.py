@@ -81,9 +81,9 @@ def make_pairs(out: Path, *, carry: Path | None, most_tokens: int, count: int) -
     from crosstune.recipes.latent_diffusion import grammar
     from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions, choose_rows
     from crosstune.recipes.latent_diffusion.encoders import open_encoder
+    from crosstune.recipes.latent_diffusion.pair_folder import write_pairs
     from crosstune.recipes.latent_diffusion.splits import clean, divide
     from crosstune.recipes.latent_diffusion.token_rows import tokenize
-    from crosstune.recipes.latent_diffusion.write_pairs import write_pairs
 
     with tempfile.TemporaryDirectory() as scratch:
         if carry is None:

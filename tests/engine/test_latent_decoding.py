@@ -10,15 +10,13 @@ import pytest
 import torch
 from latent_sessions import grammar_pairs, opened
 
-from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
+from crosstune.recipes.latent_diffusion.correct import CorrectOptions, correct_texts
 from crosstune.recipes.latent_diffusion.grammar import GrammarEncoder
 from crosstune.recipes.latent_diffusion.noise import T_MIN
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
 from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
-from crosstune.recipes.latent_diffusion.torch_parts_bound import sum_of_nats
-from crosstune.recipes.latent_diffusion.torch_parts_denoise import to_clean
-from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
+from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, to_clean
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD
 
 STEPS = 100
@@ -201,21 +199,20 @@ def test_correction_comes_nearer_to_the_vector(overfit: LatentDiffusionRecipe) -
     """Of texts that the model has not seen."""
     held_out, encoder = overfit.held_out, GrammarEncoder()
     sampler, vocabulary = sampler_of(overfit), overfit.pairs.vocabulary
-    means: list[float] = []
     single = sampler.decode(held_out.latents, options=DecodeOptions())
     first = (encoder.encode(vocabulary.decode_batch(single.tokens)) * held_out.latents).sum(-1).mean()
-    found = decode_and_correct(
+    rounds = correct_texts(
         sampler,
         encoder,
         vocabulary,
         np.asarray(held_out.latents),
         options=DecodeOptions(),
         correct=CorrectOptions(rounds=9, candidates=6),
-        max_tokens=12,
-        on_round=lambda number, rounds, mean: means.append(mean),
-        goes_on=lambda found: len(means) < 3,
     )
-    assert len(means) == 3 and means == sorted(means) and means[-1] > first + 0.05
+    means = []
+    for found in itertools.islice(rounds, 4):
+        means.append(float(found.cosine.mean()))
+    assert means == sorted(means) and means[-1] > first + 0.05
     texts = vocabulary.decode_batch(found.tokens)
     cosines = (encoder.encode(texts) * held_out.latents).sum(-1)
     assert cosines.mean() == pytest.approx(means[-1], abs=1e-4)

@@ -13,7 +13,7 @@ from crosstune.core.errors import UserError
 from crosstune.machines.probe import load_machine
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.latent_diffusion import check_options
-from crosstune.recipes.latent_diffusion.batch import LossWeights, divide_batch, make_batch
+from crosstune.recipes.latent_diffusion.batch import divide_batch, make_batch
 from crosstune.recipes.latent_diffusion.entry_script import entry_script
 from crosstune.recipes.latent_diffusion.noise import JOINT, L2T, T2L, draw
 from crosstune.recipes.latent_diffusion.pair_folder import Pairs
@@ -96,7 +96,7 @@ def test_latent_noise_is_added_to_the_vectors_of_l2t() -> None:
         latents=latents.astype(np.float32),
         text_file=Path(),
     )
-    one, other = (make_batch(pairs, np.arange(ROWS), each, weights=LossWeights()) for each in (found, plain))
+    one, other = (make_batch(pairs, np.arange(ROWS), each) for each in (found, plain))
     is_l2t = found.mode == L2T
     added = one.noisy[is_l2t] - one.latents[is_l2t]
     assert abs(added.std() - 0.3) < 0.01 and abs((added * one.latents[is_l2t]).mean()) < 0.01
@@ -123,7 +123,7 @@ def test_factors_make_means_over_the_whole_step() -> None:
         latents=latents.astype(np.float32),
         text_file=Path(),
     )
-    batch = make_batch(pairs, np.arange(ROWS), found, weights=LossWeights(text=2.0, latent=0.5))
+    batch = make_batch(pairs, np.arange(ROWS), found, text_weight=2.0, latent_weight=0.5)
     assert batch.weight == ROWS and batch.num_tokens == lengths.sum()
     counted = (batch.masked * batch.text_factor[:, None]).sum()
     assert counted / ROWS == pytest.approx(2.0, rel=1e-5)

@@ -28,7 +28,7 @@ def run_build(own: argparse.Namespace) -> int:
             do="give another --out FOLDER, or replace them with --overwrite",
         )
     with CountLine() as line:
-        written = build(
+        facts = build(
             BuildRequest(
                 source=own.target,
                 out=own.out,
@@ -54,14 +54,14 @@ def run_build(own: argparse.Namespace) -> int:
                 on_text=lambda stage, done, total: line.show(stage, done, total, unit="texts"),
             )
         )
-    facts = {name: value for name, value in written.manifest.items() if name != "files"}
+    del facts["files"]
     if own.json:
-        print_json({"folder": str(written.folder), **facts})
+        print_json({"folder": str(own.out), **facts})
         return EXIT_DONE
     for line_text in _built_lines(facts):
         print_line(line_text)
-    print_line(f"pairs    {written.folder}")
-    folder = shlex.quote(shown_path(written.folder))
+    print_line(f"pairs    {own.out}")
+    folder = shlex.quote(shown_path(own.out))
     print_line(f"train    crosstune train --recipe latent_diffusion --dataset {folder}")
     return EXIT_DONE
 

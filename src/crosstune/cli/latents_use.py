@@ -8,15 +8,8 @@ from typing import Any
 from crosstune.cli.arguments import print_json, read_path
 from crosstune.cli.output import Output, print_line
 from crosstune.core.errors import EXIT_DONE
-from crosstune.recipes.latent_diffusion.commands import (
-    DecodeRequest,
-    decode,
-    encode,
-    evaluate_folder,
-    sample,
-)
-from crosstune.recipes.latent_diffusion.correct import CorrectOptions
-from crosstune.recipes.latent_diffusion.evaluation import EvalRequest
+from crosstune.recipes.latent_diffusion.commands import decode, encode, sample
+from crosstune.recipes.latent_diffusion.evaluation import evaluate
 from crosstune.recipes.latent_diffusion.sampling import DecodeOptions, OnStep
 from crosstune.recipes.latent_diffusion.trained import Trained, open_trained
 
@@ -24,22 +17,20 @@ from crosstune.recipes.latent_diffusion.trained import Trained, open_trained
 def run_decode(own: argparse.Namespace) -> int:
     trained, output = _open(own), Output()
     live = own.live and not own.json
+
+    def show_round(done: int, cosine: float) -> None:
+        output.line(f"round {done:>2}/{own.correct}  mean cosine {cosine:.4f}")
+
     found = decode(
         trained,
-        DecodeRequest(
-            vectors=own.vectors,
-            texts=own.text or [],
-            options=_options(own, steps=8),
-            encoder=own.encoder,
-            rounds=own.correct,
-            device=own.device,
-            on_step=_live(trained, output) if live else None,
-            on_round=(
-                (lambda done, total, near: output.line(f"round {done:>2}/{total}  mean cosine {near:.4f}"))
-                if live
-                else None
-            ),
-        ),
+        vectors=own.vectors,
+        texts=own.text or [],
+        options=_options(own, steps=8),
+        encoder=own.encoder,
+        rounds=own.correct,
+        device=own.device,
+        on_step=_live(trained, output) if live else None,
+        on_round=show_round if live else None,
     )
     if own.json:
         print_json(found)
@@ -88,17 +79,15 @@ def run_sample(own: argparse.Namespace) -> int:
 
 def run_eval(own: argparse.Namespace) -> int:
     output = Output()
-    found = evaluate_folder(
+    found = evaluate(
         _open(own),
         own.data,
+        options=_options(own, steps=8),
+        rounds=own.correct,
+        samples=own.samples or 1000,
         encoder=own.encoder,
         device=own.device,
-        request=EvalRequest(
-            samples=own.samples or 1000,
-            decode=_options(own, steps=8),
-            correct=CorrectOptions(rounds=own.correct) if own.correct else None,
-            on_stage=lambda stage: output.line(f"{stage} ..."),
-        ),
+        on_stage=lambda stage: output.line(f"{stage} ..."),
     )
     if own.json:
         print_json(found)
