@@ -128,8 +128,8 @@ def test_an_untrained_model_has_the_bound_of_a_uniform_one(overfit: LatentDiffus
 
 def test_the_bound_is_that_of_all_masks_and_times(overfit: LatentDiffusionRecipe) -> None:
     """Of four tokens, every mask can be tried, and the times be integrated."""
-    task, train = overfit._task, overfit.train
-    model = task.sampler().model
+    sampler, train = sampler_of(overfit), overfit.train
+    model = sampler.model
     tokens = torch.tensor(train.tokens[:1, :4].tolist())
     # The vector of another text: the model is unsure, so that each mask costs something else.
     vector = torch.tensor(train.latents[1:2].tolist()) * train.latents.shape[1] ** 0.5
@@ -151,8 +151,7 @@ def test_the_bound_is_that_of_all_masks_and_times(overfit: LatentDiffusionRecipe
             chance = node**count * (1 - node) ** (4 - count)
             exact += weight * float((chance * (each * masks).sum(1)).sum() / node)
         drawn = [
-            sum_of_nats(
-                model,
+            sampler.sum_of_nats(
                 tokens.expand(2048, -1),
                 torch.full((2048,), 4),
                 vector.expand(2048, -1),
