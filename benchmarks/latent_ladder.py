@@ -113,7 +113,7 @@ def make_pairs(out: Path, *, carry: Path | None, most_tokens: int, count: int) -
             options=options,
             source="packed texts",
         )
-    return {name: value for name, value in written.manifest.items() if name != "files"}
+    return {name: value for name, value in written.items() if name != "files"}
 
 
 class Bench:

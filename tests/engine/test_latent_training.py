@@ -288,7 +288,7 @@ def test_other_engines_are_refused(pairs: PairFolder) -> None:
     [
         ({"latent_dim": 32}, "have 96 dimensions"),
         ({"context_length": 8}, "longer than --context_length 8"),
-        ({"train_type": "lora"}, "nothing that an adapter could be added to"),
+        ({"train_type": "lora"}, "no base for an adapter"),
         ({"hidden_size": 33}, "does not divide into"),
     ],
 )
