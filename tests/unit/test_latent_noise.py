@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from crosstune.cli.adopt import ENTRIES
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
 from crosstune.machines.probe import load_machine
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.latent_diffusion import check_options
 from crosstune.recipes.latent_diffusion.batch import divide_batch, make_batch
-from crosstune.recipes.latent_diffusion.entry_script import entry_script
 from crosstune.recipes.latent_diffusion.noise import JOINT, L2T, T2L, draw
 from crosstune.recipes.latent_diffusion.pair_folder import Pairs
 from crosstune.recipes.latent_diffusion.scores import retrieval, token_accuracy
@@ -232,14 +232,7 @@ def test_what_the_originals_file_means_otherwise_is_refused(tmp_path: Path) -> N
 
 
 def test_the_entry_passes_the_variables_on() -> None:
-    script = entry_script(crosstune="python -m crosstune")
-    for variable in (
-        "NNODES",
-        "NPROC_PER_NODE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "L2T_TRAIN_BS",
-        "L2T_BASE_STEPS",
-    ):
+    [script] = (entry.script for entry in ENTRIES if entry.script)
+    for variable in ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "L2T_TRAIN_BS"):
         assert f"${{{variable}:-" in script
-    assert "python -m crosstune train" in script
+    assert '"${PYTHON:-python}" -m crosstune train' in script
