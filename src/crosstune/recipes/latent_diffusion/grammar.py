@@ -21,51 +21,17 @@ NUM_TEXTS = 22_000
 MAX_TOKENS = 12
 EDITION = 1
 """Increase when the sentences or their vectors change."""
+_WORDS = """
+size tiny small large huge young old quiet brave
+subject cat dog horse robot teacher farmer pilot sailor baker child nurse judge
+verb sees finds paints carries follows hides repairs sells loves counts
+colour red blue green black white golden silver striped
+object ball boat book chair clock guitar kite lamp mirror ring wagon window
+place garden kitchen harbour forest market station tower valley desert museum
+time today tonight yesterday tomorrow
+"""
 _SLOTS: Mapping[str, Sequence[str]] = {
-    "size": ["tiny", "small", "large", "huge", "young", "old", "quiet", "brave"],
-    "subject": [
-        "cat",
-        "dog",
-        "horse",
-        "robot",
-        "teacher",
-        "farmer",
-        "pilot",
-        "sailor",
-        "baker",
-        "child",
-        "nurse",
-        "judge",
-    ],
-    "verb": ["sees", "finds", "paints", "carries", "follows", "hides", "repairs", "sells", "loves", "counts"],
-    "colour": ["red", "blue", "green", "black", "white", "golden", "silver", "striped"],
-    "object": [
-        "ball",
-        "boat",
-        "book",
-        "chair",
-        "clock",
-        "guitar",
-        "kite",
-        "lamp",
-        "mirror",
-        "ring",
-        "wagon",
-        "window",
-    ],
-    "place": [
-        "garden",
-        "kitchen",
-        "harbour",
-        "forest",
-        "market",
-        "station",
-        "tower",
-        "valley",
-        "desert",
-        "museum",
-    ],
-    "time": ["today", "tonight", "yesterday", "tomorrow"],
+    slot: words for slot, *words in (line.split() for line in _WORDS.strip().splitlines())
 }
 _FUNCTION_WORDS = ("the", "a", "in")
 _UNKNOWN_WORD = "[UNK]"
