@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from crosstune.recipes.judge.open_splits import open_judge_data
 from crosstune.recipes.judge.prompts import prompt_messages, training_messages
 from crosstune.recipes.judge.read_items import ItemReader
 from crosstune.recipes.judge.scale import Scale, digit_labels, number_labels, read_scale
-from crosstune.recipes.judge.splits import find_leaks, split_groups
+from crosstune.recipes.judge.splits import find_leaks, split_groups, without_leaks
 from crosstune.recipes.judge.verdicts import VerdictFormat, choose_format, parse_text_verdict
 
 TEN = Scale(low=0, high=10)
@@ -274,20 +275,6 @@ def test_groups_stay_together_and_the_split_depends_on_the_seed_alone() -> None:
     }
 
 
-def test_two_groups_are_enough_to_train() -> None:
-    found = split_groups([item(1), item(2)], shares={"val": 0.1, "test": 0.1}, seed=0)
-    assert len(found["train"]) >= 1
-
-
-def test_leaks_are_found_by_group_text_and_id() -> None:
-    train = [item(7, group="A Cat"), item(8), item(9)]
-    assert find_leaks(train, {"test": [item(70, group=" a  cat")]})[0].kind == "group"
-    same = Item(id="x", group="other", task="Task 8", answers=("answer 8",), score=1.0)
-    assert find_leaks(train, {"test": [same]})[0].kind == "text"
-    assert find_leaks(train, {"val": [item(9, group="new")]})[0].places == (2,)
-    assert find_leaks(train, {"test": [item(99)]}) == []
-
-
 def splits(tmp_path: Path, **rows: list[dict[str, Any]]) -> Path:
     for name, items in rows.items():
         (tmp_path / f"judge_{name}.json").write_text(json.dumps(items))
@@ -346,14 +333,6 @@ def test_bundled_scores_are_right_by_construction() -> None:
     assert len({row["score"] for row in rows}) == 11
 
 
-def test_the_length_of_a_bundled_answer_says_little() -> None:
-    rows = make_translations("train")
-    lengths, scores = (
-        [f(row) for row in rows] for f in (lambda row: len(row["answer"]), lambda row: row["score"])
-    )
-    assert abs(np.corrcoef(lengths, scores)[0, 1]) < 0.2
-
-
 def test_bundled_splits_share_no_sentence() -> None:
     groups = {split: {row["group"] for row in make_translations(split)} for split in ("train", "val", "test")}
     assert not groups["train"] & (groups["val"] | groups["test"]) and not groups["val"] & groups["test"]
@@ -368,3 +347,80 @@ def test_bundled_pairs_know_the_better_one() -> None:
         difference = scores[row["answer_a"]] - scores[row["answer_b"]]
         assert row["winner"] == ("tie" if not difference else "A" if difference > 0 else "B")
     assert {row["winner"] for row in rows} == {"A", "B", "tie"}
+
+
+# data that a judge must not learn from
+
+
+def test_every_kind_of_leak_is_dropped() -> None:
+    """A row that leaks by its id or text is found beside one that leaks by its group."""
+    train = [
+        item(1, group="same"),
+        replace(item(2), id="x"),
+        replace(item(3), task="task 9", answers=("answer 9",)),
+        item(4),
+    ]
+    held_out = {"test": [item(7, group="same"), replace(item(8), id="x"), item(9)]}
+    assert {leak.kind for leak in find_leaks(train, held_out)} == {"group", "id", "text"}
+    kept, num_leaking = without_leaks(train, held_out, policy="drop")
+    assert [one.id for one in kept] == ["4"] and num_leaking == 3
+    with pytest.raises(UserError, match="3 of 4 training rows leak"):
+        without_leaks(train, held_out, policy="error")
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_ids_that_count_the_rows_of_a_split_are_no_leak(start: int) -> None:
+    def numbered(name: str, count: int, first: int) -> list[Item]:
+        return [
+            replace(item(n, group=f"{name}{n}"), task=f"{name} {n}", id=str(n + first)) for n in range(count)
+        ]
+
+    shuffled = [replace(one, id=str((n * 7) % 10)) for n, one in enumerate(numbered("train", 10, 0))]
+    assert not find_leaks(numbered("train", 10, start), {"test": numbered("test", 5, start)})
+    assert not find_leaks(shuffled, {"test": numbered("test", 5, start)}), "only one side has ids of its own"
+
+
+def test_references_are_in_all_splits_or_in_none(tmp_path: Path) -> None:
+    for split, more in (("train", {"reference": "r"}), ("val", {"reference": "r"}), ("test", {})):
+        rows = [point(task=f"{split} {n}", answer=f"a {n}", **more) for n in range(4)]
+        (tmp_path / f"judge_{split}.json").write_text(json.dumps(rows))
+    with pytest.raises(UserError, match=r"4 of 12 rows .* have no reference"):
+        open_judge_data(make_config(recipe="judge", dataset=str(tmp_path)))
+    data = open_judge_data(make_config(recipe="judge", dataset=str(tmp_path), references="ignore"))
+    assert not data.train[0].reference
+
+
+def test_scores_as_texts(write_jsonl: Any) -> None:
+    assert read(write_jsonl([point(score=" 7.0 ")]))[0].score == 7.0
+    for bad in ("7/10", "1_0", "nan", "inf", "", [7]):
+        with pytest.raises(UserError):
+            read(write_jsonl([point(score=bad)]))
+
+
+def test_texts_of_every_script_are_kept(write_jsonl: Any) -> None:
+    said = "Ünïcödé 你好 שלום \u202e 👩‍👩‍👧 \x00 ﷽"
+    [found] = read(write_jsonl([point(task=said, answer=said, reference=said)]))
+    assert (found.task, found.answers, found.reference) == (said, (said,), said)
+    verdict = choose_format("auto", scale=TEN, items=[found])
+    assert said in prompt_messages(found, verdict)[0]["content"]
+
+
+def test_scales_that_rows_name(write_jsonl: Any) -> None:
+    [found] = read(write_jsonl([point(score=80, score_scale="0-100")]))
+    assert found.scale == Scale(low=0, high=100)
+    for rows, words in (
+        ([point(score_scale="ten")], "Its score_scale is 'ten'"),
+        ([point(score=6, score_scale="1-5")], "outside the scale 1-5"),
+        ([message("Score: 4/5")], "4 of 5, and the scale is 0-10"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read(write_jsonl(rows))
+    mixed = write_jsonl([point(task="a", score_scale="1-5", score=3), point(task="b")])
+    with pytest.raises(UserError, match="different scales: 0-10, 1-5"):
+        open_judge_data(make_config(recipe="judge", dataset=str(mixed)))
+    [found] = read(write_jsonl([message("Score: 4/5") | {"score_scale": "0-5"}]))
+    assert found.score == 4
+
+
+def message(verdict: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Rate."}, {"role": "assistant", "content": verdict}]}
