@@ -26,8 +26,7 @@ from judge_runs import (
 )
 
 from crosstune.cli.judge import metric_lines as table_lines
-from crosstune.recipes.judge.baselines import UNTRAINED, baseline_verdicts
-from crosstune.recipes.judge.evaluation import evaluate_beside
+from crosstune.recipes.judge.evaluation import UNTRAINED, baseline_verdicts, evaluate_beside
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge
 

@@ -25,9 +25,7 @@ from judge_runs import (
 
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judgement
-from crosstune.recipes.judge.metrics import resampled
-from crosstune.recipes.judge.metrics.bootstrap import draw_weights, interval
-from crosstune.recipes.judge.metrics.correlation import pearson, spearman
+from crosstune.recipes.judge.metrics import all_once, draw_weights, interval, pearson, spearman
 
 
 def main() -> None:
@@ -63,12 +61,13 @@ def main() -> None:
 def _row(name: str, items: list[Item], found: list[Judgement]) -> dict[str, Any]:
     expected = np.array([float(item.extra["z_mean"]) for item in items])
     scores = np.array([one.score for one in found], dtype=np.float64)
-    bounds = interval(resampled.pearson(draw_weights(len(items)), expected, scores))
+    once = all_once(len(items))
+    bounds = interval(pearson(draw_weights(len(items)), expected, scores))
     row = {
         "name": name,
-        "pearson": pearson(expected, scores),
-        "interval": bounds.to_json() if bounds else None,
-        "spearman": spearman(expected, scores),
+        "pearson": float(pearson(once, expected, scores)[0]),
+        "interval": bounds,
+        "spearman": float(spearman(once, expected, scores)[0]),
         "num_items": len(items),
     }
     shown = f"[{bounds.low:.3f}, {bounds.high:.3f}]" if bounds else ""

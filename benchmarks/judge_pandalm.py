@@ -26,8 +26,7 @@ from judge_runs import (
     write_results,
 )
 
-from crosstune.recipes.judge.baselines import baseline_verdicts
-from crosstune.recipes.judge.evaluation import evaluate_items
+from crosstune.recipes.judge.evaluation import baseline_verdicts, evaluate_items
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judgement
 from crosstune.recipes.judge.scale import Scale

@@ -101,33 +101,30 @@ class Decoding:
 
     def correct(self, vectors: Any, options: Any) -> None:
         """Correct the texts in rounds until the time is over; keep what each round finds."""
-        from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
-        from crosstune.recipes.latent_diffusion.sampling import Decoded
+        from crosstune.recipes.latent_diffusion.correct import CorrectOptions, correct_texts
 
-        ends = [time.monotonic()]
-        began = ends[0]
-
-        def after_round(number: int, total: int, near: float) -> None:
+        began = time.monotonic()
+        ends: list[float] = []
+        for number, best in enumerate(
+            correct_texts(
+                self.trained.sampler,
+                self.encoder,
+                self.trained.vocabulary,
+                vectors,
+                options=options,
+                correct=CorrectOptions(rounds=self.rounds, candidates=self.candidates),
+            )
+        ):
             ends.append(time.monotonic())
-            self.say(f"round {number}/{total}: cosine {near:.4f}, {ends[-1] - ends[-2]:.1f} s")
-
-        def keep(found: Decoded) -> bool:
-            """Save the texts so far, and return whether there is time for one more round."""
-            corrected = self.trained.vocabulary.decode_batch(found.tokens)
-            self.facts["correction"] = {"rounds": len(ends) - 1, "seconds": ends[-1] - began}
+            if not number:
+                continue
+            last_s = ends[-1] - ends[-2]
+            near = float(best.cosine.mean())
+            self.say(f"round {number}/{self.rounds}: cosine {near:.4f}, {last_s:.1f} s")
+            corrected = self.trained.vocabulary.decode_batch(best.tokens)
+            self.facts["correction"] = {"rounds": number, "seconds": ends[-1] - began}
             self.facts["embedded"]["corrected"] = compare_vectors(self.encoder.encode(corrected), vectors)
             self.facts["texts"]["corrected"] = corrected
             self.save()
-            return self.left_s() > 1.3 * (ends[-1] - ends[-2]) + LAST_S
-
-        decode_and_correct(
-            self.trained.sampler,
-            self.encoder,
-            self.trained.vocabulary,
-            vectors,
-            options=options,
-            correct=CorrectOptions(rounds=self.rounds, candidates=self.candidates),
-            max_tokens=self.trained.settings.max_tokens,
-            on_round=after_round,
-            goes_on=keep,
-        )
+            if self.left_s() <= 1.3 * last_s + LAST_S:
+                break

@@ -78,18 +78,18 @@ def pack_rows(lines: Sequence[str], lengths: Sequence[int], *, most_tokens: int,
 def make_pairs(out: Path, *, carry: Path | None, most_tokens: int, count: int) -> dict[str, Any]:
     """Write a folder of packed texts and their vectors; return its manifest without the files."""
     from crosstune.data.tokenizer import Tokenizer
-    from crosstune.recipes.latent_diffusion import grammar
     from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions, choose_rows
     from crosstune.recipes.latent_diffusion.encoders import open_encoder
+    from crosstune.recipes.latent_diffusion.grammar import GRAMMAR, make_texts, write_tokenizer
+    from crosstune.recipes.latent_diffusion.pair_folder import write_pairs
     from crosstune.recipes.latent_diffusion.splits import clean, divide
     from crosstune.recipes.latent_diffusion.token_rows import tokenize
-    from crosstune.recipes.latent_diffusion.write_pairs import write_pairs
 
     with tempfile.TemporaryDirectory() as scratch:
         if carry is None:
-            folder, lines = Path(scratch), grammar.make_texts()
-            grammar.write_tokenizer(folder)
-            encoder = open_encoder(grammar.GRAMMAR)
+            folder, lines = Path(scratch), make_texts()
+            write_tokenizer(folder)
+            encoder = open_encoder(GRAMMAR)
         else:
             folder = carry / "encoder"
             lines = [clean(line) for line in (carry / "texts.txt").read_text(encoding="utf-8").splitlines()]
@@ -113,7 +113,7 @@ def make_pairs(out: Path, *, carry: Path | None, most_tokens: int, count: int) -
             options=options,
             source="packed texts",
         )
-    return {name: value for name, value in written.manifest.items() if name != "files"}
+    return {name: value for name, value in written.items() if name != "files"}
 
 
 class Bench:

@@ -21,7 +21,7 @@ import torch
 
 from crosstune.config.load import make_config
 from crosstune.planner.gather import make_plan
-from crosstune.recipes.latent_diffusion.batch import LossWeights, PairBatch, make_batch
+from crosstune.recipes.latent_diffusion.batch import PairBatch, make_batch
 from crosstune.recipes.latent_diffusion.noise import draw
 from crosstune.recipes.latent_diffusion.pair_folder import Pairs
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
@@ -51,7 +51,7 @@ def make_window(pairs: Pairs, settings: ModelSettings, step: int) -> PairBatch:
         dropped=0.1,
         key=(0, step),
     )
-    return make_batch(pairs, np.arange(len(pairs)), drawn, weights=LossWeights())
+    return make_batch(pairs, np.arange(len(pairs)), drawn)
 
 
 def step_flops(settings: ModelSettings, rows: int) -> float:

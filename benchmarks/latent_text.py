@@ -222,7 +222,7 @@ class Bench:
                 said = time.monotonic()
                 self.say(f"{stage}: {done:,} of {total:,} texts")
 
-        written = build(
+        manifest = build(
             BuildRequest(
                 source=str(own.carry / "texts.txt"),
                 out=own.work / "pairs",
@@ -232,7 +232,7 @@ class Bench:
                 **{name: value for name, value in request.items() if name not in _NOT_ASKED},
             )
         )
-        manifest = {name: value for name, value in written.manifest.items() if name != "files"}
+        del manifest["files"]
         seconds = time.monotonic() - began
         self.say(f"pairs: {manifest['splits']}, in {seconds:.1f} s")
         return manifest | {"seconds": seconds}

@@ -20,9 +20,8 @@ from crosstune.runs.open_parts import open_session
 
 def grammar_pairs(folder: Path, *, count: int = 300) -> PairFolder:
     options = WriteOptions(max_tokens=12)
-    return open_pairs(
-        build(BuildRequest(source="grammar", out=folder, most_texts=count, options=options)).folder
-    )
+    build(BuildRequest(source="grammar", out=folder, most_texts=count, options=options))
+    return open_pairs(folder)
 
 
 def opened(pairs: PairFolder, **options: Any) -> tuple[LatentDiffusionRecipe, Any]:

@@ -6,13 +6,14 @@ import argparse
 import importlib
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from latent_encoders import WORDS, write_encoder
 
-from crosstune.recipes.latent_diffusion import augment
+from crosstune.recipes.latent_diffusion.augment import EDITION, add_made_texts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -51,7 +52,7 @@ def test_what_is_taken_over(
     assert f"nothing is taken over from {notes}: it is not JSON" in said and "took over" not in said
     assert json.loads(notes.read_text())["request"] == json.loads(whole)["request"]
 
-    monkeypatch.setattr(augment, "EDITION", augment.EDITION + 1)
+    monkeypatch.setattr(sys.modules[add_made_texts.__module__], "EDITION", EDITION + 1)
     bench.prepare()
     assert "took over" not in capsys.readouterr().out, "pairs of other code are made again"
 

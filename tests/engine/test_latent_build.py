@@ -54,24 +54,20 @@ def test_no_made_text_has_the_tokens_of_a_held_out_one(tmp_path: Path, encoder: 
     assert pairs.splits["validation"].texts == plain.splits["validation"].texts
 
 
-def test_texts_that_the_tokenizer_does_not_tell_apart_are_one(
+def test_what_is_left_out_is_counted(
     tmp_path: Path, encoder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Texts without tokens, empty lines, and texts that the tokenizer does not tell apart."""
     same = ["the cat, a", "thé cat, a", "the cat , a", "the  CÁT ,a"]
-    code, manifest = build(tmp_path, encoder, [*same, "dogs"], "--validation_share=0")
-    assert code == 0 and manifest["splits"]["train"] == 2
-    assert manifest["left_out"]["equal_in_tokens"] == 3
-    assert "left out 3 equal in tokens" in capsys.readouterr().out
-
-
-def test_a_text_without_tokens_is_left_out_and_counted(
-    tmp_path: Path, encoder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = ["the cat", WITHOUT_TOKENS, "a cat sees dogs", WITHOUT_TOKENS * 2]
+    texts = [*same, WITHOUT_TOKENS, "", "a cat sees dogs", WITHOUT_TOKENS * 2, "  "]
+    assert build(tmp_path, encoder, texts, "--validation_share=0", "--max_tokens=3")[0] == 2
+    assert "the first is row 0, counted from 0, with 4 tokens" in capsys.readouterr().err
     code, manifest = build(tmp_path, encoder, texts, "--validation_share=0")
-    assert code == 0 and manifest["left_out"]["without_tokens"] == 2
-    assert "2 without tokens" in capsys.readouterr().out
-    assert open_pairs(tmp_path / "pairs").splits["train"].texts == ["the cat", "a cat sees dogs"]
+    assert code == 0 and manifest["splits"]["train"] == 2
+    expected = {"equal_in_tokens": 3, "without_tokens": 2, "empty": 2, "duplicates": 0, "too_long": 0}
+    assert manifest["left_out"] == expected
+    assert "3 equal in tokens" in capsys.readouterr().out
+    assert open_pairs(tmp_path / "pairs").splits["train"].texts == ["the cat, a", "a cat sees dogs"]
 
 
 def test_a_count_that_no_token_reaches(
@@ -83,7 +79,7 @@ def test_a_count_that_no_token_reaches(
     assert code == 2 and "--min_count 4 leaves no token" in error and "use --min_count 3" in error
     assert [path.name for path in tmp_path.iterdir()] == ["texts.txt"], "nothing is left behind"
     assert build(tmp_path, encoder, texts, "--validation_share=0", "--min_count=3")[0] == 0
-    assert open_pairs(tmp_path / "pairs").vocabulary.decode([3]) == "the"
+    assert open_pairs(tmp_path / "pairs").vocabulary.decode_batch([[3]]) == ["the"]
 
 
 @pytest.fixture
@@ -105,27 +101,22 @@ def test_what_tokens_decide_is_refused_before_a_text_is_embedded(
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["texts.txt"]
 
 
-@pytest.mark.parametrize("kind", ["folder", "file"])
-def test_another_thing_at_the_place_of_the_pairs_is_refused_before_a_text_is_embedded(
-    tmp_path: Path, unloadable: Path, kind: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("mine", "out", "why"),
+    [
+        ("pairs/thesis.txt", "pairs", "holds no pairs"),
+        ("pairs", "pairs", "is not a folder"),
+        ("file", "file/pairs", "Pairs cannot be written to"),
+    ],
+)
+def test_a_place_that_is_taken_is_refused_before_a_text_is_embedded(
+    tmp_path: Path, unloadable: Path, mine: str, out: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine = tmp_path / "pairs" / "thesis.txt" if kind == "folder" else tmp_path / "pairs"
-    mine.parent.mkdir(exist_ok=True)
-    mine.write_text("mine")
-    assert build(tmp_path, unloadable, ["the cat"], "--validation_share=0")[0] == 2
-    error = capsys.readouterr().err
-    assert "holds no pairs" in error or "is not a folder" in error
-    assert mine.read_text() == "mine"
-
-
-def test_a_place_that_cannot_be_written_is_refused_before_a_text_is_embedded(
-    tmp_path: Path, unloadable: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("mine")
-    asked = ["--validation_share=0", f"--out={tmp_path / 'file' / 'pairs'}"]
+    (tmp_path / mine).parent.mkdir(exist_ok=True)
+    (tmp_path / mine).write_text("mine")
+    asked = ["--validation_share=0", f"--out={tmp_path / out}"]
     assert build(tmp_path, unloadable, ["the cat"], *asked)[0] == 2
-    error = capsys.readouterr().err
-    assert "Pairs cannot be written to" in error and "give another --out FOLDER" in error
+    assert why in capsys.readouterr().err and (tmp_path / mine).read_text() == "mine"
 
 
 def test_a_text_of_which_the_encoder_reads_a_part_is_refused_before_one_is_embedded(
@@ -139,18 +130,6 @@ def test_a_text_of_which_the_encoder_reads_a_part_is_refused_before_one_is_embed
     whole = write_encoder(tmp_path / "whole", as_bert=True)
     code, manifest = build(tmp_path, whole, ["the cat", "the " * 10], "--validation_share=0")
     assert code == 0 and manifest["splits"]["train"] == 2
-
-
-def test_empty_lines_are_counted_and_keep_their_numbers(
-    tmp_path: Path, encoder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = ["the cat", "", "  ", "a cat sees dogs"]
-    assert build(tmp_path, encoder, texts, "--validation_share=0", "--max_tokens=3")[0] == 2
-    assert "the first is row 3, counted from 0, with 4 tokens" in capsys.readouterr().err
-    code, manifest = build(tmp_path, encoder, texts, "--validation_share=0")
-    assert code == 0 and manifest["left_out"]["empty"] == 2
-    pairs = open_pairs(tmp_path / "pairs").splits["train"]
-    assert pairs.texts == ["the cat", "a cat sees dogs"]
 
 
 def test_a_line_that_is_no_text_is_named_instead_of_being_cut(

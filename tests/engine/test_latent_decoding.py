@@ -10,15 +10,13 @@ import pytest
 import torch
 from latent_sessions import grammar_pairs, opened
 
-from crosstune.recipes.latent_diffusion.correct import CorrectOptions, decode_and_correct
+from crosstune.recipes.latent_diffusion.correct import CorrectOptions, correct_texts
 from crosstune.recipes.latent_diffusion.grammar import GrammarEncoder
 from crosstune.recipes.latent_diffusion.noise import T_MIN
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
 from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
-from crosstune.recipes.latent_diffusion.torch_parts_bound import sum_of_nats
-from crosstune.recipes.latent_diffusion.torch_parts_denoise import to_clean
-from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
+from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, to_clean
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD
 
 STEPS = 100
@@ -130,8 +128,8 @@ def test_an_untrained_model_has_the_bound_of_a_uniform_one(overfit: LatentDiffus
 
 def test_the_bound_is_that_of_all_masks_and_times(overfit: LatentDiffusionRecipe) -> None:
     """Of four tokens, every mask can be tried, and the times be integrated."""
-    task, train = overfit._task, overfit.train
-    model = task.sampler().model
+    sampler, train = sampler_of(overfit), overfit.train
+    model = sampler.model
     tokens = torch.tensor(train.tokens[:1, :4].tolist())
     # The vector of another text: the model is unsure, so that each mask costs something else.
     vector = torch.tensor(train.latents[1:2].tolist()) * train.latents.shape[1] ** 0.5
@@ -153,8 +151,7 @@ def test_the_bound_is_that_of_all_masks_and_times(overfit: LatentDiffusionRecipe
             chance = node**count * (1 - node) ** (4 - count)
             exact += weight * float((chance * (each * masks).sum(1)).sum() / node)
         drawn = [
-            sum_of_nats(
-                model,
+            sampler.sum_of_nats(
                 tokens.expand(2048, -1),
                 torch.full((2048,), 4),
                 vector.expand(2048, -1),
@@ -201,21 +198,20 @@ def test_correction_comes_nearer_to_the_vector(overfit: LatentDiffusionRecipe) -
     """Of texts that the model has not seen."""
     held_out, encoder = overfit.held_out, GrammarEncoder()
     sampler, vocabulary = sampler_of(overfit), overfit.pairs.vocabulary
-    means: list[float] = []
     single = sampler.decode(held_out.latents, options=DecodeOptions())
     first = (encoder.encode(vocabulary.decode_batch(single.tokens)) * held_out.latents).sum(-1).mean()
-    found = decode_and_correct(
+    rounds = correct_texts(
         sampler,
         encoder,
         vocabulary,
         np.asarray(held_out.latents),
         options=DecodeOptions(),
         correct=CorrectOptions(rounds=9, candidates=6),
-        max_tokens=12,
-        on_round=lambda number, rounds, mean: means.append(mean),
-        goes_on=lambda found: len(means) < 3,
     )
-    assert len(means) == 3 and means == sorted(means) and means[-1] > first + 0.05
+    means = []
+    for found in itertools.islice(rounds, 4):
+        means.append(float(found.cosine.mean()))
+    assert means == sorted(means) and means[-1] > first + 0.05
     texts = vocabulary.decode_batch(found.tokens)
     cosines = (encoder.encode(texts) * held_out.latents).sum(-1)
     assert cosines.mean() == pytest.approx(means[-1], abs=1e-4)

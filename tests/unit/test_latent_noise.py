@@ -8,18 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from crosstune.cli.adopt import ENTRIES
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
 from crosstune.machines.probe import load_machine
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.latent_diffusion import check_options
-from crosstune.recipes.latent_diffusion.batch import LossWeights, divide_batch, make_batch
-from crosstune.recipes.latent_diffusion.entry_script import entry_script
+from crosstune.recipes.latent_diffusion.batch import divide_batch, make_batch
 from crosstune.recipes.latent_diffusion.noise import JOINT, L2T, T2L, draw
 from crosstune.recipes.latent_diffusion.pair_folder import Pairs
 from crosstune.recipes.latent_diffusion.scores import retrieval, token_accuracy
 from crosstune.recipes.latent_diffusion.settings import make_modes, make_settings
-from crosstune.runs.check_request import check_request
 
 ROWS, WIDTH, DIM = 4000, 20, 8
 
@@ -36,20 +35,27 @@ def drawn(**changes: Any) -> Any:
     return lengths, draw(lengths, **given | changes)
 
 
+def made_pairs(lengths: Any) -> Pairs:
+    latents = np.random.default_rng(3).normal(size=(ROWS, DIM))
+    latents /= np.linalg.norm(latents, axis=1, keepdims=True)
+    return Pairs(
+        tokens=np.ones((ROWS, WIDTH), np.uint16),
+        lengths=lengths,
+        latents=latents.astype(np.float32),
+        text_file=Path(),
+    )
+
+
 def test_the_mask_rate_equals_the_time_within_three_sigma() -> None:
     lengths, found = drawn()
     real = np.arange(WIDTH) < lengths[:, None]
+    assert not found.masked[~real].any(), "padding is never masked"
     for low in np.arange(0.0, 1.0, 0.1):
         rows = (found.text_time >= low) & (found.text_time < low + 0.1) & (found.mode != T2L)
         count = int(real[rows].sum())
         expected = float((found.text_time[rows, None] * real[rows]).sum() / count)
         sigma = np.sqrt(expected * (1 - expected) / count)
         assert abs(found.masked[rows].sum() / count - expected) < 3 * sigma, low
-
-
-def test_padding_is_never_masked() -> None:
-    lengths, found = drawn()
-    assert not found.masked[np.arange(WIDTH) >= lengths[:, None]].any()
 
 
 def test_times_follow_the_modes() -> None:
@@ -59,14 +65,10 @@ def test_times_follow_the_modes() -> None:
     assert (found.latent_time[found.mode == L2T] == 0).all() and (
         found.text_time[found.mode == T2L] == 0
     ).all()
+    counts, _ = np.histogram(drawn(shares={"unconditional": 1.0})[1].text_time, bins=20, range=(0, 1))
+    assert counts.min() > 0.9 * ROWS / 20 and counts.max() < 1.1 * ROWS / 20, "times are spread evenly"
     both = found.mode == JOINT
     assert (found.text_time[both] > 0).all() and (found.latent_time[both] > 0).all()
-
-
-def test_times_are_spread_evenly() -> None:
-    _, found = drawn(shares={"unconditional": 1.0})
-    counts, _ = np.histogram(found.text_time, bins=20, range=(0, 1))
-    assert counts.min() > 0.9 * ROWS / 20 and counts.max() < 1.1 * ROWS / 20
 
 
 def test_dropped_conditions_say_nothing() -> None:
@@ -79,24 +81,11 @@ def test_dropped_conditions_say_nothing() -> None:
     np.testing.assert_array_equal(found.masked[silent].sum(1), lengths[silent])
 
 
-def test_noise_is_drawn_where_a_vector_is_predicted() -> None:
-    _, with_others = drawn(shares={"l2t": 0.9, "t2l": 0.1})
-    _, alone = drawn(shares={"l2t": 1.0}, dropped=0.5)
-    assert with_others.noise.std() > 0.9 and not alone.noise.any()
-
-
 def test_latent_noise_is_added_to_the_vectors_of_l2t() -> None:
     lengths, found = drawn(shares={"l2t": 0.5, "t2l": 0.5}, latent_noise=0.3)
     _, plain = drawn(shares={"l2t": 0.5, "t2l": 0.5})
-    latents = np.random.default_rng(3).normal(size=(ROWS, DIM))
-    latents /= np.linalg.norm(latents, axis=1, keepdims=True)
-    pairs = Pairs(
-        tokens=np.ones((ROWS, WIDTH), np.uint16),
-        lengths=lengths,
-        latents=latents.astype(np.float32),
-        text_file=Path(),
-    )
-    one, other = (make_batch(pairs, np.arange(ROWS), each, weights=LossWeights()) for each in (found, plain))
+    pairs = made_pairs(lengths)
+    one, other = (make_batch(pairs, np.arange(ROWS), each) for each in (found, plain))
     is_l2t = found.mode == L2T
     added = one.noisy[is_l2t] - one.latents[is_l2t]
     assert abs(added.std() - 0.3) < 0.01 and abs((added * one.latents[is_l2t]).mean()) < 0.01
@@ -115,15 +104,8 @@ def test_a_step_is_a_function_of_its_number() -> None:
 
 def test_factors_make_means_over_the_whole_step() -> None:
     lengths, found = drawn()
-    latents = np.random.default_rng(3).normal(size=(ROWS, DIM))
-    latents /= np.linalg.norm(latents, axis=1, keepdims=True)
-    pairs = Pairs(
-        tokens=np.ones((ROWS, WIDTH), np.uint16),
-        lengths=lengths,
-        latents=latents.astype(np.float32),
-        text_file=Path(),
-    )
-    batch = make_batch(pairs, np.arange(ROWS), found, weights=LossWeights(text=2.0, latent=0.5))
+    pairs = made_pairs(lengths)
+    batch = make_batch(pairs, np.arange(ROWS), found, text_weight=2.0, latent_weight=0.5)
     assert batch.weight == ROWS and batch.num_tokens == lengths.sum()
     counted = (batch.masked * batch.text_factor[:, None]).sum()
     assert counted / ROWS == pytest.approx(2.0, rel=1e-5)
@@ -152,12 +134,8 @@ def test_modes_of_a_schedule() -> None:
     "options",
     [
         {"mode_weights": "l2t:1,other:1"},
-        {"mode_weights": "l2t:0"},
-        {"mode_weights": "l2t"},
         {"mode_weights": "l2t:-1,t2l:3"},
         {"sequential_schedule": "l2t:0"},
-        {"sequential_schedule": "l2t:1.5"},
-        {"loss_type": "mixed"},
     ],
 )
 def test_modes_that_do_not_exist(options: dict[str, str]) -> None:
@@ -193,15 +171,6 @@ def test_options_without_a_meaning_are_refused_all_at_once() -> None:
     for part in ("--backend mlx", "--train_type lora", "--columns and --packing have", "--tokenizer has"):
         assert part in said
     assert not check_options(make_config(recipe="latent_diffusion", train_type="full", hidden_size=64))
-
-
-def test_plan_refuses_what_train_refuses() -> None:
-    config = make_config(recipe="latent_diffusion", train_type="lora", backend="cpu")
-    plan = make_plan(config, machine=load_machine("cpu-laptop"))
-    problems = check_request(plan, folder=None, elsewhere=True).problems
-    assert [problem.asked for problem in problems] == [
-        "The recipe latent_diffusion does not train with --train_type lora."
-    ]
 
 
 @pytest.mark.parametrize(("recipe", "backend"), [("sft", "mlx"), ("latent_diffusion", "mps")])
@@ -263,14 +232,7 @@ def test_what_the_originals_file_means_otherwise_is_refused(tmp_path: Path) -> N
 
 
 def test_the_entry_passes_the_variables_on() -> None:
-    script = entry_script(crosstune="python -m crosstune")
-    for variable in (
-        "NNODES",
-        "NPROC_PER_NODE",
-        "NODE_RANK",
-        "MASTER_ADDR",
-        "L2T_TRAIN_BS",
-        "L2T_BASE_STEPS",
-    ):
+    [script] = (entry.script for entry in ENTRIES if entry.script)
+    for variable in ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "L2T_TRAIN_BS"):
         assert f"${{{variable}:-" in script
-    assert "python -m crosstune train" in script
+    assert '"${PYTHON:-python}" -m crosstune train' in script

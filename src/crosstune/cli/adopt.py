@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,31 +18,81 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A file at a path of the guides, and the command that it stands for."""
+    """A file at a path of the guides, and the command that it runs."""
 
     path: str
-    """A .py or .sh file, relative to the folder of the project."""
+    """Relative to the folder of the project."""
     about: str
     command: tuple[str, ...]
     backends: tuple[str, ...] = ()
-    """Backends to train on, unless --backend says another: the first that is available here."""
+    """Backends to train on without --backend: the first one that is available here."""
     output_dir: str | None = None
-    """The folder of its runs, unless --output_dir says otherwise. A run is named for its model, and its result is also
-    put into NAME_final beside it: the folder that the guide copies to another machine and loads with PEFT."""
-    script: Callable[[], str] | None = None
-    """Returns the text of a file that does more than pass its command line on."""
+    """The folder of its runs without --output_dir. A run is named for its model, and its result is also copied to
+    NAME_final beside it, the folder that the guide moves to another machine and loads with PEFT."""
+    script: str = ""
+    """The text of the file, if it does more than pass its command line on."""
 
     @property
     def name(self) -> str:
         return Path(self.path).stem
 
 
-def _l2t_script() -> str:
-    from crosstune.recipes.latent_diffusion.entry_script import entry_script
+_L2T_SCRIPT = r"""#!/usr/bin/env bash
+# Train latent diffusion with crosstune. Every variable may be set from outside, as in
+#   NNODES=1 NPROC_PER_NODE=2 L2T_BASE_STEPS=100 L2T_TRAIN_BS=4 bash scripts/training/train_qwen_english_l2t_stable.sh
+set -euo pipefail
 
-    return entry_script(crosstune='"${PYTHON:-python}" -m crosstune')
+NNODES="${NNODES:-1}"
+NODE_RANK="${NODE_RANK:-0}"
+NPROC_PER_NODE="${NPROC_PER_NODE:-1}"
+MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
+MASTER_PORT="${MASTER_PORT:-29500}"
+WORLD=$((NNODES * NPROC_PER_NODE))
+BASE_WORLD_SIZE="${BASE_WORLD_SIZE:-$WORLD}"
 
+L2T_CONFIG="${L2T_CONFIG:-latentDLM_mmdit/configs/mmdit_stable.yaml}"
+L2T_BASE_STEPS="${L2T_BASE_STEPS:-1000000}"
+L2T_BASE_SAVE_FREQ="${L2T_BASE_SAVE_FREQ:-50000}"
+L2T_BASE_LOG_FREQ="${L2T_BASE_LOG_FREQ:-10}"
+L2T_BASE_EVAL_FREQ="${L2T_BASE_EVAL_FREQ:-10000}"
 
+# A number of steps for BASE_WORLD_SIZE devices, on the devices there are.
+scaled() { echo $((($1 * BASE_WORLD_SIZE + WORLD - 1) / WORLD)); }
+
+FLAGS=(--recipe latent_diffusion --loss_type l2t --log_to stdout)
+if [ -f "$L2T_CONFIG" ]; then FLAGS+=(--config "$L2T_CONFIG"); fi
+FLAGS+=(--max_steps "$(scaled "$L2T_BASE_STEPS")")
+FLAGS+=(--save_steps "$(scaled "$L2T_BASE_SAVE_FREQ")")
+FLAGS+=(--log_every_n_steps "$(scaled "$L2T_BASE_LOG_FREQ")")
+FLAGS+=(--eval_steps "$(scaled "$L2T_BASE_EVAL_FREQ")")
+FLAGS+=(--batch_size "${L2T_TRAIN_BS:-4}")
+FLAGS+=(--output_dir "${L2T_SAVE_DIR:-runs}")
+FLAGS+=(--name "${L2T_RUN_NAME:-l2t-$(date +%Y%m%d-%H%M%S)}")
+if [ -n "${GRAD_ACCUM_STEPS:-}" ]; then FLAGS+=(--gradient_accumulation_steps "$GRAD_ACCUM_STEPS"); fi
+if [ -n "${LEARNING_RATE:-}" ]; then FLAGS+=(--lr "$LEARNING_RATE"); fi
+if [ -n "${GRAD_CLIP_NORM:-}" ]; then FLAGS+=(--grad_norm "$GRAD_CLIP_NORM"); fi
+if [ -n "${WARMUP_STEPS:-}" ]; then FLAGS+=(--warmup_steps "$WARMUP_STEPS"); fi
+if [ -n "${LATENT_LOSS_WEIGHT:-}" ]; then FLAGS+=(--latent_loss_weight "$LATENT_LOSS_WEIGHT"); fi
+if [ -n "${LATENT_DIM:-}" ]; then FLAGS+=(--latent_dim "$LATENT_DIM"); fi
+if [ -n "${DTYPE:-}" ]; then FLAGS+=(--precision "$DTYPE"); fi
+if [ -n "${DATA_WORKERS:-}" ]; then echo "DATA_WORKERS=$DATA_WORKERS: a thread prepares batches ahead; no workers are needed"; fi
+if [ "${L2T_COMPILE:-0}" != 0 ]; then FLAGS+=(--torch_compile true); fi
+if [ "$WORLD" -gt 1 ]; then FLAGS+=(--world_size "$WORLD"); fi
+
+# The original's token and latent files are imported once; without them, L2T_PAIRS or generated sentences are used.
+PAIRS="${L2T_PAIRS:-}"
+if [ -z "$PAIRS" ] && [ -n "${TOKEN_DIR:-}" ] && [ -n "${LATENT_DIR:-}" ]; then
+  PAIRS="$(dirname "$TOKEN_DIR")/crosstune-pairs"
+  if [ ! -f "$PAIRS/manifest.json" ]; then
+    "${PYTHON:-python}" -m crosstune latents build "$(dirname "$TOKEN_DIR")" --out "$PAIRS" --max_tokens "${L2T_MAX_TOKENS:-512}" --too_long drop
+  fi
+fi
+FLAGS+=(--dataset "${PAIRS:-grammar}")
+
+export NNODES NODE_RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT
+mkdir -p train_logs
+"${PYTHON:-python}" -m crosstune train "${FLAGS[@]}" "$@" 2>&1 | tee "train_logs/train_$(date +%Y%m%d_%H%M%S)_node$NODE_RANK.log"
+"""
 ENTRIES = (
     Entry(path="train.py", about="Fine-tune a model.", command=("train",)),
     Entry(
@@ -63,10 +113,10 @@ ENTRIES = (
         path="scripts/training/train_qwen_english_l2t_stable.sh",
         about="Train latent diffusion, set up by the variables of its guide.",
         command=("train",),
-        script=_l2t_script,
+        script=_L2T_SCRIPT,
     ),
 )
-"""The entries that the guides name. A new one is one more item here."""
+"""The entries that the guides name."""
 
 _PYTHON = '''"""{about} Written by `crosstune adopt`; the options are those of `crosstune {command}`."""
 
@@ -83,7 +133,7 @@ def make_parser() -> Parser:
     listed = "\n".join(f"  {entry.path:<40} {entry.about}" for entry in ENTRIES)
     parser = Parser(
         "adopt",
-        description=f"Write thin files at the paths that guides name, which run crosstune:\n\n{listed}",
+        description=f"Write small files that run crosstune at the paths of the guides:\n\n{listed}",
         epilog=EXAMPLES,
     )
     parser.add_argument("folder", type=read_path, metavar="DIR", help="folder of the project")
@@ -99,7 +149,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def adopt(folder: Path, *, force: bool = False) -> list[Path]:
-    """Write all entries into a folder; raise before the first if one of the files is there and is not ours."""
+    """Write all entries into a folder; raise before writing if a file exists that is not ours."""
     texts = {folder / entry.path: entry_text(entry) for entry in ENTRIES}
     taken = [path for path, text in texts.items() if path.exists() and _read(path) != text]
     if taken and not force:
@@ -117,9 +167,8 @@ def adopt(folder: Path, *, force: bool = False) -> list[Path]:
 
 
 def entry_text(entry: Entry) -> str:
-    if entry.script is not None:
-        return entry.script()
-    return _PYTHON.format(about=entry.about, command=" ".join(entry.command), name=entry.name)
+    command = " ".join(entry.command)
+    return entry.script or _PYTHON.format(about=entry.about, command=command, name=entry.name)
 
 
 def run_entry(name: str, words: Sequence[str]) -> int:
@@ -135,7 +184,7 @@ def run_entry(name: str, words: Sequence[str]) -> int:
 
 
 def entry_words(entry: Entry, words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with what the entry adds."""
+    """Return the command line with the options that the entry adds."""
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--")}
     added: list[str] = []
     if given & {"help", "h"} or "-h" in words:
@@ -162,7 +211,7 @@ def _available(backends: Sequence[str]) -> str:
 
 
 def _say_fallback(entry: Entry, backend: str) -> None:
-    """Say that an entry does not train on the device that it is named for."""
+    """Warn if an entry does not train on the device that it is named for."""
     if backend != entry.backends[0]:
         from crosstune.cli.output import WARNING, Output
 
@@ -174,14 +223,14 @@ def _say_fallback(entry: Entry, backend: str) -> None:
 
 
 def _preset_model(backend: str | None) -> str:
-    """Return the model that `judge train` takes if none is named."""
+    """Return the default model of `judge train`."""
     from crosstune.recipes.judge.presets import BY_BACKEND
 
     return str(BY_BACKEND.get(backend or "", BY_BACKEND["cpu"])["model_name"])
 
 
 def _publish(folder: Path, name: str | None) -> None:
-    """Copy the result of a finished run into NAME_final beside it, in place of an older result."""
+    """Copy the result of a finished run to NAME_final beside it, replacing an older one."""
     from crosstune.core import atomic_files
     from crosstune.core.json_files import read_json
     from crosstune.models.folder_record import RECORD
@@ -192,7 +241,7 @@ def _publish(folder: Path, name: str | None) -> None:
     if name is None or summary.get("status") != "finished" or not result.is_dir():
         return
     if target.exists() and not (target / RECORD).is_file():
-        print(f"kept     {atomic_files.set_aside(target)}, which is no result of a run", file=sys.stderr)
+        print(f"kept     {atomic_files.set_aside(target)}, which is not the result of a run", file=sys.stderr)
     with atomic_files.staging_folder(target) as staging:
         shutil.copytree(result, staging / "new")
         atomic_files.put_in_place(staging / "new", target, aside=staging / "old")

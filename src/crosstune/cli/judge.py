@@ -212,8 +212,7 @@ def _test(
 
 def _evaluate_file(own: argparse.Namespace, config: Config) -> int:
     """Compute the metrics of predictions that were made before."""
-    from crosstune.recipes.judge.baselines import baseline_verdicts
-    from crosstune.recipes.judge.evaluation import evaluate_beside
+    from crosstune.recipes.judge.evaluation import baseline_verdicts, evaluate_beside
     from crosstune.recipes.judge.predictions import read_predictions
     from crosstune.recipes.judge.scale import read_scale
 

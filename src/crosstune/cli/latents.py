@@ -186,7 +186,7 @@ def _build(own: argparse.Namespace) -> int:
             do="give another --out FOLDER, or replace them with --overwrite",
         )
     with Screen(live=True) as screen:
-        written = build(
+        facts = build(
             BuildRequest(
                 source=own.target,
                 out=own.out,
@@ -225,9 +225,9 @@ def _build(own: argparse.Namespace) -> int:
                 ),
             )
         )
-    facts = {name: value for name, value in written.manifest.items() if name != "files"}
-    lines = _built_lines(facts, shown_path(written.folder))
-    return print_result({"folder": str(written.folder), **facts}, lines, as_json=own.json)
+    del facts["files"]
+    lines = _built_lines(facts, shown_path(own.out))
+    return print_result({"folder": str(own.out), **facts}, lines, as_json=own.json)
 
 
 def _built_lines(facts: Mapping[str, Any], folder: str) -> Iterator[Line]:
@@ -253,26 +253,24 @@ def _export(own: argparse.Namespace) -> int:
 
 
 def _decode(own: argparse.Namespace) -> int:
-    from crosstune.recipes.latent_diffusion.commands import DecodeRequest, decode
+    from crosstune.recipes.latent_diffusion.commands import decode
 
     trained, output = _open(own), Output()
     live = own.live and not own.json
 
-    def on_round(done: int, total: int, near: float) -> None:
-        output.line(f"round {done:>2}/{total}  mean cosine {near:.4f}")
+    def show_round(done: int, cosine: float) -> None:
+        output.line(f"round {done:>2}/{own.correct}  mean cosine {cosine:.4f}")
 
     found = decode(
         trained,
-        DecodeRequest(
-            vectors=own.vectors,
-            texts=own.text or [],
-            options=_options(own, steps=8),
-            encoder=own.encoder,
-            rounds=own.correct,
-            device=own.device,
-            on_step=_live(trained, output) if live else None,
-            on_round=on_round if live else None,
-        ),
+        vectors=own.vectors,
+        texts=own.text or [],
+        options=_options(own, steps=8),
+        encoder=own.encoder,
+        rounds=own.correct,
+        device=own.device,
+        on_step=_live(trained, output) if live else None,
+        on_round=show_round if live else None,
     )
     for note in () if own.json else found["notes"]:
         output.line(f"note     {note}")
@@ -309,22 +307,18 @@ def _sample(own: argparse.Namespace) -> int:
 
 
 def _eval(own: argparse.Namespace) -> int:
-    from crosstune.recipes.latent_diffusion.commands import evaluate_folder
-    from crosstune.recipes.latent_diffusion.correct import CorrectOptions
-    from crosstune.recipes.latent_diffusion.evaluation import EvalRequest
+    from crosstune.recipes.latent_diffusion.evaluation import evaluate
 
     output = Output()
-    found = evaluate_folder(
+    found = evaluate(
         _open(own),
         own.data,
+        options=_options(own, steps=8),
+        rounds=own.correct,
+        samples=own.samples or 1000,
         encoder=own.encoder,
         device=own.device,
-        request=EvalRequest(
-            samples=own.samples or 1000,
-            decode=_options(own, steps=8),
-            correct=CorrectOptions(rounds=own.correct) if own.correct else None,
-            on_stage=lambda stage: output.line(f"{stage} ..."),
-        ),
+        on_stage=lambda stage: output.line(f"{stage} ..."),
     )
     return print_result(found, _eval_lines(found), as_json=own.json)
 

@@ -9,80 +9,46 @@ from typing import Any
 from crosstune.core.errors import UserError, shown
 
 TYPE = "multimodal_mmdit"
-"""The value of `model.type` that tells such a file."""
+"""The `model.type` of such a file."""
 
+_SAME_NAMES = {
+    "model": "hidden_size n_blocks n_heads cond_dim dropout latent_dim latent_parameterization use_gradient_checkpointing",
+    "training": "seed num_epochs warmup_steps resume gradient_accumulation_steps mode_weights cfg_dropout_prob",
+    "loss": "loss_type latent_loss_weight text_loss_weight",
+    "optimizer": "lr",
+}
 OPTIONS: Mapping[str, str] = {
+    **{f"{section}.{name}": name for section, names in _SAME_NAMES.items() for name in names.split()},
     "data.max_samples": "dataset_samples",
     "data.max_val_samples": "eval_samples",
-    "model.hidden_size": "hidden_size",
-    "model.n_blocks": "n_blocks",
-    "model.n_heads": "n_heads",
-    "model.cond_dim": "cond_dim",
     "model.max_seq_len": "context_length",
-    "model.dropout": "dropout",
-    "model.latent_dim": "latent_dim",
-    "model.latent_parameterization": "latent_parameterization",
-    "model.use_gradient_checkpointing": "use_gradient_checkpointing",
     "training.compile_model": "torch_compile",
-    "training.seed": "seed",
     "training.train_batch_size": "batch_size",
-    "training.num_epochs": "num_epochs",
     "training.num_train_steps": "max_steps",
     "training.dtype": "precision",
     "training.lr_schedule": "lr_scheduler",
-    "training.warmup_steps": "warmup_steps",
-    "training.resume": "resume",
-    "training.gradient_accumulation_steps": "gradient_accumulation_steps",
-    "training.mode_weights": "mode_weights",
-    "training.cfg_dropout_prob": "cfg_dropout_prob",
-    "loss.loss_type": "loss_type",
-    "loss.latent_loss_weight": "latent_loss_weight",
-    "loss.text_loss_weight": "text_loss_weight",
     "logging.run_name": "name",
     "logging.save_dir": "output_dir",
     "logging.log_freq": "log_every_n_steps",
     "logging.eval_freq": "eval_steps",
     "logging.save_freq": "save_steps",
-    "optimizer.lr": "lr",
     "optimizer.weight_decay": "wd",
     "optimizer.grad_clip_norm": "grad_norm",
 }
-"""Their key -> the option that means the same."""
+"""Key of the original -> option."""
 
-WITHOUT_EFFECT = frozenset(
-    {
-        # Data is read from a folder of pairs by a thread ahead of the step.
-        *(
-            "data.data_dir",
-            "data.data_files",
-            "data.load_tokens",
-            "data.num_workers",
-            "data.initial_scan_limit",
-        ),
-        *(
-            "data.tokenizer_path",
-            "data.use_preprocessed",
-            "data.val_ratio",
-            "data.token_dir",
-            "data.latent_dir",
-        ),
-        # The noise is continuous in time, with alpha = cos(pi t / 2); the original reads these keys nowhere.
-        *(
-            "model.latent_timesteps",
-            "model.latent_beta_schedule",
-            "model.latent_beta_min",
-            "model.latent_beta_max",
-        ),
-        *(
-            "model.t_eps",
-            "model.num_residual_streams",
-            "training.eval_batch_size",
-            "logging.num_eval_batches",
-        ),
-        # The original reads neither; the betas and epsilon here are torch's defaults.
-        *("optimizer.beta1", "optimizer.beta2", "optimizer.eps", "optimizer.name", "optimizer.type"),
-    }
-)
+_UNUSED = {
+    # Batches are prepared from a folder of pairs by a thread.
+    "data": "data_dir data_files load_tokens num_workers initial_scan_limit tokenizer_path use_preprocessed val_ratio "
+    "token_dir latent_dir",
+    # Noise is continuous in time, with alpha = cos(pi t / 2). The original reads none of these keys.
+    "model": "latent_timesteps latent_beta_schedule latent_beta_min latent_beta_max t_eps num_residual_streams",
+    "training": "eval_batch_size",
+    "logging": "num_eval_batches",
+    # The original uses torch's defaults too.
+    "optimizer": "beta1 beta2 eps name type",
+}
+WITHOUT_EFFECT = {f"{section}.{name}" for section, names in _UNUSED.items() for name in names.split()}
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "model.type": (TYPE,),
     "model.diffusion_process": ("mdlm",),
@@ -95,7 +61,7 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "loss.use_cross_entropy": (True,),
     "loss.text_kl_weight": (0, None),
 }
-"""Their key -> the values that mean what is done here."""
+"""Key of the original -> values that match this recipe."""
 
 
 def is_mmdit(data: Any) -> bool:
@@ -104,7 +70,7 @@ def is_mmdit(data: Any) -> bool:
 
 
 def translate(data: Mapping[Any, Any], path: Any, problems: list[UserError]) -> dict[str, Any]:
-    """Return the options of a file; add a problem for each key that means something else here."""
+    """Return the options of a file; add a problem for each key that is unknown or not supported."""
     found: dict[str, Any] = {"recipe": "latent_diffusion", "train_type": "full"}
     for section, keys in data.items():
         if not isinstance(keys, dict):
@@ -114,7 +80,7 @@ def translate(data: Mapping[Any, Any], path: Any, problems: list[UserError]) -> 
             _add(found, f"{section}.{key}", value, path, problems)
     if (dataset := _dataset(data.get("data"))) is not None:
         found["dataset"] = dataset
-    if found.get("max_steps", -1) != -1:  # a run stops at the number of steps, as its users meant
+    if found.get("max_steps", -1) != -1:  # the number of steps ends the run
         found.pop("num_epochs", None)
     return found
 
@@ -148,7 +114,7 @@ def _add(found: dict[str, Any], key: str, value: Any, path: Any, problems: list[
 
 
 def _dataset(data: Any) -> str | None:
-    """Return the folder that the keys of the data name: its layout is imported with `crosstune latents build`."""
+    """Return the data folder, which `crosstune latents build` imports."""
     if not isinstance(data, dict):
         return None
     if isinstance(data.get("data_dir"), str):

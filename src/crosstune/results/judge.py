@@ -16,8 +16,13 @@ from crosstune.core.json_files import read_json, write_json
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.folder import longest_context
 from crosstune.planner.gather import make_plan
-from crosstune.recipes.judge.baselines import UNTRAINED, baseline_verdicts
-from crosstune.recipes.judge.evaluation import Report, evaluate_beside, worst_items
+from crosstune.recipes.judge.evaluation import (
+    UNTRAINED,
+    Report,
+    baseline_verdicts,
+    evaluate_beside,
+    worst_items,
+)
 from crosstune.recipes.judge.items import Item, common_scale
 from crosstune.recipes.judge.judge import Judge, Judgement
 from crosstune.recipes.judge.predictions import FILE, METRICS_FILE, prediction_row, write_predictions

@@ -19,8 +19,8 @@ def _backend_names() -> Sequence[str]:
 class JudgeOptions:
     verdict: str = option(
         "auto",
-        "What a judge writes: one digit, `Score: N/10` with issues and feedback (score), `[RESULT] n` (result), JSON, or "
-        "A, B or tie (winner); auto fits the data",
+        "Verdict format: one digit, `Score: N/10` with issues and feedback (score), `[RESULT] n` (result), JSON, or A, B or tie "
+        "(winner); auto fits the data",
         choices=("auto", "digit", "score", "result", "json", "winner"),
         needs=(JUDGE,),
         on_resume=OnResume.DIVIDES_DATA,
@@ -34,7 +34,7 @@ class JudgeOptions:
     )
     score_scale: str = option(
         "0-10",
-        "Lowest and highest score of the data, as in 1-5; unset: the column score_scale of the data, or else 0-10",
+        "Lowest and highest score of the data, as in 1-5; unset: the column score_scale, or else 0-10",
         needs=(JUDGE,),
         on_resume=OnResume.DIVIDES_DATA,
     )
@@ -52,43 +52,41 @@ class JudgeOptions:
     )
     references: str = option(
         "auto",
-        "Reference answers: auto shows them and stops if only some rows have one, optional shows those there are, ignore "
-        "shows none",
+        "Reference answers: auto stops if only some rows have one, optional shows those there are, ignore shows none",
         choices=("auto", "optional", "ignore"),
         needs=(JUDGE,),
         on_resume=OnResume.DIVIDES_DATA,
     )
     group_by: str | None = option(
         None,
-        "Column whose equal values belong into one split; unset: the column group, or the text of the task",
+        "Column whose equal values stay in one split; unset: the column group, or the text of the task",
         needs=(JUDGE,),
         on_resume=OnResume.DIVIDES_DATA,
     )
     leaks: str = option(
         "error",
-        "What to do with training rows whose source, id or text is also held out: stop with an error, drop them, or allow "
-        "them",
+        "Training rows whose group, id or text is also held out: stop with an error, drop them, or allow them",
         choices=("error", "drop", "allow"),
         needs=(JUDGE,),
         on_resume=OnResume.DIVIDES_DATA,
     )
     test_dataset: str | None = option(
         None,
-        "Data to test the trained judge on; unset: the dataset's own test split, or else a tenth of its groups",
+        "Data to test the trained judge on; unset: the test split of the dataset, or else a tenth of its groups",
         needs=(JUDGE,),
         on_resume=OnResume.DIVIDES_DATA,
         holds=Holds.PATH,
     )
     judge_by: str = option(
         "probabilities",
-        "How a judge is asked in tests: the probabilities of the labels, or by generating a verdict",
+        "How a judge scores in tests: by the probabilities of the labels, or by generating a verdict",
         choices=("probabilities", "generation"),
         needs=(JUDGE,),
         on_resume=OnResume.FREE,
     )
     eval_backend: str = option(
         "auto",
-        "Backend that tests the trained judge; auto: cpu after training on cuda or mps, else that of the training",
+        "Backend that tests the trained judge; auto: cpu after training on a GPU or mps, else the backend of the training",
         choices=_backend_names,
         needs=(JUDGE,),
         on_resume=OnResume.ONE_START,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from crosstune.config.conditions import LATENT_DIFFUSION, TORCH_ENGINE
 from crosstune.config.option import OnResume, option
@@ -37,20 +39,17 @@ def read_schedule(text: str) -> list[tuple[str, int]]:
     return phases
 
 
-def _check_shares(value: str) -> str | None:
-    try:
-        read_shares(value)
-    except ValueError:
-        return f"modes ({', '.join(MODES)}) with their shares, as in l2t:0.65,t2l:0.25,unconditional:0.1"
-    return None
+def _check(read: Callable[[str], Any], wanted: str) -> Callable[[str], str | None]:
+    """Return a check that says what is wanted where a text cannot be read."""
 
+    def check(value: str) -> str | None:
+        try:
+            read(value)
+        except ValueError:
+            return f"modes ({', '.join(MODES)}) with their {wanted}"
+        return None
 
-def _check_schedule(value: str) -> str | None:
-    try:
-        read_schedule(value)
-    except ValueError:
-        return f"modes ({', '.join(MODES)}) with their steps, as in l2t:1000,t2l:500"
-    return None
+    return check
 
 
 _NEEDS = (LATENT_DIFFUSION,)
@@ -68,28 +67,27 @@ class LatentOptions:
     mode_weights: str = option(
         "l2t:0.65,t2l:0.25,unconditional:0.1",
         "Shares of the modes with --loss_type random; each row of a batch draws its own",
-        check=_check_shares,
+        check=_check(read_shares, "shares, as in l2t:0.65,t2l:0.25,unconditional:0.1"),
         joins_items=":",
         needs=_NEEDS,
     )
     sequential_schedule: str = option(
         "l2t:1000,t2l:500,unconditional:500",
-        "Modes and their steps with --loss_type sequential; the last one goes on until the end",
-        check=_check_schedule,
+        "Modes and their steps with --loss_type sequential; the last one lasts until the end",
+        check=_check(read_schedule, "steps, as in l2t:1000,t2l:500"),
         joins_items=":",
         needs=_NEEDS,
     )
     cfg_dropout_prob: float = option(
         0.1,
-        "Share of rows that are trained without their condition, for classifier-free guidance",
+        "Share of rows trained without their condition, for classifier-free guidance",
         low=0,
         high=1,
         needs=_NEEDS,
     )
     latent_noise: float = option(
         0.0,
-        "Standard deviation of the noise added to the vectors that texts are predicted from, in units of their own; against "
-        "memorising a small corpus",
+        "Standard deviation of noise on the input vectors of l2t, which have unit variance; against memorising a small corpus",
         low=0,
         high=100,
         needs=_NEEDS,
@@ -119,25 +117,25 @@ class LatentOptions:
         0, "Width of the time embedding; 0 for hidden_size", low=0, high=2**16, needs=_NEEDS
     )
     latent_tokens: int = option(
-        4, "Number of tokens that a latent vector becomes inside the model", low=1, high=256, needs=_NEEDS
+        4, "Number of tokens that represent a latent vector inside the model", low=1, high=256, needs=_NEEDS
     )
     latent_dim: int = option(
         0,
-        "Dimension of the latent vectors, checked against the data; 0 for that of the data",
+        "Dimension of the latent vectors, checked against the data; 0 to use the dimension of the data",
         low=0,
         high=2**20,
         needs=_NEEDS,
     )
     dropout: float = option(
         0.0,
-        "Dropout after attention and feed-forward layers of the recipe's own model",
+        "Dropout after attention and feed-forward layers",
         low=0,
         high=0.99,
         needs=_NEEDS,
     )
     ema_decay: float = option(
         0.0,
-        "Keep a moving average of the trained weights with this decay, and evaluate and save that; 0 for none. It lags behind by about 1 / (1 - decay) steps: let those be 2 to 3 % of the training, as 0.98 for 2,000 steps and 0.999 for 40,000",
+        "Decay of a moving average of the trained weights, which is evaluated and saved; 0 for none. It lags by about 1 / (1 - decay) steps, which should be 2 to 3 % of the training: 0.98 for 2,000 steps, 0.999 for 40,000",
         low=0,
         high=0.999999,
         needs=(TORCH_ENGINE,),

@@ -1,4 +1,4 @@
-"""Tokenize items: whole conversations to learn from, with the shares of two labels, and prompts to judge."""
+"""Tokenize items: whole conversations with shared labels for training, and prompts for judging."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from crosstune.recipes.judge.verdicts import VerdictFormat
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeBatch(TokenBatch):
-    """Rows whose targets may be divided: position t predicts `targets[:, t]` with the share 1 - `shares[:, t]`, and
-    `others[:, t]` with the rest."""
+    """Rows with soft targets: position t predicts `targets[:, t]` with the share 1 - `shares[:, t]`, and `others[:, t]`
+    with the rest."""
 
     others: IntArray
     shares: NDArray[np.float32]
@@ -37,7 +37,7 @@ class JudgeBatch(TokenBatch):
     ends: IntArray
     """The last token of each prompt, before the verdict."""
     by_rows: bool = False
-    """True if the loss is a sum over rows: that of a scalar head."""
+    """True if the loss is a sum over rows (scalar head)."""
 
     @property
     def weight(self) -> int:
@@ -46,7 +46,7 @@ class JudgeBatch(TokenBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class SoftLabel:
-    """The place of an example's label, and the other label that shares its probability."""
+    """The position of a label, and the other label that shares its probability."""
 
     place: int
     other: int
@@ -61,7 +61,7 @@ class ItemCorpus:
     items: Sequence[Item]
     """In the order of the corpus."""
     soft: Sequence[SoftLabel | None]
-    """For each example its divided label; None if it has one label alone."""
+    """The soft label of each example; None if it has a single label."""
     targets: NDArray[np.float32]
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class ItemCorpus:
         )
 
     def ordered(self, places: NDArray[np.int64]) -> ItemCorpus:
-        """Return the examples in another order, or some of them."""
+        """Return the examples at these places, in their order."""
         chosen = places.tolist()
         return ItemCorpus(
             corpus=self.corpus.part(places),
@@ -114,7 +114,7 @@ def encode_items(
     model_limit: int | None,
     progress: OnProgress | None = None,
 ) -> ItemCorpus:
-    """Tokenize whole conversations. A score between two labels is divided over both, unless --soft_scores false."""
+    """Tokenize whole conversations. A score between two labels becomes a soft label, unless --soft_scores false."""
     corpus = _corpus(
         [training_messages(item, verdict) for item in items],
         tokenizer,
@@ -161,8 +161,7 @@ def encode_prompts(
 def soft_label(
     item: Item, example: Example, *, verdict: VerdictFormat, tokens: LabelTokens
 ) -> SoftLabel | None:
-    """Return how the label is divided, at the first token in which the two labels differ; None where the score is on a
-    label."""
+    """Return the soft label at the first token where the two labels differ; None where the score is on a label."""
     if item.score is None:
         return None
     nearest, other, share = verdict.labels.neighbours(item.score)
@@ -170,9 +169,7 @@ def soft_label(
     first, second = tokens.sequences[nearest], tokens.sequences[other]
     same = next(length for length, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     written = tuple(example.tokens[place : place + same + 1].tolist())
-    if (
-        not share or place < 1 or written != first[: same + 1]
-    ):  # the data's own verdict may say something else
+    if not share or place < 1 or written != first[: same + 1]:  # the data's own verdict may differ
         return None
     return SoftLabel(place=place + same, other=second[same], share=share)
 

@@ -1,9 +1,9 @@
-"""Define an item to judge: a task with one answer or two, and what people said about them."""
+"""Define an item to judge: a task with one or two answers, and people's verdict."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from crosstune.core.errors import UserError
@@ -16,7 +16,7 @@ WINNERS = ("A", "B", "tie")
 class Item:
     id: str
     group: str
-    """Items of one group, such as all translations of one sentence, belong to one split."""
+    """Items of one group, such as all translations of one sentence, stay in one split."""
     task: str
     answers: tuple[str, ...]
     """One answer to score, or two to compare."""
@@ -24,14 +24,14 @@ class Item:
     rubric: str = ""
     score: float | None = None
     scale: Scale | None = None
-    """The scale of the score, if the row itself names it."""
+    """The scale of the score, if the row names it."""
     winner: str | None = None
     critique: str = ""
     issues: tuple[str, ...] = ()
     messages: Sequence[Mapping[str, Any]] = ()
-    """The prompt as the data has it; empty if the prompt is made from the fields above."""
+    """The prompt of the data; empty if the prompt is made from the fields above."""
     verdict: str = ""
-    """The verdict as the data has it."""
+    """The verdict text of the data."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row, kept for predictions."""
 
@@ -45,12 +45,12 @@ class Item:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Return the texts, which make two items the same."""
+        """The texts by which two items are the same."""
         return (self.task, *self.answers)
 
 
 def common_scale(items: Sequence[Item], *, default: Scale) -> Scale:
-    """Return the scale of all items; raise if they are on different ones. An item that names none is on the default."""
+    """Return the scale of all items; raise if there are several. An item without one is on the default scale."""
     found = {item.scale or default for item in items if not item.is_pair}
     if len(found) > 1:
         named = ", ".join(sorted(map(str, found)))
@@ -65,15 +65,4 @@ def common_scale(items: Sequence[Item], *, default: Scale) -> Scale:
 def swapped(item: Item) -> Item:
     """Return a pair with its answers in the other order."""
     winner = {"A": "B", "B": "A"}.get(item.winner or "", item.winner)
-    return Item(
-        id=item.id,
-        group=item.group,
-        task=item.task,
-        answers=item.answers[::-1],
-        reference=item.reference,
-        rubric=item.rubric,
-        winner=winner,
-        critique=item.critique,
-        issues=item.issues,
-        extra=item.extra,
-    )
+    return replace(item, answers=item.answers[::-1], winner=winner)

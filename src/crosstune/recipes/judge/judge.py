@@ -1,4 +1,4 @@
-"""Judge items with the model of a session: by the probabilities of the labels, by generated verdicts, or by a scalar."""
+"""Judge items with a session's model: by the probabilities of the labels, a generated verdict, or a scalar head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crosstune.data.tokenizer import Tokenizer
 from crosstune.recipes.judge.examples import encode_prompts
 from crosstune.recipes.judge.items import WINNERS, Item, swapped
 from crosstune.recipes.judge.label_tokens import LabelTokens, find_label_tokens
-from crosstune.recipes.judge.metrics.calibration import fit_temperature, soften
+from crosstune.recipes.judge.metrics import fit_temperature, soften
 from crosstune.recipes.judge.prompts import prompt_messages
 from crosstune.recipes.judge.saved_settings import JudgeSettings
 from crosstune.recipes.judge.verdicts import VerdictFormat
@@ -23,7 +23,7 @@ from crosstune.recipes.judge.verdicts import VerdictFormat
 Progress = Callable[[int, int], None]
 Prompts = Sequence[Sequence[int]]
 FEWEST_SHARED = 8
-"""Tokens that prompts have in common before it pays to compute them once."""
+"""Fewest shared tokens for which computing them once pays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +34,16 @@ class Judgement:
     """None if the generated verdict cannot be read; None for pairs."""
     winner: str | None = None
     probabilities: tuple[float, ...] = ()
-    """Of each label, as the model gives them."""
+    """Probability of each label, not calibrated."""
     confidence: float | None = None
-    """The calibrated probability that the score is at most a point off, or that the winner is right."""
+    """Calibrated probability that the score is at most a point off, or that the winner is right."""
     consistent: bool | None = None
     """For pairs: whether the other order of the answers gives the same winner."""
     text: str = ""
     issues: tuple[str, ...] = ()
     feedback: str = ""
     too_long: bool = False
-    """True if the prompt does not fit into the model's context, so that nothing was asked."""
+    """True if the prompt does not fit into the model's context, and was not judged."""
 
     @property
     def is_parsed(self) -> bool:
@@ -58,7 +58,7 @@ class Judge:
     batch_size: int = 16
     share_prefixes: bool = True
     max_tokens: int | None = None
-    """The model's context. A longer prompt is not judged, and never cut: the verdict counts as unreadable."""
+    """The model's context. A longer prompt is not judged: its verdict counts as unreadable."""
     tokens: LabelTokens = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Judge:
         max_new_tokens: int = 256,
         progress: Progress | None = None,
     ) -> list[Judgement]:
-        """Judge every item; pairs in both orders. `progress` receives the number of prompts done and their total."""
+        """Judge every item; pairs in both orders. `progress` gets the number of prompts done and their total."""
         if not items:
             return []
         if not items[0].is_pair:
@@ -88,18 +88,17 @@ class Judge:
             for one, other in zip(found[: len(items)], found[len(items) :], strict=True)
         ]
 
-    def generate(
-        self, items: Sequence[Item], *, max_new_tokens: int, progress: Progress | None = None
-    ) -> list[str]:
+    def generate(self, items: Sequence[Item], *, max_new_tokens: int) -> list[str]:
         """Return the verdicts that the model writes."""
-        return self._generate(self.prompts(items), max_new_tokens=max_new_tokens, progress=progress)
+        return self._generate(self.prompts(items), max_new_tokens=max_new_tokens)
 
-    def _generate(self, prompts: Prompts, *, max_new_tokens: int, progress: Progress | None) -> list[str]:
+    def _generate(
+        self, prompts: Prompts, *, max_new_tokens: int, progress: Progress | None = None
+    ) -> list[str]:
         assert isinstance(self.session, Generates), "a judge with score tokens generates"
         prompts = self._before_verdict(prompts)
         texts = [""] * len(prompts)
-        done = 0
-        for places in self._batches(prompts, range(len(prompts))):
+        for _, places in self._batches(prompts, [range(len(prompts))], progress):
             answers = self.session.generate(
                 [prompts[place] for place in places],
                 max_new_tokens=max_new_tokens,
@@ -107,13 +106,10 @@ class Judge:
             )
             for place, answer in zip(places, answers, strict=True):
                 texts[place] = self.tokenizer.decode(answer).strip()
-            done += len(places)
-            if progress is not None:
-                progress(done, len(prompts))
         return texts
 
     def _before_verdict(self, prompts: Prompts) -> Prompts:
-        """Return prompts that end where the verdict begins, before the words that precede its label."""
+        """Return prompts that end before the verdict, not just before its label."""
         return [prompt[: len(prompt) - len(self.tokens.before)] for prompt in prompts]
 
     def label_log_probs(
@@ -125,36 +121,39 @@ class Judge:
     def _log_probs(
         self, items: Sequence[Item], prompts: Prompts, *, progress: Progress | None
     ) -> NDArray[np.float64]:
-        probes, ids = self.tokens.probes, self.tokens.token_ids
+        ids = self.tokens.token_ids
         known: list[dict[tuple[int, ...], NDArray[np.float64]]] = [{} for _ in items]
-        parts = self._parts()
-        done = 0
-        for group in self._groups(items):
-            shared = self._shared(prompts, group)
-            prefix = parts.read_prefix(self.session, prompts[group[0]][:shared]) if shared else None
-            start = shared if prefix is not None else 0
-            for places in self._batches(prompts, group):
-                for probe in probes:
-                    rows = [[*prompts[place][start:], *probe] for place in places]
-                    found = parts.next_log_probs(
-                        self.session, rows, token_ids=ids, last=len(probe) + 1, prefix=prefix
-                    )
-                    for place, values in zip(places, found, strict=True):
-                        for length in range(len(probe) + 1):
-                            known[place][probe[:length]] = values[length]
-                done += len(places)
-                if progress is not None:
-                    progress(done, len(items))
+        parts, current = self._parts(), None
+        prefix, start = None, 0
+        for group, places in self._batches(prompts, self._groups(items), progress):
+            if group is not current:
+                shared, current = self._shared(prompts, group), group
+                prefix = parts.read_prefix(self.session, prompts[group[0]][:shared]) if shared else None
+                start = shared if prefix is not None else 0
+            for probe in self.tokens.probes:
+                rows = [[*prompts[place][start:], *probe] for place in places]
+                found = parts.next_log_probs(
+                    self.session, rows, token_ids=ids, last=len(probe) + 1, prefix=prefix
+                )
+                for place, values in zip(places, found, strict=True):
+                    for length in range(len(probe) + 1):
+                        known[place][probe[:length]] = values[length]
         return self.tokens.log_probs(known)
 
     def fit_temperature(self, items: Sequence[Item], found: Sequence[Judgement]) -> float:
-        """Return the temperature that fits the probabilities to people's verdicts; 1 without probabilities."""
+        """Return the temperature that calibrates the probabilities; 1 without probabilities."""
         rows = [(item, one) for item, one in zip(items, found, strict=True) if one.probabilities]
         if not rows:
             return 1.0
         probs = np.array([one.probabilities for _, one in rows])
-        targets = label_targets([item for item, _ in rows], self.verdict)
-        return fit_temperature(np.log(np.maximum(probs, 1e-30)), targets)
+        labels, verdict = self.verdict.labels, self.verdict
+        targets = [
+            labels.distribution(item.score)
+            if item.score is not None
+            else np.eye(len(labels))[verdict.label_of(item)]
+            for item, _ in rows
+        ]
+        return fit_temperature(np.log(np.maximum(probs, 1e-30)), np.array(targets))
 
     def prompt_text(self, item: Item) -> str:
         return "\n".join(str(message["content"]) for message in prompt_messages(item, self.verdict))
@@ -194,15 +193,11 @@ class Judge:
     def _judge_by_scalar(self, prompts: Prompts, *, progress: Progress | None) -> list[Judgement]:
         prompts = self._before_verdict(prompts)
         scale, found = self.verdict.scale, [Judgement() for _ in prompts]
-        done = 0
-        for places in self._batches(prompts, range(len(prompts))):
+        for _, places in self._batches(prompts, [range(len(prompts))], progress):
             values = self._parts().scalar_scores(self.session, [prompts[place] for place in places])
             for place, value in zip(places, values, strict=True):
                 score = scale.low + scale.span * min(1.0, max(0.0, float(value)))
                 found[place] = Judgement(score=score)
-            done += len(places)
-            if progress is not None:
-                progress(done, len(prompts))
         return found
 
     def _from_log_probs(self, log_probs: NDArray[np.float64]) -> Judgement:
@@ -228,7 +223,7 @@ class Judge:
         )
 
     def _combined(self, one: Judgement, other: Judgement) -> Judgement:
-        """Combine the verdicts of both orders: their mean probabilities, or the winner on which both agree."""
+        """Combine the verdicts of both orders: mean probabilities, or the winner on which both agree."""
         turned = {"A": "B", "B": "A"}.get(other.winner or "", other.winner)
         consistent = one.winner == turned and one.winner is not None
         if one.probabilities:
@@ -243,7 +238,7 @@ class Judge:
         return encode_prompts(items, verdict=self.verdict, tokens=self.tokens, tokenizer=self.tokenizer)
 
     def _groups(self, items: Sequence[Item]) -> list[list[int]]:
-        """Return the places of items with the same rubric and system message, which share the beginning of their prompt."""
+        """Group items with the same rubric and system message: their prompts share a prefix."""
         groups: dict[tuple[str, ...], list[int]] = {}
         for place, item in enumerate(items):
             start = item.messages[0] if item.messages and item.messages[0].get("role") == "system" else {}
@@ -251,7 +246,7 @@ class Judge:
         return list(groups.values())
 
     def _shared(self, prompts: Prompts, group: Sequence[int]) -> int:
-        """Return how many first tokens the prompts of a group share; 0 if it does not pay to compute them once."""
+        """Return the length of the common prefix of a group; 0 if computing it once does not pay."""
         if not self.share_prefixes or len(group) < 2:
             return 0
         first, shortest = prompts[group[0]], min(len(prompts[place]) for place in group)
@@ -260,23 +255,19 @@ class Judge:
             length += 1
         return length if length >= FEWEST_SHARED else 0
 
-    def _batches(self, prompts: Prompts, places: Sequence[int]) -> Iterator[list[int]]:
-        """Yield places in batches of similar length, so that little is padded."""
-        ordered = sorted(places, key=lambda place: (len(prompts[place]), place))
-        for start in range(0, len(ordered), self.batch_size):
-            yield ordered[start : start + self.batch_size]
+    def _batches(
+        self, prompts: Prompts, groups: Sequence[Sequence[int]], progress: Progress | None
+    ) -> Iterator[tuple[Sequence[int], list[int]]]:
+        """Yield each group with batches of its prompts, of similar length; report the progress after each."""
+        done = 0
+        for group in groups:
+            ordered = sorted(group, key=lambda place: (len(prompts[place]), place))
+            for start in range(0, len(ordered), self.batch_size):
+                places = ordered[start : start + self.batch_size]
+                yield group, places
+                done += len(places)
+                if progress is not None:
+                    progress(done, len(prompts))
 
     def _parts(self) -> Any:
         return importlib.import_module(f"crosstune.recipes.judge.{self.session.plan.engine}_parts")
-
-
-def label_targets(items: Sequence[Item], verdict: VerdictFormat) -> NDArray[np.float64]:
-    """Return the distribution over the labels that people's verdicts stand for."""
-    labels = verdict.labels
-    rows = [
-        labels.distribution(item.score)
-        if item.score is not None
-        else np.eye(len(labels))[verdict.label_of(item)]
-        for item in items
-    ]
-    return np.array(rows)

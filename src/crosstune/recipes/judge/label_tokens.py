@@ -1,4 +1,4 @@
-"""Find the tokens with which a model writes the labels of a verdict, and where they are in an example."""
+"""Find the tokens of the labels of a verdict, and their position in an example."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _QUESTION = [{"role": "user", "content": "Rate the answer."}]
 
 @dataclass(frozen=True, kw_only=True)
 class LabelTokens:
-    """The labels as token sequences, in which they differ from each other.
+    """The labels as token sequences, as far as they differ from each other.
 
-    A label of several tokens, such as 10 beside 1, is told apart at a later token: `paths` are the tokens after which
-    labels still differ, the empty one first.
+    A label of several tokens, such as 10 beside 1, is told apart at a later token: `paths` are the token prefixes after
+    which labels differ, the empty one first.
     """
 
     before: tuple[int, ...]
     """The tokens of a verdict before its label."""
     sequences: tuple[tuple[int, ...], ...]
-    """For each label its tokens, up to the one that no other label continues with."""
+    """The tokens of each label, up to the first that is unique to it."""
 
     @property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of a label after which there is more than one way to continue, shortest first."""
+        """The token prefixes with more than one continuation, shortest first."""
         found: dict[tuple[int, ...], set[int]] = {}
         for sequence in self.sequences:
             for length in range(len(sequence)):
@@ -42,7 +42,7 @@ class LabelTokens:
 
     @property
     def probes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens to append to a prompt so that all paths are covered: mostly one sequence."""
+        """The token sequences to append to a prompt so that all paths are covered; usually one."""
         paths = self.paths
         return tuple(
             path for path in paths if not any(other != path and other[: len(path)] == path for other in paths)
@@ -50,16 +50,14 @@ class LabelTokens:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Return every token that tells labels apart."""
+        """All tokens of the labels."""
         return tuple(sorted({token for sequence in self.sequences for token in sequence}))
 
     def log_probs(
         self, log_probs: Sequence[dict[tuple[int, ...], NDArray[np.float64]]]
     ) -> NDArray[np.float64]:
-        """Return the log probability of each label, normalized over the labels, for each item.
-
-        An item has, for each path, the log probabilities of `token_ids` after it.
-        """
+        """Return the log probability of each label of each item, normalized over the labels, from those of `token_ids`
+        after each path."""
         places = {token: place for place, token in enumerate(self.token_ids)}
         paths = set(self.paths)
         found = np.zeros((len(log_probs), len(self.sequences)))
@@ -73,8 +71,8 @@ class LabelTokens:
         return normalized
 
     def place_in(self, tokens: IntArray, supervised: NDArray[np.bool_]) -> int:
-        """Return the index of the first label token of an example: after the last `before` in its verdict; -1 if the
-        verdict is written in another way."""
+        """Return the index of the first label token of an example, after the last `before` in its verdict; -1 if the
+        verdict has another form."""
         [own] = supervised.nonzero()
         if not len(own):
             return -1
@@ -113,7 +111,7 @@ def find_label_tokens(verdict: VerdictFormat, tokenizer: Tokenizer) -> LabelToke
 
 
 def _distinct(tail: tuple[int, ...], tails: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the beginning of a tail that no other tail has."""
+    """Return the shortest prefix of a tail that no other tail has."""
     for length in range(1, len(tail) + 1):
         if sum(other[:length] == tail[:length] for other in tails) == 1:
             return tail[:length]

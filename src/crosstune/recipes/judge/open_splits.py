@@ -1,4 +1,4 @@
-"""Open the training, validation and test items of a configuration, and check that nothing leaks between them."""
+"""Open the training, validation and test items of a configuration, and check for leaks."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ TEST_SPLITS = ("test", "eval")
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeData:
-    """The items of a run by split. An empty split was not asked for, or the data is too small for it."""
+    """The items of a run by split. A split is empty if it was not asked for, or if the data is too small."""
 
     train: Sequence[Item]
     val: Sequence[Item]
     test: Sequence[Item]
     num_leaking: int = 0
-    """Training items left out because the held-out data knows them."""
+    """Training items left out because they leak."""
     notes: Sequence[str] = ()
     scale: Scale
-    """The scale of the scores: that of --score_scale, or else the one that the rows name."""
+    """The scale of the scores: --score_scale, or else the one that the rows name."""
 
 
 def item_reader(config: Config, *, labelled: bool = True, scale: Scale | None = None) -> ItemReader:
-    """Return a reader for the options of a configuration. `scale` is that of the data if neither the user nor the data
-    names one."""
+    """Return a reader for the options of a configuration. `scale` is the default if neither user nor data names one."""
     asked = "score_scale" in config.asked
     return ItemReader(
         scale=read_scale(config.score_scale) if asked or scale is None else scale,
@@ -51,8 +50,8 @@ def item_reader(config: Config, *, labelled: bool = True, scale: Scale | None = 
 
 
 def open_judge_data(config: Config) -> JudgeData:
-    """Read the items of --dataset, --eval_dataset and --test_dataset; hold out a tenth of the groups where a split is
-    missing."""
+    """Read the items of --dataset, --eval_dataset and --test_dataset; hold out a tenth of the groups for each missing
+    split."""
     reader = item_reader(config)
     sources = [by_split(entry.name) for entry in unweighted(config.dataset, option="dataset")]
     found = {
@@ -98,7 +97,7 @@ def open_judge_data(config: Config) -> JudgeData:
 
 
 def read_split(reader: ItemReader, name: str, split: str) -> list[Item]:
-    """Return the items of a source that is given for one split: its own split of that name, or everything in it."""
+    """Return the items of a source given for one split: its split of that name, or else its first one."""
     found = by_split(name, needs_training=False)
     return reader.read(found.get(split) or next(iter(found.values())))
 

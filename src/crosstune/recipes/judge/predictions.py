@@ -1,4 +1,4 @@
-"""Write every judged item to a file, and read such a file back."""
+"""Write judged items to a file, and read such a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIMIT_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """Judged items as a file has them."""
+    """The judged items of a file."""
 
     items: Sequence[Item]
     found: Sequence[Judgement]
@@ -32,7 +32,7 @@ class Predictions:
 
 
 def prediction_row(item: Item, found: Judgement) -> dict[str, Any]:
-    """Return an item with its verdict, as it is written."""
+    """Return an item with its verdict as a row."""
     row: dict[str, Any] = {"id": item.id, "group": item.group, "task": item.task}
     if item.is_pair:
         row |= {"answer_a": item.answers[0], "answer_b": item.answers[1]}
@@ -59,7 +59,7 @@ def write_predictions(
     scale: Scale,
     others: Mapping[str, Sequence[Judgement]] | None = None,
 ) -> None:
-    """Write every item with its verdict and those of the baselines, so that the file alone gives the metrics again."""
+    """Write every item with its verdict and those of the baselines, enough to compute the metrics again."""
     rows = []
     for place, (item, one) in enumerate(zip(items, found, strict=True)):
         row = prediction_row(item, one)
@@ -82,7 +82,7 @@ def _short_row(found: Judgement) -> dict[str, Any]:
 
 
 def read_predictions(path: Path, *, scale: Scale, scale_asked: bool = False) -> Predictions:
-    """Read a file of predictions with the labels of people. The file's own scale counts, unless the user set `scale`."""
+    """Read a file of predictions. Its own scale counts, unless the user set `scale`."""
     try:
         text = read_plain_text(path, limit=_LIMIT_BYTES)
         rows = parse_json(text) if text.strip() else []
@@ -117,7 +117,7 @@ def read_predictions(path: Path, *, scale: Scale, scale_asked: bool = False) -> 
 
 
 def _read_others(rows: Sequence[Mapping[str, Any]], path: Path) -> dict[str, list[Judgement]]:
-    """Return the verdicts of the baselines that every row has."""
+    """Return the verdicts of baselines that are in every row."""
     listed = [each if isinstance(each := row.get("baselines"), dict) else {} for row in rows]
     names = [name for name in listed[0] if all(isinstance(each.get(name), dict) for each in listed)]
     return {
@@ -131,11 +131,11 @@ def _read_others(rows: Sequence[Mapping[str, Any]], path: Path) -> dict[str, lis
 
 def _read_row(row: Any, place: str) -> tuple[Item, Judgement]:
     if not isinstance(row, dict) or "predicted" not in row or row.get("expected") is None:
-        raise UserError(f"{place} is no prediction.", why="it needs `expected` and `predicted`.")
+        raise UserError(f"{place} is not a prediction.", why="it needs `expected` and `predicted`.")
     expected, is_pair = row["expected"], row["expected"] in WINNERS
     if not (is_pair or _is_number(expected)):
         raise UserError(
-            f"{place} is no prediction.",
+            f"{place} is not a prediction.",
             why=f"expected is {expected!r:.40}, which is neither a score nor a winner.",
         )
     answers = ("answer_a", "answer_b") if is_pair else ("answer",)
@@ -157,7 +157,7 @@ def _read_verdict(row: Mapping[str, Any], is_pair: bool, place: str) -> Judgemen
     predicted, confidence = row.get("predicted"), row.get("confidence")
     if predicted is not None and not (predicted in WINNERS if is_pair else _is_number(predicted)):
         raise UserError(
-            f"{place} is no prediction.",
+            f"{place} is not a prediction.",
             why=f"predicted is {predicted!r:.40}, and expected is a {'winner' if is_pair else 'score'}.",
         )
     return Judgement(

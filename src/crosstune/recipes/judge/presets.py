@@ -1,4 +1,4 @@
-"""Choose options that were left open by the backend and the memory of its device: those that the users' guide promises."""
+"""Choose defaults by the backend and its memory, as the users' guide promises."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from crosstune.core.machine import BackendReport
 GUIDE_DATA = "datasets/judge_eval"
 DEMO_DATA = "judge_translations"
 SMALL_CARD_BYTES, LARGE_CARD_BYTES = 9 * 10**9, 15 * 10**9
-"""A card of 8 GB reports less than the one, a card of 16 GB more than the other."""
+"""A card of 8 GB reports less than the former, a card of 16 GB more than the latter."""
 BYTES_PER_PARAMETER = 4
-"""Memory of LoRA over a 16-bit base, from the guide: 12 GB for three billion parameters, two rows of 512 tokens."""
+"""Memory of LoRA over a 16-bit base: 12 GB for three billion parameters, two rows of 512 tokens (from the guide)."""
 
 ALL: Mapping[str, Any] = {
     "num_epochs": 3,
@@ -65,7 +65,7 @@ _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", re.I)
 
 
 def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
-    """Return option -> value and reason, for options that were not set."""
+    """Return the presets of options that were not set."""
     name, title = report.name, f"the judge's preset for {report.name}"
     values: dict[str, tuple[Any, str]] = {
         option: (value, title) for option, value in {**ALL, **BY_BACKEND[name]}.items()
@@ -98,7 +98,7 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
 
 
 def read_billions(model: str) -> float | None:
-    """Return the number of parameters that a model's name tells, such as 1.5 for Qwen2-1.5B-Instruct."""
+    """Return the billions of parameters in a model's name, such as 1.5 for Qwen2-1.5B-Instruct."""
     found = _SIZE.search(model.rpartition("/")[2].replace("-", " ").replace("_", " "))
     if found is None:
         return None
@@ -115,7 +115,7 @@ def _dataset() -> tuple[str, str]:
 
 
 def _fit_card(total_bytes: int, billions: float | None, config: Config) -> dict[str, tuple[Any, str]]:
-    """Return what the guide advises for a card of this memory."""
+    """Return the guide's presets for a card of this memory."""
     size = f"a card of {total_bytes / 1e9:.0f} GB"
     if 0 < total_bytes <= SMALL_CARD_BYTES:
         return {"batch_size": (1, size), "gradient_accumulation_steps": (4, size)}

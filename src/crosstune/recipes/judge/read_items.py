@@ -1,4 +1,4 @@
-"""Read judged items from the rows of a source: the guide's messages, scored answers, and compared pairs of answers."""
+"""Read items from rows: conversations with a verdict, scored answers, and pairs of answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crosstune.recipes.judge.items import WINNERS, Item
 from crosstune.recipes.judge.scale import Scale, read_scale
 from crosstune.recipes.judge.verdicts import parse_text_verdict
 
-# Column that the recipe reads -> other names of it. A name counts only if the row has no column of the first name.
+# Column -> other names for it, used if the row has no column of the first name.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "task": ("source", "original", "instruction", "prompt", "question"),
     "answer": ("translation", "response", "output", "completion"),
@@ -47,18 +47,18 @@ class ItemReader:
     """Turn rows into items."""
 
     scale: Scale
-    """The scale of rows that name none in a column score_scale."""
+    """The scale of rows without a column score_scale."""
     scale_asked: bool = False
-    """True if the user set the scale: a row must not name another one."""
+    """True if the user set the scale: rows must not name another one."""
     columns: Columns = field(default_factory=dict)
     group_by: str | None = None
-    """The column that says which rows belong together; None: the column `group`, or the text of the task."""
+    """The column that groups rows; None: the column `group`, or the text of the task."""
     references: str = "auto"
     labelled: bool = True
     """True if every row must have a score or a winner."""
 
     def read(self, source: Source, *, limit: int = -1) -> list[Item]:
-        """Return the items of a source, at most `limit` unless that is -1; raise for a row that is none."""
+        """Return the items of a source, at most `limit` unless it is -1; raise for a bad row."""
         if self.columns:
             check_columns(list(source.parts), self.columns, source=source.name)
         items: list[Item] = []
@@ -149,7 +149,7 @@ class ItemReader:
         return _text(row[self.group_by])
 
     def _own_scale(self, fields: Mapping[str, Any]) -> Scale | None:
-        """Return the scale that the row names; None if it names none."""
+        """Return the scale that the row names, or None."""
         text = _text(fields.get("score_scale")).strip()
         if not text:
             return None
@@ -191,7 +191,7 @@ class ItemReader:
         return name
 
     def check_together(self, items: Sequence[Item], source: str) -> None:
-        """Raise where the rows are not of one kind, or only some have a reference."""
+        """Raise if the rows mix scores and pairs, or only some have a reference."""
         pairs = sum(item.is_pair for item in items)
         if 0 < pairs < len(items):
             raise UserError(
@@ -208,7 +208,7 @@ class ItemReader:
 
 
 def split_row(item: Item, name: str, *, scale: Scale) -> dict[str, Any]:
-    """Return an item as a row that is read back as the same item, under another id."""
+    """Return an item as a row that reads back as the same item, with another id."""
     row: dict[str, Any] = {column: value for column, value in item.extra.items() if column not in _KNOWN}
     row |= {"id": name, "group": item.group}
     if not item.is_pair:
@@ -230,7 +230,7 @@ _SHAPES = (
 
 
 def _check_scale(score: float, scale: Scale, *, out_of: float | None = None) -> None:
-    """Raise for a score outside the scale, and for a written one that names another highest score."""
+    """Raise for a score outside the scale, or written with another highest score."""
     if not scale.holds(score):
         raise UserError(
             f"Its score {score:g} is outside the scale {scale}.",
@@ -244,7 +244,7 @@ def _check_scale(score: float, scale: Scale, *, out_of: float | None = None) -> 
 
 
 def _named_fields(row: Row) -> dict[str, Any]:
-    """Return the values under the names that the recipe reads, and which columns were used."""
+    """Return the values by the recipe's names, and the columns used."""
     found: dict[str, Any] = {}
     used: set[str] = set()
     for name, aliases in ALIASES.items():

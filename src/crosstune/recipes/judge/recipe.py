@@ -1,4 +1,4 @@
-"""Train a judge: loss on the verdict alone, evaluation by how well its scores agree with people's."""
+"""Train a judge: loss on the verdict alone, evaluation by agreement with people's scores."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class JudgeRecipe:
         return Evaluation(metrics={"loss": result.loss, **headline(report)}, samples=samples)
 
     def judge(self, session: Session) -> Judge:
-        """Return the session's model as a judge."""
+        """Return a judge with the session's model."""
         return Judge(
             session=session,
             tokenizer=self.tokenizer,
@@ -227,7 +227,7 @@ class JudgeRecipe:
         return self.verdict.labels.texts[self.verdict.label_of(item)]
 
     def complete_result(self, folder: Path) -> None:
-        """Write how to use the judge beside its weights."""
+        """Write the tokenizer and the judge's settings beside the weights."""
         write_tokenizer(self.config, self.tokenizer, folder)
         self.settings().write(folder)
 
@@ -236,7 +236,7 @@ def _check(config: Config) -> None:
     if config.packing:
         raise UserError(
             "--packing does not work with the recipe judge.",
-            why="a verdict is divided over two labels at one place of a row.",
+            why="the soft label of a verdict needs a row of its own.",
             do="leave out --packing; rows are batched as they are",
         )
     if config.train_on_prompt:

@@ -11,7 +11,7 @@ from crosstune.core.json_files import read_json, write_json
 from crosstune.recipes.judge.scale import read_scale
 from crosstune.recipes.judge.verdicts import FORMATS, VerdictFormat
 
-FILE = "judge.json"
+SETTINGS_FILE = "judge.json"
 _FIELDS = {
     "verdict": Rule(f"one of {', '.join(FORMATS)}", lambda value: value in FORMATS),
     "scale": TEXT,
@@ -28,18 +28,18 @@ class JudgeSettings:
     explains: bool = False
     head: str = "tokens"
     temperature: float = 1.0
-    """Divides the log probabilities of the labels so that confidence is what it says; fitted on the validation items."""
+    """Divides the log probabilities of the labels, to calibrate the confidence; fitted on the validation items."""
 
     def format(self) -> VerdictFormat:
         return VerdictFormat(name=self.verdict, scale=read_scale(self.scale), explains=self.explains)
 
     def write(self, folder: Path) -> None:
-        write_json(folder / FILE, asdict(self))
+        write_json(folder / SETTINGS_FILE, asdict(self))
 
 
 def read_judge_settings(folder: Path) -> JudgeSettings | None:
     """Return the settings beside the weights of a judge; None if there are none."""
-    path = folder / FILE
+    path = folder / SETTINGS_FILE
     if not path.is_file():
         return None
     written = read_json(path)

@@ -1,4 +1,4 @@
-"""Define a scale of scores, and the labels with which a model writes them."""
+"""Define a scale of scores, and the labels that a model writes for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crosstune.core.errors import UserError, shown
 
 _RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:-|\.\.|to|,)\s*(-?\d+(?:\.\d+)?)")
 MOST_POINTS = 11
-"""A scale with more whole numbers than this is written with this many evenly spaced points."""
+"""Number of evenly spaced points that a scale with more whole numbers is written with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Scale:
         return (score - self.low) / self.span
 
     def points(self) -> list[float]:
-        """Return the scores that are written: whole numbers, or evenly spaced ones if those are too many."""
+        """Return the scores that a model writes: whole numbers, or evenly spaced ones if those are too many."""
         whole = float(self.low).is_integer() and float(self.high).is_integer()
         if whole and self.span <= MOST_POINTS - 1:
             return [float(value) for value in range(int(self.low), int(self.high) + 1)]
@@ -50,7 +50,7 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """The texts of the verdicts that a model chooses from; for scores, their values in rising order."""
+    """The labels that a model chooses from; for scores, with their values in rising order."""
 
     texts: tuple[str, ...]
     values: tuple[float, ...] = ()
@@ -59,9 +59,9 @@ class Labels:
         return len(self.texts)
 
     def neighbours(self, score: float) -> tuple[int, int, float]:
-        """Return the label nearest to a score, the label on its other side, and the share of that one.
+        """Return the label nearest to a score, the label on its other side, and the share of the latter.
 
-        The shares are such that the expected value is the score.
+        The shares make the expected value equal the score.
         """
         values = self.values
         upper = int(np.clip(np.searchsorted(values, score), 1, len(values) - 1))
@@ -96,7 +96,7 @@ def number_labels(scale: Scale) -> Labels:
 
 
 def digit_labels(scale: Scale) -> Labels:
-    """Return the ten digits, spread evenly over the scale: each is one token in almost every vocabulary."""
+    """Return the ten digits, spread evenly over the scale: one token each in almost every vocabulary."""
     values = np.linspace(scale.low, scale.high, 10)
     return Labels(texts=tuple("0123456789"), values=tuple(float(value) for value in values))
 

@@ -1,8 +1,8 @@
-"""Divide items into splits by group, and find what leaks from one split into another."""
+"""Divide items into splits by group, and find leaks between splits."""
 
 from __future__ import annotations
 
-import hashlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,19 +17,19 @@ _SPLIT_KEY = 2**33
 
 @dataclass(frozen=True, kw_only=True)
 class Leak:
-    """Items of the training split that the held-out splits know."""
+    """Training items that are also in a held-out split."""
 
     split: str
     kind: str
     """`group`, `id` or `text`."""
     example: str
     places: tuple[int, ...]
-    """Their places in the training split."""
+    """Their indices in the training split."""
 
 
 def split_groups(items: Sequence[Item], *, shares: Mapping[str, float], seed: int) -> dict[str, list[Item]]:
-    """Divide items at random so that all items of a group are in one split. `shares` are those of the groups; the rest
-    is named train. Each share gets at least one group if there are enough."""
+    """Divide items at random, whole groups at a time. `shares` are shares of the groups; the rest is named train. Each
+    share gets at least one group if there are enough."""
     groups = sorted({item.group for item in items})
     draw = np.random.Generator(np.random.Philox(key=(seed, _SPLIT_KEY)))
     order = [groups[place] for place in draw.permutation(len(groups))]
@@ -46,7 +46,7 @@ def split_groups(items: Sequence[Item], *, shares: Mapping[str, float], seed: in
 
 
 def find_leaks(train: Sequence[Item], held_out: Splits) -> list[Leak]:
-    """Return what of the training items is also in a held-out split: its group, its id, or its very text."""
+    """Return the training items whose group, id or text is also in a held-out split."""
     leaks = []
     texts: dict[str, Callable[[Item], Hashable]] = {
         "group": lambda item: _normal(item.group),
@@ -69,9 +69,9 @@ def find_leaks(train: Sequence[Item], held_out: Splits) -> list[Leak]:
 
 
 def without_leaks(train: Sequence[Item], held_out: Splits, *, policy: str) -> tuple[list[Item], int]:
-    """Return the training items that no held-out split knows, and the number left out.
+    """Return the training items that do not leak, and the number left out.
 
-    `policy` is that of --leaks: error raises, drop leaves items out, allow keeps them.
+    `policy` is the value of --leaks: error raises, drop leaves items out, allow keeps them.
     """
     leaks = find_leaks(train, held_out) if policy != "allow" else []
     if not leaks:
@@ -81,8 +81,8 @@ def without_leaks(train: Sequence[Item], held_out: Splits, *, policy: str) -> tu
         first = leaks[0]
         raise UserError(
             f"{len(leaking):,} of {len(train):,} training rows leak into the held-out data.",
-            why=f"the {first.kind} {shown(first.example)} is also in the {first.split} split, so its score would "
-            "measure what was learned by heart.",
+            why=f"the {first.kind} {shown(first.example)} is also in the {first.split} split, so the test "
+            "would measure memorisation.",
             do="leave them out of the training with --leaks drop, split by source again with "
             "`crosstune judge data DATA --split_to DIR`, or accept it with --leaks allow",
         )
@@ -97,28 +97,18 @@ def without_leaks(train: Sequence[Item], held_out: Splits, *, policy: str) -> tu
 
 
 def check_ids(splits: Splits) -> None:
-    """Raise for an id that occurs twice in a split: predictions would not tell which item they are for."""
+    """Raise for an id that occurs twice in a split: predictions are identified by id."""
     for split, items in splits.items():
-        seen: dict[str, int] = {}
-        for item in items:
-            seen[item.id] = seen.get(item.id, 0) + 1
-        if twice := [name for name, count in seen.items() if count > 1]:
+        counts = Counter(item.id for item in items)
+        if twice := [name for name, count in counts.items() if count > 1]:
             raise UserError(
                 f"{len(twice)} ids of the {split} split occur more than once, such as {shown(twice[0])}.",
                 do="give every row an id of its own, or leave the column out",
             )
 
 
-def digest(items: Sequence[Item]) -> str:
-    """Return a hash of what a judge reads and learns of these items."""
-    sha = hashlib.sha256()
-    for item in items:
-        sha.update(repr((item.key, item.reference, item.rubric, item.score, item.winner)).encode())
-    return sha.hexdigest()
-
-
 def _has_own_ids(items: Sequence[Item]) -> bool:
-    """Return whether ids tell items apart: ones that count the rows of a split are the same in every split."""
+    """Return whether ids identify items across splits, rather than count the rows of each split."""
     return not any(
         all(item.id == str(place) for place, item in enumerate(items, start=start)) for start in (0, 1)
     )

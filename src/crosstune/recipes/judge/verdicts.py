@@ -1,4 +1,4 @@
-"""Define the formats of a verdict: how each is written, which part is the label, and how a text is read back."""
+"""Define the formats of a verdict: how each is written, where its label is, and how it is read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WINNER = re.compile(r"^\W*(?:(?:winner|verdict|answer|result)\s*:?\s*)?\W*(A|B|
 
 @dataclass(frozen=True, kw_only=True)
 class TextVerdict:
-    """A score or a winner as read from a text; None where it has none."""
+    """The score or winner read from a text, or None."""
 
     score: float | None = None
     out_of: float | None = None
@@ -38,7 +38,7 @@ class TextVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class VerdictFormat:
-    """A format on a scale. A verdict is `before`, a label, `after`; feedback may follow, or precede in `result`."""
+    """A format on a scale. A verdict is `before`, a label, `after`; feedback follows, or precedes in `result`."""
 
     name: str
     scale: Scale
@@ -57,13 +57,13 @@ class VerdictFormat:
 
     @property
     def after(self) -> str:
-        """Return the text that follows the label in every verdict."""
+        """The text after the label."""
         if self.name == "score":
             return f"/{write_number(self.scale.high)}"
         return ("," if self.explains else "}") if self.name == "json" else ""
 
     def request(self) -> str:
-        """Return the last sentence of a prompt: what the verdict has to look like."""
+        """Return the sentence of the prompt that asks for the verdict."""
         low, high = write_number(self.scale.low), write_number(self.scale.high)
         if self.name == "winner":
             said = "Which answer is better? Reply with A, B or tie"
@@ -101,7 +101,7 @@ class VerdictFormat:
         return self.labels.neighbours(item.score)[0]
 
     def read(self, text: str) -> TextVerdict:
-        """Return what a generated text says in this format; a score outside the scale is none."""
+        """Read a generated text; a score outside the scale counts as none."""
         if self.name == "digit":
             digit = re.match(r"\s*(\d)(?!\d)", text)
             return TextVerdict(score=self.labels.values[int(digit[1])] if digit else None)

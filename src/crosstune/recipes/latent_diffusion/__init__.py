@@ -1,11 +1,11 @@
-"""Train latent diffusion: a model that turns sentence vectors into texts and back, trained on (text, vector) pairs."""
+"""Train latent diffusion on (text, vector) pairs: a model that turns sentence vectors into texts and back."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from crosstune.config.facts import Preset
 from crosstune.config.load import cache_override, make_config
@@ -13,43 +13,31 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer
 from crosstune.core.machine import BackendReport
+from crosstune.recipes.latent_diffusion.build import CORPORA, grammar_pairs
+from crosstune.recipes.latent_diffusion.grammar import GRAMMAR
+from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, is_pair_folder, open_pairs
+from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.settings import make_modes
-
-if TYPE_CHECKING:
-    from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
-    from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 
 NEEDS_BASE_MODEL = False
 ENGINES = ("torch",)
 _DEFAULTS = {"dataset": "grammar", "train_type": "full", "lr": 1e-3, "batch_size": 64, "eval_samples": 256}
-"""Options whose default is another one with this recipe, on every backend."""
+"""Defaults of this recipe, on every backend."""
 PRESET_OPTIONS = tuple(_DEFAULTS)
 _MEANINGLESS = {
-    "its model starts from random weights": (
-        "model_name",
-        "base_adapter",
-        "llama_pro_path",
-        "quantization_backend",
-        "no_4bit",
+    "its model starts from random weights": "model_name base_adapter llama_pro_path quantization_backend no_4bit",
+    "its texts have the tokenizer of their folder of pairs": "tokenizer chat_template",
+    "its data is a folder of pairs, with a validation split and without conversations": (
+        "eval_dataset dataset_format columns truncation packing train_on_prompt loading_workers"
     ),
-    "its texts have the tokenizer of their folder of pairs": ("tokenizer", "chat_template"),
-    "its data is a folder of pairs, which has its validation split and no conversations": (
-        "eval_dataset",
-        "dataset_format",
-        "columns",
-        "truncation",
-        "packing",
-        "train_on_prompt",
-        "loading_workers",
-    ),
-    "it decodes texts of a known length": ("max_new_tokens",),
+    "it decodes texts of a known length": "max_new_tokens",
 }
-"""Reason -> options that cannot mean anything with this recipe for that reason."""
+"""Reason -> options that mean nothing with this recipe."""
 _MODE_OPTIONS = ("loss_type", "mode_weights", "sequential_schedule")
 
 
 def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
-    """Return option -> value and reason, for options that were not set."""
+    """Return the defaults of options that were not set."""
     reason = "the default of the recipe latent_diffusion"
     return {
         option: Preset(value=value, reason=reason)
@@ -59,18 +47,13 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
 
 
 def open_recipe(config: Config, *, model_folder: Path | None, observer: Observer) -> LatentDiffusionRecipe:
-    from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
-
     return LatentDiffusionRecipe(config, _open(config))
 
 
 def check_dataset(name: str) -> None:
-    """Raise unless a name can be the data of this recipe: `grammar`, or a folder of pairs."""
-    from crosstune.recipes.latent_diffusion.build import CORPORA
-    from crosstune.recipes.latent_diffusion.pair_folder import is_pair_folder
-
+    """Raise unless a name is `grammar` or a folder of pairs."""
     folder = Path(name).expanduser()
-    if name == "grammar" or is_pair_folder(folder):
+    if name == GRAMMAR or is_pair_folder(folder):
         return
     source = name if name in CORPORA or folder.exists() else "TEXTS"
     raise UserError(
@@ -81,7 +64,7 @@ def check_dataset(name: str) -> None:
 
 
 def check_options(config: Config) -> list[UserError]:
-    """Return a problem for each group of options that were set and have no meaning with this recipe."""
+    """Return the problems of options that do not work with this recipe."""
     problems = []
     if config.backend == "mlx":
         problems.append(
@@ -95,12 +78,12 @@ def check_options(config: Config) -> list[UserError]:
         problems.append(
             UserError(
                 f"The recipe latent_diffusion does not train with --train_type {config.train_type}.",
-                why="its model starts from random weights, so there is nothing that an adapter could be added to.",
+                why="its model starts from random weights, so there is no base for an adapter.",
                 do="use --train_type full, or leave it out",
             )
         )
     for why, options in _MEANINGLESS.items():
-        if found := [f"--{option}" for option in options if option in config.asked]:
+        if found := [f"--{option}" for option in options.split() if option in config.asked]:
             plural = len(found) > 1
             problems.append(
                 UserError(
@@ -113,7 +96,7 @@ def check_options(config: Config) -> list[UserError]:
 
 
 def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what to do with a finished run: a label and a command each, for the run's name and its options."""
+    """Return labels and commands for what to do with a finished run."""
     modes = make_modes(
         make_config(**{name: options[name] for name in _MODE_OPTIONS if name in options})
     ).all()
@@ -125,7 +108,7 @@ def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]
     if "unconditional" in modes:
         commands.append(("sample", f"crosstune latents sample {run} --live"))
     dataset = options.get("dataset")
-    if isinstance(dataset, str) and dataset != "grammar":
+    if isinstance(dataset, str) and dataset != GRAMMAR:
         commands.append(("score", f"crosstune latents eval {run} --data {shlex.quote(dataset)}"))
     return commands
 
@@ -137,9 +120,6 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
 
 
 def _open(config: Config) -> PairFolder:
-    from crosstune.recipes.latent_diffusion.grammar import GRAMMAR, grammar_pairs
-    from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
-
     check_dataset(config.dataset)
     raise_all(check_options(config))
     folder = Path(config.dataset).expanduser()
@@ -149,11 +129,11 @@ def _open(config: Config) -> PairFolder:
             f"--latent_dim is {config.latent_dim}, but the vectors of {config.dataset} have {pairs.dim} dimensions.",
             do=f"use --latent_dim {pairs.dim} or leave it out, or build the pairs with another encoder",
         )
-    if "context_length" in config.asked and int(pairs.splits["train"].lengths.max()) > config.context_length:
+    longest = int(pairs.splits["train"].lengths.max())
+    if "context_length" in config.asked and longest > config.context_length:
         raise UserError(
             f"Texts of {config.dataset} are longer than --context_length {config.context_length}.",
-            why=f"the longest has {int(pairs.splits['train'].lengths.max())} tokens; cut short, it would not be the text of "
-            "its vector.",
+            why=f"the longest has {longest} tokens; truncated, it would not be the text of its vector.",
             do="build the pairs with --max_tokens and --too_long drop, or use a larger --context_length",
         )
     return pairs

@@ -1,4 +1,4 @@
-"""Make further training texts of those that are there: random spans of each, and spans of two joined."""
+"""Make more training texts: random spans of each text, and joined spans of two texts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from crosstune.recipes.latent_diffusion.splits import Divided, text_key
 
 EDITION = 1
-"""Increase when the same texts would be divided, made or chosen otherwise: pairs of another edition are not taken over."""
+"""Increase when the same texts would be divided, made or chosen differently."""
 SHORTEST_SPAN = 2
 """Words of the shortest span."""
 _FEWEST_CROPPED = 4
-"""Words of the shortest text that spans are taken from: the spans are shorter than the text."""
+"""Words of the shortest text that is cropped."""
 _SHORTEST_MIX = 2 * SHORTEST_SPAN
 
 Words = Sequence[Sequence[str]]
@@ -24,11 +24,10 @@ Ints = NDArray[np.int64]
 def add_made_texts(
     texts: Sequence[str], divided: Divided, *, crops: int = 0, mixes: int = 0, seed: int = 0
 ) -> list[str]:
-    """Return the texts with texts made of the training texts after them, and add those to the training split.
+    """Return the texts followed by new ones made from the training texts, and add those to the training split.
 
-    For each training text, `crops` are random spans of its words, and `mixes` a span of it followed by one of another
-    training text. A small corpus then has many more different texts. One that is a text already, of any split, is left
-    out.
+    Each training text gives `crops` random spans of its words, and `mixes` texts that join a span of it with a span of
+    another training text. Texts that exist already, in any split, are left out.
     """
     train = divided.splits["train"]
     words = [texts[row].split() for row in train]
@@ -57,7 +56,7 @@ def _make_crops(words: Words, per_text: int, *, seed: int) -> Iterator[str]:
 
 
 def _make_mixes(words: Words, per_text: int, *, seed: int) -> Iterator[str]:
-    """Yield joined spans of two texts, of a number of words that one of the training texts has."""
+    """Yield joined spans of two texts, as long as a randomly drawn training text."""
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     usable = np.nonzero(lengths >= SHORTEST_SPAN)[0]
     if not per_text or len(usable) < 2:

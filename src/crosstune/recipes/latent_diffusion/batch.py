@@ -1,4 +1,4 @@
-"""Define a micro-batch of (text, vector) pairs with their noise, and divide a step into such batches."""
+"""Make the micro-batches of a step from pairs and their noise."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ from crosstune.recipes.latent_diffusion.noise import Drawn, alpha_sigma
 from crosstune.recipes.latent_diffusion.pair_folder import Pairs
 
 LENGTH_WEIGHT = 0.1
-"""Weight of the cross entropy of the text's length, which decoding begins with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossWeights:
-    text: float = 1.0
-    latent: float = 0.1
+"""Weight of the cross entropy of the text's length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairBatch:
-    """Rows of a step. The factors make a sum over rows the weighted sum of means over the whole step, so that it does
-    not matter how a step is divided into batches."""
+    """Rows of a step. The factors turn sums over rows into weighted means over the whole step, however it is divided."""
 
     tokens: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -38,7 +31,7 @@ class PairBatch:
     latent_time: NDArray[np.float32]
     without_latent: NDArray[np.bool_]
     text_factor: NDArray[np.float32]
-    """Per row: what the cross entropy of each of its masked tokens counts."""
+    """Per row: weight of the cross entropy of each of its masked tokens."""
     latent_factor: NDArray[np.float32]
     length_factor: NDArray[np.float32]
 
@@ -54,7 +47,14 @@ class PairBatch:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-def make_batch(pairs: Pairs, rows: NDArray[np.int64], drawn: Drawn, *, weights: LossWeights) -> PairBatch:
+def make_batch(
+    pairs: Pairs,
+    rows: NDArray[np.int64],
+    drawn: Drawn,
+    *,
+    text_weight: float = 1.0,
+    latent_weight: float = 0.1,
+) -> PairBatch:
     """Return all rows of a step as one batch."""
     lengths = np.asarray(pairs.lengths[rows], np.int64)
     dim = pairs.latents.shape[1]
@@ -72,9 +72,9 @@ def make_batch(pairs: Pairs, rows: NDArray[np.int64], drawn: Drawn, *, weights: 
         text_time=drawn.text_time,
         latent_time=drawn.latent_time,
         without_latent=drawn.without_latent,
-        text_factor=_factor(text, weights.text * count, num_masked),
-        latent_factor=_factor(latent, weights.latent * count, int(latent.sum())),
-        length_factor=_factor(text, weights.text * LENGTH_WEIGHT * count, int(text.sum())),
+        text_factor=_factor(text, text_weight * count, num_masked),
+        latent_factor=_factor(latent, latent_weight * count, int(latent.sum())),
+        length_factor=_factor(text, text_weight * LENGTH_WEIGHT * count, int(text.sum())),
     )
 
 
@@ -86,7 +86,7 @@ def divide_batch(batch: PairBatch, *, size: int) -> Iterator[PairBatch]:
 
 def _noisy(latents: NDArray[np.float32], drawn: Drawn) -> NDArray[np.float32]:
     if not drawn.predicts_latent().any() and not drawn.latent_noise:
-        return latents  # clean; where a row has none, the model replaces it
+        return latents
     alpha, sigma = alpha_sigma(drawn.latent_time)
     if drawn.latent_noise:
         sigma = np.where(drawn.predicts_latent(), sigma, np.float32(drawn.latent_noise))

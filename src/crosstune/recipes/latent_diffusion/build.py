@@ -1,20 +1,22 @@
-"""Build a folder of (text, vector) pairs from a text file, a corpus or one of the original layouts."""
+"""Build a folder of (text, vector) pairs from a text file, a corpus or an original layout."""
 
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.plain_files import open_plain
+from crosstune.core.user_paths import cache_base
 from crosstune.data.sources import open_source
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.models.progress import Progress, silent
-from crosstune.recipes.latent_diffusion import grammar
 from crosstune.recipes.latent_diffusion.augment import add_made_texts
 from crosstune.recipes.latent_diffusion.choose_rows import Chosen, WriteOptions, choose_rows
 from crosstune.recipes.latent_diffusion.encoders import (
@@ -24,14 +26,28 @@ from crosstune.recipes.latent_diffusion.encoders import (
     longest_text,
     open_encoder,
 )
+from crosstune.recipes.latent_diffusion.grammar import (
+    EDITION,
+    GRAMMAR,
+    MAX_TOKENS,
+    NUM_TEXTS,
+    GrammarEncoder,
+    make_texts,
+    write_tokenizer,
+)
 from crosstune.recipes.latent_diffusion.layouts import Imported, find_layout, read_layout
-from crosstune.recipes.latent_diffusion.pair_folder import load_array
-from crosstune.recipes.latent_diffusion.splits import clean, divide
+from crosstune.recipes.latent_diffusion.pair_folder import (
+    check_counts,
+    check_out,
+    is_pair_folder,
+    load_array,
+    write_pairs,
+)
+from crosstune.recipes.latent_diffusion.splits import Divided, clean, divide
 from crosstune.recipes.latent_diffusion.token_rows import OnCount, TokenRows, tokenize
 from crosstune.recipes.latent_diffusion.wordnet import WORDNET, fetch_wordnet, read_wordnet
-from crosstune.recipes.latent_diffusion.write_pairs import Written, check_counts, check_out, write_pairs
 
-CORPORA = (grammar.GRAMMAR, WORDNET)
+CORPORA = (GRAMMAR, WORDNET)
 _MOST_TEXTS = 50_000_000
 _LONGEST_LINE = 1 << 20
 
@@ -39,18 +55,18 @@ _LONGEST_LINE = 1 << 20
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest:
     source: str
-    """A text file with one text on each line, a .jsonl file with the field text, a corpus, or an original layout."""
+    """A text file with a text on each line, a .jsonl file with the field text, a corpus, or an original layout."""
     out: Path
     encoder: str = MINILM
     vectors: Path | None = None
-    """An .npy file with a vector for each text, instead of embedding them."""
+    """An .npy file with a vector for each text; None to embed the texts."""
     file: Path | None = None
-    """The file of a corpus that is otherwise downloaded."""
+    """A local copy of a corpus that would be downloaded."""
     most_texts: int = -1
     crops: int = 0
-    """Add so many random spans of each training text as further texts."""
+    """Random spans of each training text to add as texts."""
     mixes: int = 0
-    """Add so many texts for each training text that join a span of it and one of another."""
+    """Texts to add for each training text that join a span of it and a span of another."""
     validation_share: float = 0.05
     most_validation: int = 1000
     options: WriteOptions = field(default_factory=lambda: WriteOptions(max_tokens=24))
@@ -58,16 +74,16 @@ class BuildRequest:
     device: str | None = None
     progress: Progress = silent
     on_text: Callable[[str, int, int], None] | None = None
-    """Called with what is done, `tokenizing` or `embedding`, the texts it is done for, and their number."""
+    """Called with the stage (`tokenizing` or `embedding`), the number of texts done, and their total."""
 
 
-def build(request: BuildRequest) -> Written:
-    """Read or generate the texts, embed them if they have no vectors yet, and write the pairs."""
+def build(request: BuildRequest) -> dict[str, Any]:
+    """Read or generate the texts, embed them if they have no vectors yet, write the pairs; return the manifest."""
     folder = Path(request.source).expanduser()
     has_layout = folder.is_dir() and find_layout(folder) is not None
     _check_use(request, has_layout=has_layout)
     check_out(request.out)
-    if request.source == grammar.GRAMMAR:
+    if request.source == GRAMMAR:
         return _build_grammar(request)
     if has_layout:
         return _import_layout(request, read_layout(folder))
@@ -75,9 +91,7 @@ def build(request: BuildRequest) -> Written:
     texts = [clean(text) for text in _read_texts(request)]
     if not any(texts):
         raise UserError(f"{request.source} has no text.")
-    divided = divide(
-        texts, validation_share=request.validation_share, most_validation=request.most_validation
-    )
+    divided = _divide(request, texts)
     if request.crops or request.mixes:
         texts = add_made_texts(texts, divided, crops=request.crops, mixes=request.mixes)
     if request.vectors is not None:
@@ -88,12 +102,7 @@ def build(request: BuildRequest) -> Written:
     tokens = tokenize(tokenizer, texts, on_count=_of_stage(request, "tokenizing"))
     chosen = choose_rows(tokens, divided, tokenizer=tokenizer, options=request.options)
     if request.vectors is not None:
-        record = {
-            "name": str(request.vectors.name),
-            "kind": "given",
-            "dim": int(latents.shape[1]),
-            "sha256": "given",
-        }
+        record = _unrecorded(request.vectors.name, "given", latents.shape[1], sha256="given")
     else:
         _check_room(chosen, longest_text(encoder_folder, tokenizer), encoder=request.encoder)
         encoder = open_encoder(
@@ -102,9 +111,8 @@ def build(request: BuildRequest) -> Written:
             device=request.device,
             on_text=_of_stage(request, "embedding"),
         )
-        rows = chosen.rows()
-        texts, chosen = [texts[row] for row in rows.tolist()], chosen.renumbered()
-        latents, record = encoder.encode(texts, tokens=tokens.take(rows)), encoder.record()
+        texts, chosen = [texts[row] for row in chosen.rows().tolist()], chosen.renumbered()
+        latents, record = encoder.encode(texts), encoder.record()
     return write_pairs(
         request.out,
         texts,
@@ -117,13 +125,36 @@ def build(request: BuildRequest) -> Written:
     )
 
 
+def grammar_pairs(cache: Path | None = None) -> Path:
+    """Return the folder of the generated pairs in the cache; make it on first use."""
+    folder = cache_base(cache) / "pairs" / f"{GRAMMAR}-{EDITION}"
+    if not is_pair_folder(folder):
+        options = WriteOptions(max_tokens=MAX_TOKENS)
+        build(BuildRequest(source=GRAMMAR, out=folder, options=options))
+    return folder
+
+
+def _divide(request: BuildRequest, texts: list[str], *, given: Any = None) -> Divided:
+    return divide(
+        texts,
+        validation_share=request.validation_share,
+        most_validation=request.most_validation,
+        given=given,
+    )
+
+
+def _unrecorded(name: str, kind: str, dim: int, *, sha256: str) -> dict[str, Any]:
+    """Return the record of an encoder that is not known."""
+    return {"name": name, "kind": kind, "dim": int(dim), "sha256": sha256}
+
+
 def _check_room(chosen: Chosen, most: int, *, encoder: str) -> None:
-    """Raise if the encoder would read a part of a text only, and give it the vector of that part."""
+    """Raise if the encoder would truncate a text, and so embed only a part of it."""
     lengths = np.concatenate([rows.lengths for rows in chosen.tokens.values()])
     if count := int((lengths > most).sum()):
         raise UserError(
             f"{count:,} texts are longer than the {most} tokens that {encoder} reads.",
-            why=f"the longest has {lengths.max()}; a text cut short would not be that of its vector.",
+            why=f"the longest has {lengths.max()}; a truncated text would not belong to its vector.",
             do=f"use --max_tokens {most} --too_long drop, or another --encoder",
         )
 
@@ -133,8 +164,8 @@ def _of_stage(request: BuildRequest, stage: str) -> OnCount | None:
 
 
 def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
-    """Raise for what was asked and cannot be done with this source."""
-    has_vectors = has_layout or request.source == grammar.GRAMMAR
+    """Raise for options that do not apply to this source."""
+    has_vectors = has_layout or request.source == GRAMMAR
     problems = []
     if request.vectors is not None and has_vectors:
         problems.append(
@@ -154,24 +185,18 @@ def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
     raise_all(problems)
 
 
-def _build_grammar(request: BuildRequest) -> Written:
-    import tempfile
-
-    count = request.most_texts if request.most_texts > 0 else grammar.NUM_TEXTS
-    texts, encoder = grammar.make_texts(count), grammar.GrammarEncoder()
+def _build_grammar(request: BuildRequest) -> dict[str, Any]:
+    count = request.most_texts if request.most_texts > 0 else NUM_TEXTS
+    texts, encoder = make_texts(count), GrammarEncoder()
     with tempfile.TemporaryDirectory() as scratch:
-        grammar.write_tokenizer(Path(scratch))
+        write_tokenizer(Path(scratch))
         tokenizer = Tokenizer.from_folder(Path(scratch))
-        divided = divide(
-            texts, validation_share=request.validation_share, most_validation=request.most_validation
-        )
+        tokens, divided = tokenize(tokenizer, texts), _divide(request, texts)
         return write_pairs(
             request.out,
             texts,
             encoder.encode(texts),
-            chosen=choose_rows(
-                tokenize(tokenizer, texts), divided, tokenizer=tokenizer, options=request.options
-            ),
+            chosen=choose_rows(tokens, divided, tokenizer=tokenizer, options=request.options),
             tokenizer_folder=Path(scratch),
             encoder=encoder.record(),
             options=request.options,
@@ -179,8 +204,8 @@ def _build_grammar(request: BuildRequest) -> Written:
         )
 
 
-def _import_layout(request: BuildRequest, found: Imported) -> Written:
-    """Write pairs of an original layout; their token ids are those of BERT's WordPiece, which MiniLM shares."""
+def _import_layout(request: BuildRequest, found: Imported) -> dict[str, Any]:
+    """Write pairs of an original layout. Its token ids are those of BERT's WordPiece, as in MiniLM."""
     folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
     tokenizer = Tokenizer.from_folder(folder)
     if found.token_ids:
@@ -191,27 +216,17 @@ def _import_layout(request: BuildRequest, found: Imported) -> Written:
         found.texts = tokenizer.rust.decode_batch(tokens.tolists())
     else:
         tokens = tokenize(tokenizer, found.texts)
-    divided = divide(
-        found.texts,
-        validation_share=request.validation_share,
-        most_validation=request.most_validation,
-        given=found.splits if "validation" in found.splits else None,
-    )
-    record = encoder_record(request.encoder, folder)
-    known = record["dim"] == found.latents.shape[1]
+    divided = _divide(request, found.texts, given=found.splits if "validation" in found.splits else None)
+    record = _unrecorded(request.source, "imported", found.latents.shape[1], sha256="unknown")
+    if encoder_record(request.encoder, folder)["dim"] == record["dim"]:
+        record["may_be"] = request.encoder
     return write_pairs(
         request.out,
         found.texts,
         found.latents,
         chosen=choose_rows(tokens, divided, tokenizer=tokenizer, options=request.options),
         tokenizer_folder=folder,
-        encoder={
-            "name": request.source,
-            "kind": "imported",
-            "dim": int(found.latents.shape[1]),
-            "sha256": "unknown",
-        }
-        | ({"may_be": request.encoder} if known else {}),
+        encoder=record,
         options=request.options,
         source=request.source,
     )

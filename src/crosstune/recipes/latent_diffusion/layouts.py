@@ -1,9 +1,8 @@
-"""Read and write pairs in the layouts of the original: token .npz with latent .npy files, and train_data.jsonl with
-latent shards."""
+"""Read and write pairs in the original trainer's layouts: token .npz and latent .npy files, or .jsonl and shards."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ _LONGEST_LINE = 1 << 22
 
 @dataclass(kw_only=True)
 class Imported:
-    """Texts or token ids of the original tokenizer, their vectors, and the splits they came in."""
+    """Texts or token ids of the original tokenizer, their vectors, and their splits."""
 
     latents: NDArray[Any]
     texts: list[str] = field(default_factory=list)
@@ -34,7 +33,7 @@ class Imported:
 
 
 def find_layout(folder: Path) -> str | None:
-    """Return which of the original layouts a folder has: files, shards, or None."""
+    """Return the original layout of a folder: files, shards, or None."""
     if (folder / _SPLIT_FILES["train"]).is_file():
         return "shards"
     if (folder / "tokens").is_dir() and (folder / "latents").is_dir():
@@ -43,16 +42,14 @@ def find_layout(folder: Path) -> str | None:
 
 
 def read_layout(folder: Path) -> Imported:
-    layout = find_layout(folder)
-    if layout == "shards":
-        return _read_shards(folder)
-    if layout == "files":
-        return _read_files(folder)
-    raise UserError(
-        f"{folder} has none of the layouts that can be imported.",
-        why="it has neither train_data.jsonl with latent_shards/ nor the folders tokens/ and latents/.",
-        do="give a text file to embed it",
-    )
+    """Read a folder in one of the original layouts."""
+    found = _read_shards(folder) if find_layout(folder) == "shards" else _read_files(folder)
+    if not found.splits.get("train"):
+        raise UserError(
+            f"{folder} has no training pairs.",
+            why="tokens/train has no *_tokens.npz, or train_data.jsonl no row.",
+        )
+    return found
 
 
 def _read_files(folder: Path) -> Imported:
@@ -76,8 +73,6 @@ def _read_files(folder: Path) -> Imported:
             splits.setdefault(split, []).append(len(rows))
             rows.append(_read_tokens(token_folder / f"{name}_tokens.npz"))
             vectors.append(_read_vector(latent_folder / f"{name}.npy"))
-    if not splits.get("train"):
-        raise UserError(f"{folder} has no training pairs.", why="tokens/train has no *_tokens.npz file.")
     return Imported(latents=_stack(vectors, folder), token_ids=rows, splits=splits)
 
 
@@ -108,9 +103,9 @@ def _stack(vectors: Sequence[NDArray[Any]], folder: Path) -> NDArray[Any]:
     if len(dims) > 1:
         raise UserError(
             f"The vectors in {folder} have several dimensions: {', '.join(map(str, dims))}.",
-            why="a model takes vectors of one dimension.",
+            why="a model needs vectors of one dimension.",
         )
-    return np.stack(vectors)
+    return np.stack(vectors) if vectors else np.zeros((0, 1), np.float32)
 
 
 def _read_shards(folder: Path) -> Imported:
@@ -124,7 +119,8 @@ def _read_shards(folder: Path) -> Imported:
         for row in _read_rows(folder / name):
             splits.setdefault(split, []).append(len(texts))
             texts.append(row["text"])
-            places.append((_shard_name(row["shard"]), row["idx"]))
+            shard = row["shard"]
+            places.append((f"shard_{shard:04d}.npy" if isinstance(shard, int) else shard, row["idx"]))
     shards = {name: load_array(_shard_path(folder, name)) for name in sorted({shard for shard, _ in places})}
     vectors = []
     for name, place in places:
@@ -134,8 +130,6 @@ def _read_shards(folder: Path) -> Imported:
                 why=f"that shard has the shape {list(shards[name].shape)}.",
             )
         vectors.append(np.asarray(shards[name][place], np.float32))
-    if not splits.get("train"):
-        raise UserError(f"{folder} has no training pairs.", why="train_data.jsonl has no row.")
     return Imported(latents=_stack(vectors, folder), texts=texts, splits=splits)
 
 
@@ -156,10 +150,6 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _shard_name(shard: str | int) -> str:
-    return f"shard_{shard:04d}.npy" if isinstance(shard, int) else shard
-
-
 def _shard_path(folder: Path, name: str) -> Path:
     if Path(name).name != name:
         raise UserError(
@@ -168,57 +158,48 @@ def _shard_path(folder: Path, name: str) -> Path:
     return folder / "latent_shards" / name
 
 
-def write_files(pairs: PairFolder, folder: Path) -> int:
-    """Write the pairs as token .npz and latent .npy files, with the tokenizer's own ids; return their number."""
-    count = 0
-    for split, found in pairs.splits.items():
-        place = "val" if split == "validation" else split
-        tokens, latents = folder / "tokens" / place, folder / "latents" / place
-        for target in (tokens, latents):
-            target.mkdir(parents=True, exist_ok=True)
-        for row in range(len(found)):
-            ids = np.zeros(pairs.max_tokens, np.int64)
-            kept = pairs.vocabulary.tokenizer.rust.encode(found.texts[row], add_special_tokens=False).ids
-            ids[: len(kept)] = kept
-            mask = (np.arange(pairs.max_tokens) < len(kept)).astype(np.int64)
-            np.savez(tokens / f"{row:08d}_tokens.npz", input_ids=ids, attention_mask=mask)
-            np.save(latents / f"{row:08d}.npy", np.asarray(found.latents[row], np.float32))
-            count += 1
-    return count
-
-
-def write_shards(pairs: PairFolder, folder: Path, *, shard_rows: int = SHARD_ROWS) -> int:
-    """Write the pairs as .jsonl files with latent shards; return their number."""
-    (folder / "latent_shards").mkdir(parents=True, exist_ok=True)
-    number, count = 0, 0
-    for split, found in pairs.splits.items():
-        lines = []
-        for start in range(0, len(found), shard_rows):
-            block = np.asarray(found.latents[start : start + shard_rows], np.float32)
-            np.save(folder / "latent_shards" / f"shard_{number:04d}.npy", block)
-            texts = found.texts[start : start + shard_rows]
-            lines += [
-                to_json({"text": text, "shard": f"shard_{number:04d}.npy", "idx": row})
-                for row, text in enumerate(texts)
-            ]
-            number += 1
-        (folder / _SPLIT_FILES[split]).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        count += len(found)
-    write_json(folder / "metadata.json", _metadata(pairs.manifest))
-    return count
-
-
-def _metadata(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "latent_dim": manifest["dim"],
-        "num_samples": sum(manifest["splits"].values()),
-        "encoder": manifest["encoder"].get("name"),
-        "shard_size": SHARD_ROWS,
-    }
-
-
 def write_layout(pairs: PairFolder, folder: Path, *, layout: str) -> int:
     """Write the pairs in an original layout into a new folder; return their number."""
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty.", do="give another --out FOLDER")
-    return write_files(pairs, folder) if layout == "files" else write_shards(pairs, folder)
+    write = _write_files if layout == "files" else _write_shards
+    write(pairs, folder)
+    return sum(map(len, pairs.splits.values()))
+
+
+def _write_files(pairs: PairFolder, folder: Path) -> None:
+    """Write token .npz and latent .npy files, with the tokenizer's own ids."""
+    for split, found in pairs.splits.items():
+        place = "val" if split == "validation" else split
+        tokens, latents = folder / "tokens" / place, folder / "latents" / place
+        tokens.mkdir(parents=True)
+        latents.mkdir(parents=True)
+        for row, text in enumerate(found.texts):
+            ids = np.zeros(pairs.max_tokens, np.int64)
+            kept = pairs.vocabulary.tokenizer.rust.encode(text, add_special_tokens=False).ids
+            ids[: len(kept)] = kept
+            mask = (np.arange(pairs.max_tokens) < len(kept)).astype(np.int64)
+            np.savez(tokens / f"{row:08d}_tokens.npz", input_ids=ids, attention_mask=mask)
+            np.save(latents / f"{row:08d}.npy", np.asarray(found.latents[row], np.float32))
+
+
+def _write_shards(pairs: PairFolder, folder: Path) -> None:
+    """Write .jsonl files with latent shards."""
+    shards = folder / "latent_shards"
+    shards.mkdir(parents=True)
+    number = 0
+    for split, found in pairs.splits.items():
+        with (folder / _SPLIT_FILES[split]).open("w", encoding="utf-8") as file:
+            for start in range(0, len(found), SHARD_ROWS):
+                part, name = slice(start, start + SHARD_ROWS), f"shard_{number:04d}.npy"
+                np.save(shards / name, np.asarray(found.latents[part], np.float32))
+                for row, text in enumerate(found.texts[part]):
+                    file.write(to_json({"text": text, "shard": name, "idx": row}) + "\n")
+                number += 1
+    metadata = {
+        "latent_dim": pairs.dim,
+        "num_samples": sum(pairs.manifest["splits"].values()),
+        "encoder": pairs.manifest["encoder"].get("name"),
+        "shard_size": SHARD_ROWS,
+    }
+    write_json(folder / "metadata.json", metadata)

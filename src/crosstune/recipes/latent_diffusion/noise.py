@@ -1,4 +1,4 @@
-"""Draw the noise of a step: modes, times, masks and noise, from the seed and the step alone."""
+"""Draw the modes, times, masks and noise of a step, from the seed and the step alone."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ L2T, T2L, JOINT = range(len(MODES))
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """Hold the noise that was drawn for the rows of a step."""
+    """The random draws for the rows of a step."""
 
     mode: NDArray[np.int8]
-    """Place in MODES."""
+    """Index into MODES."""
     text_time: NDArray[np.float32]
-    """The share of tokens that are masked: 0 for clean text, 1 for none of it."""
+    """Share of masked tokens: 0 for clean text, 1 for fully masked text."""
     latent_time: NDArray[np.float32]
     """0 for the clean vector, 1 for noise alone."""
     masked: NDArray[np.bool_]
-    """(rows, max_tokens): tokens that the model does not see. Padding is never among them."""
+    """(rows, max_tokens): masked tokens, never padding."""
     noise: NDArray[np.float32]
-    """Zero where nothing is added to any vector: every row has mode l2t, without `latent_noise`."""
+    """Zero if no vector gets noise: every row has mode l2t, and there is no `latent_noise`."""
     latent_noise: float
     without_latent: NDArray[np.bool_]
     """Rows whose latent is replaced by the null latent, for classifier-free guidance."""
@@ -50,45 +50,39 @@ def draw(
     key: tuple[int, ...],
     latent_noise: float = 0.0,
 ) -> Drawn:
-    """Draw for rows of these lengths. `key` is the seed, the step, and whatever else tells draws apart; `latent_noise` is
-    the share of noise in the vectors of mode l2t."""
+    """Draw for rows of these lengths. `key` is the seed and the step; `latent_noise` is the standard deviation of the
+    noise in the vectors of mode l2t."""
     random = np.random.default_rng(list(key))
     rows = len(lengths)
-    mode = _draw_modes(random, rows, shares)
+    weights = np.array([shares.get(mode, 0.0) for mode in MODES])
+    mode = random.choice(len(MODES), size=rows, p=weights / weights.sum()).astype(np.int8)
     text_time, latent_time = _spread(random, rows), _spread(random, rows)
     text_time[mode == T2L] = 0.0
     latent_time[mode == L2T] = 0.0
     without = random.random(rows) < dropped
     without_latent = without & (mode == L2T)
     latent_time[without_latent] = 1.0
-    text_time[without & (mode == T2L)] = 1.0  # fully masked text says nothing but its length
+    text_time[without & (mode == T2L)] = 1.0  # fully masked text tells only its length
     real = np.arange(max_tokens) < lengths[:, None]
     masked = (random.random((rows, max_tokens), dtype=np.float32) < text_time[:, None]) & real
+    # Drawn last and only if needed: it dominates the preparation of a step.
+    if latent_noise or (mode != L2T).any():
+        noise = random.standard_normal((rows, dim), dtype=np.float32)
+    else:
+        noise = np.broadcast_to(np.float32(0.0), (rows, dim))
     return Drawn(
         mode=mode,
         text_time=text_time,
         latent_time=latent_time,
         masked=masked,
-        noise=_draw_noise(random, rows, dim, needed=bool(latent_noise or (mode != L2T).any())),
+        noise=noise,
         latent_noise=latent_noise,
         without_latent=without_latent,
     )
 
 
-def _draw_modes(random: np.random.Generator, rows: int, shares: Mapping[str, float]) -> NDArray[np.int8]:
-    weights = np.array([shares.get(mode, 0.0) for mode in MODES])
-    return random.choice(len(MODES), size=rows, p=weights / weights.sum()).astype(np.int8)
-
-
-def _draw_noise(random: np.random.Generator, rows: int, dim: int, *, needed: bool) -> NDArray[np.float32]:
-    """Return noise for the vectors, drawn last: drawing it is most of the time of a step's preparation."""
-    if needed:
-        return random.standard_normal((rows, dim), dtype=np.float32)
-    return np.broadcast_to(np.float32(0.0), (rows, dim))
-
-
 def _spread(random: np.random.Generator, rows: int) -> NDArray[np.float32]:
-    """Return times that are evenly spread over the rows, in random order: a step sees all noise levels."""
+    """Return times spread evenly over the rows, in random order: a step has all noise levels."""
     times = (random.random() + np.arange(rows) / max(1, rows)) % 1.0
     spread: NDArray[np.float32] = (T_MIN + (1 - 2 * T_MIN) * random.permutation(times)).astype(np.float32)
     return spread

@@ -1,8 +1,8 @@
-"""Read a folder of (text, vector) pairs: memory-mapped arrays behind a manifest with hashes."""
+"""Read and write a folder of (text, vector) pairs: memory-mapped arrays behind a manifest with hashes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.core.atomic_files import put_in_place, staging_folder
+from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
 from crosstune.core.json_fields import FLAG, OBJECT, TEXT, check_fields, map_of, object_with, whole
-from crosstune.core.json_files import read_object
+from crosstune.core.json_files import read_object, write_json
 from crosstune.core.plain_files import MissingFile, UnreadableFile, read_plain
+from crosstune.core.run_lock import check_place
 from crosstune.models.file_hashes import sha256_of_all
+from crosstune.recipes.latent_diffusion.choose_rows import Chosen, WriteOptions
+from crosstune.recipes.latent_diffusion.splits import clean
 from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, load_vocabulary
 
 MANIFEST = "manifest.json"
@@ -23,6 +28,8 @@ FORMAT = "crosstune-latents"
 VERSION = 1
 SPLITS = ("train", "validation")
 TEXTS_LIMIT = 8 << 30
+DTYPES = {"fp32": np.float32, "fp16": np.float16}
+_ROWS_AT_ONCE = 65_536
 _FIELDS = {
     "format": TEXT,
     "version": whole(1),
@@ -38,7 +45,7 @@ _FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """One split: token ids, their numbers, and vectors, all of one length."""
+    """The rows of one split."""
 
     tokens: NDArray[Any]
     """(rows, max_tokens), padded with 0."""
@@ -47,14 +54,13 @@ class Pairs:
     """(rows, dim), each of norm 1."""
     text_file: Path
     first: int = 0
-    """The place of the first row in the split, where these are only some of its rows."""
+    """Index of the first row in the split, if these are only some of its rows."""
     is_part: bool = False
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def part(self, start: int, stop: int) -> Pairs:
-        """Return some of the rows."""
         return Pairs(
             tokens=self.tokens[start:stop],
             lengths=self.lengths[start:stop],
@@ -91,7 +97,7 @@ class PairFolder:
         return int(self.manifest["max_tokens"])
 
     def identity(self, split: str) -> str:
-        """Return a hash of the arrays of a split, which does not depend on where the folder is."""
+        """Return the hashes of the files of a split."""
         names = sorted(name for name in self.manifest["files"] if name.startswith(f"{split}/"))
         return ":".join(self.manifest["files"][name]["sha256"] for name in names)
 
@@ -101,7 +107,7 @@ def is_pair_folder(folder: Path) -> bool:
 
 
 def open_pairs(folder: Path) -> PairFolder:
-    """Open a folder that `crosstune latents build` wrote; raise if a file is missing, changed or of another shape."""
+    """Open a folder of pairs; raise if a file is missing, changed or of a different shape."""
     manifest = _read_manifest(folder)
     _check_files(folder, manifest["files"])
     vocabulary = load_vocabulary(folder)
@@ -128,25 +134,148 @@ def load_array(path: Path, *, mapped: bool = True) -> NDArray[Any]:
     return found
 
 
-def check_vectors(latents: NDArray[Any], *, source: str, chunk: int = 65_536) -> None:
+def check_vectors(latents: NDArray[Any], *, source: str) -> None:
     """Raise unless every vector is finite and of norm 1, up to the rounding of 16 bits."""
-    for start in range(0, len(latents), chunk):
-        block = np.asarray(latents[start : start + chunk], np.float32)
-        norms = np.linalg.norm(block, axis=1)
-        if not np.isfinite(norms).all():
-            row = start + int(np.nonzero(~np.isfinite(norms))[0][0])
+    error = np.abs(vector_norms(latents, source=source)[:, 0] - 1)
+    if error.max(initial=0) > 0.01:
+        raise UserError(
+            f"The vectors of {source} cannot be used.",
+            why=f"vector {error.argmax()} is {error.max():.4g} off the norm 1 that vectors of a folder of pairs have.",
+            do="import the vectors with `crosstune latents build`, which normalises them",
+        )
+
+
+def vector_norms(latents: NDArray[Any], *, source: str) -> NDArray[Any]:
+    """Return the norm of each vector, as a column; raise for a vector that is zero or not finite."""
+    norms = np.zeros((len(latents), 1), np.float32)
+    with np.errstate(over="ignore"):
+        for part in _parts(len(latents)):
+            norms[part] = np.linalg.norm(np.asarray(latents[part], np.float32), axis=1, keepdims=True)
+    extreme = ~np.isfinite(norms[:, 0]) | (norms[:, 0] == 0)
+    if extreme.any():  # squares overflow or underflow before the vector does
+        norms = norms.astype(np.float64)
+        with np.errstate(over="ignore"):
+            vectors = np.asarray(latents[extreme], np.float32)
+        norms[extreme] = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
+    for bad, why in ((~np.isfinite(norms), "holds a value that is not finite"), (norms == 0, "is zero")):
+        if bad.any():
             raise UserError(
-                f"{source} cannot be trained on.",
-                why=f"vector {row} holds a value that is not finite.",
+                f"The vectors of {source} cannot be used.",
+                why=f"vector {bad[:, 0].argmax()} {why}.",
                 do="embed the texts again: crosstune latents build",
             )
-        if np.abs(norms - 1).max(initial=0) > 0.01:
-            row = start + int(np.abs(norms - 1).argmax())
-            raise UserError(
-                f"{source} cannot be trained on.",
-                why=f"vector {row} has the norm {norms[row - start]:.4g}, and a folder of pairs holds vectors of norm 1.",
-                do="import the vectors with `crosstune latents build`, which normalises them and says so",
+    return norms
+
+
+def normalise_vectors(latents: NDArray[Any], *, source: str) -> tuple[NDArray[np.float32], int]:
+    """Return the vectors with norm 1, and the number that had a different norm."""
+    norms = vector_norms(latents, source=source)
+    return _divide(latents, norms), _count_changed(norms)
+
+
+def _divide(latents: NDArray[Any], norms: NDArray[Any]) -> NDArray[np.float32]:
+    return (np.asarray(latents, np.float32) / norms).astype(np.float32)
+
+
+def _count_changed(norms: NDArray[Any]) -> int:
+    return int((np.abs(norms - 1) > 1e-3).sum())
+
+
+def _parts(count: int) -> Iterator[slice]:
+    return (slice(start, start + _ROWS_AT_ONCE) for start in range(0, count, _ROWS_AT_ONCE))
+
+
+def check_counts(texts: Sequence[str], latents: NDArray[Any], *, source: str) -> None:
+    """Raise unless there is a vector for each text."""
+    if latents.ndim != 2 or latents.dtype.kind != "f" or not latents.shape[1]:
+        raise UserError(
+            f"The vectors of {source} cannot be used.",
+            why=f"they are {latents.dtype} {list(latents.shape)}; a row of floating-point numbers for each text is needed.",
+        )
+    if len(texts) != len(latents):
+        raise UserError(
+            f"{source} has {len(texts):,} texts and {len(latents):,} vectors.",
+            why="each text needs its own vector.",
+            do="embed the texts again: crosstune latents build",
+        )
+
+
+def check_out(folder: Path) -> None:
+    """Raise if pairs cannot be written to this folder: it holds other files, or cannot be made."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is not a folder.", do="give another --out FOLDER")
+    if folder.exists() and not is_pair_folder(folder) and any(folder.iterdir()):
+        raise UserError(
+            f"{folder} is not empty and holds no pairs.",
+            do="give another --out FOLDER, or remove it yourself",
+        )
+    try:
+        check_place(folder)
+    except UserError as error:
+        raise UserError(
+            f"Pairs cannot be written to {folder}.", why=error.why, do="give another --out FOLDER"
+        ) from error
+
+
+def write_pairs(
+    folder: Path,
+    texts: Sequence[str],
+    latents: NDArray[Any],
+    *,
+    chosen: Chosen,
+    tokenizer_folder: Path,
+    encoder: Mapping[str, Any],
+    options: WriteOptions,
+    source: str,
+) -> dict[str, Any]:
+    """Write the chosen pairs of each split, and return the manifest.
+
+    An existing folder of pairs is replaced once the new one is complete. `source` names the data in errors.
+    """
+    check_counts(texts, latents, source=source)
+    check_out(folder)
+    norms, vocabulary = vector_norms(latents, source=source), chosen.vocabulary
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with staging_folder(folder) as stage:
+        new = stage / "pairs"
+        new.mkdir()
+        vocabulary.save(new, tokenizer_folder=tokenizer_folder)
+        for split, rows in chosen.splits.items():
+            target = new / split
+            target.mkdir()
+            tokens = vocabulary.reduce(chosen.tokens[split])
+            dtype = np.uint16 if int(tokens.ids.max(initial=0)) < 2**16 else np.uint32
+            np.save(target / "tokens.npy", tokens.stack(width=options.max_tokens, dtype=dtype))
+            np.save(target / "lengths.npy", tokens.lengths.astype(np.int32))
+            vectors = np.lib.format.open_memmap(
+                target / "latents.npy", "w+", DTYPES[options.dtype], (len(rows), latents.shape[1])
             )
+            for part in _parts(len(rows)):
+                vectors[part] = _divide(latents[rows[part]], norms[rows[part]])
+            vectors.flush()
+            lines = "".join(f"{clean(texts[row])}\n" for row in rows.tolist())
+            (target / "texts.txt").write_text(lines, encoding="utf-8")
+        files = sorted(path for path in new.rglob("*") if path.is_file())
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "dim": int(latents.shape[1]),
+            "max_tokens": options.max_tokens,
+            "splits": {split: len(rows) for split, rows in chosen.splits.items()},
+            "vocabulary": vocabulary.size,
+            "encoder": dict(encoder),
+            "tokenizer_sha256": vocabulary.digest,
+            "normalised": True,
+            "vectors_normalised_here": _count_changed(norms),
+            "left_out": dict(chosen.left_out),
+            "files": {
+                path.relative_to(new).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+                for path in files
+            },
+        }
+        write_json(new / MANIFEST, manifest)
+        put_in_place(new, folder, aside=stage / "replaced")
+    return manifest
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

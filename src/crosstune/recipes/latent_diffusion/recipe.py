@@ -1,4 +1,4 @@
-"""Define the recipe latent_diffusion: batches of (text, vector) pairs with their noise, and evaluation by decoding."""
+"""Train on (text, vector) pairs with noise, and evaluate by decoding and encoding held-out pairs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,22 @@ from crosstune.core.events import Observer
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.core.weight_average import averaged
 from crosstune.data.row_order import RowOrder, rows_per_evaluation
-from crosstune.recipes.latent_diffusion import scores
-from crosstune.recipes.latent_diffusion.batch import LossWeights, PairBatch, divide_batch, make_batch
+from crosstune.recipes.latent_diffusion.batch import PairBatch, divide_batch, make_batch
 from crosstune.recipes.latent_diffusion.noise import draw
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, Pairs
-from crosstune.recipes.latent_diffusion.sampling import DecodeOptions, Samples
-from crosstune.recipes.latent_diffusion.settings import SETTINGS, load_settings, make_modes, make_settings
+from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
+from crosstune.recipes.latent_diffusion.scores import (
+    cosine,
+    exact_match,
+    has_sacrebleu,
+    one_shot_accuracy,
+    retrieval,
+    text_scores,
+)
+from crosstune.recipes.latent_diffusion.settings import load_settings, make_modes, make_settings
 
 _EVALUATION = 2**40
-"""Stands in the place of the step when an evaluation draws its noise."""
+"""The step number with which evaluations draw their noise."""
 
 
 class LatentDiffusionRecipe:
@@ -54,11 +61,10 @@ class LatentDiffusionRecipe:
         return task
 
     def window(self, step: int) -> list[PairBatch]:
-        rows = np.array(self.rows(step), np.int64)
         batch = self._batch(
             self.train,
-            rows,
-            key=(self.config.seed, step),
+            np.array(self.rows(step), np.int64),
+            step,
             shares=self.modes.at(step),
             dropped=self.config.cfg_dropout_prob,
             latent_noise=self.config.latent_noise,
@@ -69,10 +75,10 @@ class LatentDiffusionRecipe:
         self,
         pairs: Pairs,
         rows: Any,
+        step: int,
         *,
-        key: tuple[int, ...],
         shares: Mapping[str, float],
-        dropped: float,
+        dropped: float = 0.0,
         latent_noise: float = 0.0,
     ) -> PairBatch:
         drawn = draw(
@@ -81,11 +87,13 @@ class LatentDiffusionRecipe:
             dim=self.pairs.dim,
             shares=shares,
             dropped=dropped,
-            key=key,
+            key=(self.config.seed, step),
             latent_noise=latent_noise,
         )
-        weights = LossWeights(text=self.config.text_loss_weight, latent=self.config.latent_loss_weight)
-        return make_batch(pairs, rows, drawn, weights=weights)
+        config = self.config
+        return make_batch(
+            pairs, rows, drawn, text_weight=config.text_loss_weight, latent_weight=config.latent_loss_weight
+        )
 
     def rows(self, step: int) -> list[int]:
         return [example for row in self._order().rows(step) for example in row]
@@ -113,13 +121,7 @@ class LatentDiffusionRecipe:
 
     def longest_batch(self, size: int) -> PairBatch:
         longest = np.argsort(-np.asarray(self.train.lengths), kind="stable")
-        return self._batch(
-            self.train,
-            np.sort(np.resize(longest, size)),
-            key=(self.config.seed, 0),
-            shares=self.modes.at(0),
-            dropped=0.0,
-        )
+        return self._batch(self.train, np.sort(np.resize(longest, size)), 0, shares=self.modes.at(0))
 
     def configure(self, config: Config) -> None:
         self.config = config
@@ -157,13 +159,14 @@ class LatentDiffusionRecipe:
         }
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
-        """Return the loss on held-out pairs with noise that is the same each time, and how well some of them decode."""
+        """Return the loss on held-out pairs, with the same noise each time, and the scores of decoding and encoding."""
         if not len(self.held_out):
             return Evaluation(metrics={})
         with averaged(session):
             result = session.evaluate(self._held_out_batches())
-            metrics = {"loss": result.loss, **_finite(result.metrics)}
-            sampler: Samples = self._task.sampler()
+            # Metrics of modes that no row had are NaN.
+            metrics = {"loss": result.loss} | {k: v for k, v in result.metrics.items() if v == v}
+            sampler = self._task.sampler()
             samples: list[Sample] = []
             if self.modes.all() != {"t2l"}:
                 samples = self._decode(sampler, metrics)
@@ -172,36 +175,30 @@ class LatentDiffusionRecipe:
         return Evaluation(metrics=metrics, samples=samples)
 
     def _held_out_batches(self) -> Iterator[PairBatch]:
-        """Yield the held-out rows, with the modes that are trained in equal shares."""
-        batch = self._batch(
-            self.held_out,
-            np.arange(len(self.held_out)),
-            key=(self.config.seed, _EVALUATION),
-            shares=dict.fromkeys(self.modes.all(), 1.0),
-            dropped=0.0,
-        )
+        """Yield the held-out rows, with equal shares of the trained modes."""
+        shares = dict.fromkeys(self.modes.all(), 1.0)
+        batch = self._batch(self.held_out, np.arange(len(self.held_out)), _EVALUATION, shares=shares)
         yield from divide_batch(batch, size=rows_per_evaluation(self.config, at_least=64))
 
-    def _decode(self, sampler: Samples, metrics: dict[str, float]) -> list[Sample]:
+    def _decode(self, sampler: Any, metrics: dict[str, float]) -> list[Sample]:
         pairs, vocabulary = self.held_out, self.pairs.vocabulary
         latents, tokens = np.asarray(pairs.latents, np.float32), np.asarray(pairs.tokens)
         lengths = np.asarray(pairs.lengths)
-        metrics["token_accuracy"] = scores.one_shot_accuracy(sampler, latents, tokens, lengths)
-        metrics["shuffled_accuracy"] = scores.one_shot_accuracy(
-            sampler, np.roll(latents, 1, axis=0), tokens, lengths
-        )
+        shuffled = np.roll(latents, 1, axis=0)
+        metrics["token_accuracy"] = one_shot_accuracy(sampler, latents, tokens, lengths)
+        metrics["shuffled_accuracy"] = one_shot_accuracy(sampler, shuffled, tokens, lengths)
         options = DecodeOptions(steps=self.config.decode_steps, guidance=self.config.guidance)
         states: list[Any] = []
 
         def keep(step: int, steps: int, tokens: Any) -> None:
-            if len(states) < steps:  # of the first rows; further ones come after those
+            if len(states) < steps:  # of the first batch alone
                 states.append(tokens[: self.config.num_samples])
 
         texts = vocabulary.decode_batch(sampler.decode(latents, options=options, on_step=keep).tokens)
         references = vocabulary.normalise(pairs.texts)
-        metrics["exact_match"] = scores.exact_match(texts, references)
-        if scores.has_sacrebleu():
-            metrics |= scores.text_scores(texts, references)
+        metrics["exact_match"] = exact_match(texts, references)
+        if has_sacrebleu():
+            metrics |= text_scores(texts, references)
         return [
             Sample(
                 prompt=f"the vector of held-out text {row + 1}",
@@ -212,21 +209,20 @@ class LatentDiffusionRecipe:
             for row in range(min(self.config.num_samples, len(texts)))
         ]
 
-    def _encode(self, sampler: Samples, metrics: dict[str, float]) -> None:
+    def _encode(self, sampler: Any, metrics: dict[str, float]) -> None:
         pairs = self.held_out
         latents = np.asarray(pairs.latents, np.float32)
         found = sampler.encode(np.asarray(pairs.tokens), np.asarray(pairs.lengths))
-        metrics["t2l_cosine"] = scores.cosine(found, latents)
-        metrics["t2l_shuffled_cosine"] = scores.cosine(found, np.roll(latents, 1, axis=0))
-        metrics["t2l_retrieval"] = scores.retrieval(found, latents)
+        metrics["t2l_cosine"] = cosine(found, latents)
+        metrics["t2l_shuffled_cosine"] = cosine(found, np.roll(latents, 1, axis=0))
+        metrics["t2l_retrieval"] = retrieval(found, latents)
 
     def complete_result(self, folder: Path) -> None:
-        """Add the vocabulary and the encoder's identity, which decoding needs."""
+        """Add the vocabulary and the encoder's identity."""
         settings, _ = load_settings(folder)
         facts = {name: self.pairs.manifest[name] for name in ("encoder", "tokenizer_sha256")}
         settings.save(folder, **facts, modes=sorted(self.modes.all()))
         self.pairs.vocabulary.save(folder, tokenizer_folder=self.pairs.folder)
-        assert (folder / SETTINGS).is_file()
 
 
 def _limited(pairs: Pairs | None, count: int) -> Pairs:
@@ -234,8 +230,3 @@ def _limited(pairs: Pairs | None, count: int) -> Pairs:
         empty = np.zeros((0, 1))
         return Pairs(tokens=empty, lengths=np.zeros(0, np.int32), latents=empty, text_file=Path())
     return pairs if count < 0 or count >= len(pairs) else pairs.part(0, count)
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Leave out the metrics of modes that no row had."""
-    return {name: value for name, value in metrics.items() if value == value}

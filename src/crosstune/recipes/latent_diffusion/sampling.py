@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 from crosstune.recipes.latent_diffusion.vocabulary import PAD
 
 OnStep = Callable[[int, int, NDArray[Any]], None]
-"""Called with the step, the number of steps, and the tokens as they are then."""
+"""Called with the step, the number of steps, and the tokens after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
     steps: int = 8
     temperature: float = 0.0
-    """0 for the likeliest token."""
+    """0 for the most likely token."""
     guidance: float = 1.0
     num_lengths: int = 1
-    """The number of likely lengths that are decoded; the model's own confidence chooses among them."""
+    """Number of likely lengths to decode; the model's confidence chooses among them."""
     seed: int = 0
 
 
@@ -32,7 +32,7 @@ class Decoded:
     """(rows, longest), padded with 0."""
     lengths: NDArray[Any]
     scores: NDArray[Any]
-    """The probability of each token when it was chosen."""
+    """Probability of each token when it was chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,49 +45,8 @@ class Generated:
     """Of norm 1."""
 
 
-class Samples(Protocol):
-    """Sample with the weights of a model, in some engine."""
-
-    def length_scores(self, latents: NDArray[Any]) -> NDArray[np.float32]: ...
-
-    def decode(
-        self,
-        latents: NDArray[Any],
-        *,
-        options: DecodeOptions,
-        lengths: NDArray[Any] | None = None,
-        on_step: OnStep | None = None,
-    ) -> Decoded: ...
-
-    def nats_per_token(
-        self, tokens: NDArray[Any], lengths: NDArray[Any], latents: NDArray[Any], *, seed: int = 0
-    ) -> float: ...
-
-    def fill(
-        self,
-        tokens: NDArray[Any],
-        lengths: NDArray[Any],
-        latents: NDArray[Any],
-        *,
-        options: DecodeOptions,
-        on_step: OnStep | None = None,
-    ) -> Decoded: ...
-
-    def encode(
-        self,
-        tokens: NDArray[Any],
-        lengths: NDArray[Any],
-        *,
-        steps: int = 10,
-        guidance: float = 1.0,
-        seed: int = 0,
-    ) -> NDArray[np.float32]: ...
-
-    def generate(self, count: int, *, options: DecodeOptions, on_step: OnStep | None = None) -> Generated: ...
-
-
 def surer(one: Decoded, other: Decoded) -> Decoded:
-    """Return for each row the text whose tokens have the higher mean logarithm of their probability."""
+    """Return for each row the text with the higher mean log probability of its tokens."""
     width = max(one.tokens.shape[1], other.tokens.shape[1])
     tokens, scores, sure = [], [], []
     for found in (one, other):

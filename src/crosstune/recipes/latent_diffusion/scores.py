@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.recipes.latent_diffusion.sampling import DecodeOptions, Samples
+from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
+
+if TYPE_CHECKING:
+    from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
 
 RETRIEVAL_AMONG = 1000
 
@@ -25,7 +28,7 @@ def require_sacrebleu() -> None:
 
 
 def text_scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return BLEU and chrF, from 0 to 100, and the share of texts that are exactly their reference."""
+    """Return BLEU and chrF, from 0 to 100, and the share of texts that equal their reference."""
     require_sacrebleu()
     import sacrebleu
 
@@ -41,7 +44,7 @@ def exact_match(texts: Sequence[str], references: Sequence[str]) -> float:
 
 
 def token_accuracy(predicted: NDArray[Any], tokens: NDArray[Any], lengths: NDArray[Any]) -> float:
-    """Return the share of real tokens that are predicted at their place; padding never counts."""
+    """Return the share of correctly predicted tokens, without padding."""
     width = min(predicted.shape[1], tokens.shape[1])
     real = np.arange(width) < np.asarray(lengths)[:, None]
     right = (predicted[:, :width] == tokens[:, :width]) & real
@@ -49,9 +52,9 @@ def token_accuracy(predicted: NDArray[Any], tokens: NDArray[Any], lengths: NDArr
 
 
 def one_shot_accuracy(
-    sampler: Samples, latents: NDArray[Any], tokens: NDArray[Any], lengths: NDArray[Any]
+    sampler: Sampler, latents: NDArray[Any], tokens: NDArray[Any], lengths: NDArray[Any]
 ) -> float:
-    """Return the token accuracy from the fully masked state, all tokens at once, at the right lengths."""
+    """Return the token accuracy of one step from fully masked text of the right lengths."""
     found = sampler.decode(latents, options=DecodeOptions(steps=1), lengths=lengths)
     return token_accuracy(found.tokens, tokens, lengths)
 
@@ -62,7 +65,7 @@ def cosine(one: NDArray[Any], other: NDArray[Any]) -> float:
 
 
 def retrieval(queries: NDArray[Any], keys: NDArray[Any], *, among: int = RETRIEVAL_AMONG) -> float:
-    """Return how often a query's own key is the nearest one, among groups of at most `among` keys."""
+    """Return how often a query's own key is the nearest, in groups of at most `among` keys."""
     hits = 0
     for start in range(0, len(queries), among):
         part = slice(start, start + among)

@@ -15,12 +15,12 @@ from crosstune.core.plain_files import UnreadableFile
 
 SETTINGS = "config.json"
 _WIDE = 512
-"""From this width on, heads have 64 columns by default."""
+"""Width from which heads have 64 columns by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """Everything that decides the weights of a model."""
+    """The shape of a model and what it predicts."""
 
     vocabulary: int
     max_tokens: int
@@ -34,21 +34,13 @@ class ModelSettings:
     dropout: float = 0.0
 
     def num_parameters(self) -> int:
-        """Return the number of parameters of the model that these settings describe."""
+        """Return the number of parameters of the model."""
         h, c, d, k = self.hidden_size, self.cond_dim, self.latent_dim, self.latent_tokens
 
-        def linear(columns: int, rows: int) -> int:
-            return columns * rows + rows
+        def linear(columns: int, *rows: int) -> int:
+            return sum(columns * n + n for n in rows)
 
-        head = h // self.n_heads
-        stream = (
-            linear(h, 3 * h)
-            + linear(h, h)
-            + linear(h, 4 * h)
-            + linear(4 * h, h)
-            + linear(c, 6 * h)
-            + 2 * head
-        )
+        stream = linear(h, 3 * h, h, 4 * h) + linear(4 * h, h) + linear(c, 6 * h) + 2 * (h // self.n_heads)
         times = 2 * (linear(256, c) + linear(c, c)) + linear(2 * c, c) + linear(c, c)
         text = self.vocabulary * (h + 1) + self.max_tokens * h + linear(c, 2 * h)
         latent = linear(d, k * h) + 2 * k * h + linear(c, 2 * h) + linear(k * h, d)
@@ -60,10 +52,10 @@ class ModelSettings:
 
 
 def make_settings(config: Config, *, vocabulary: int, max_tokens: int, latent_dim: int) -> ModelSettings:
-    """Return the settings for some data; raise for a shape that is not possible."""
+    """Return the settings for the options and the data; raise for an impossible shape."""
     hidden = config.hidden_size
     wanted = config.n_heads or max(1, hidden // (64 if hidden >= _WIDE else 32))
-    heads = fitting_heads(hidden, wanted)
+    heads = next((n for n in range(wanted, 0, -1) if hidden % n == 0 and (hidden // n) % 2 == 0), None)
     if heads is None or (heads != wanted and config.n_heads and config.strict):
         raise UserError(
             f"--hidden_size {hidden} does not divide into {wanted} heads.",
@@ -84,13 +76,8 @@ def make_settings(config: Config, *, vocabulary: int, max_tokens: int, latent_di
     )
 
 
-def fitting_heads(hidden: int, wanted: int) -> int | None:
-    """Return the largest number of heads up to `wanted` that divides the width into even parts."""
-    return next((n for n in range(wanted, 0, -1) if hidden % n == 0 and (hidden // n) % 2 == 0), None)
-
-
 def load_settings(folder: Path) -> tuple[ModelSettings, dict[str, Any]]:
-    """Return the settings of a trained folder, and the other facts in its config.json."""
+    """Return the settings of a trained folder, and the other fields of its config.json."""
     path = folder / SETTINGS
     found = read_object(path)
     names = {item.name: item for item in fields(ModelSettings)}
@@ -110,34 +97,30 @@ def load_settings(folder: Path) -> tuple[ModelSettings, dict[str, Any]]:
     return settings, {name: value for name, value in found.items() if name not in names}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Modes:
-    """Give the modes that a step trains."""
+    """The modes of a training: phases of (shares of the modes, steps), of which the last has no end."""
 
-    phases: tuple[tuple[str, int], ...] = ()
-    shares: Mapping[str, float] | None = None
+    phases: tuple[tuple[Mapping[str, float], int], ...]
 
     def at(self, step: int) -> Mapping[str, float]:
         """Return the shares of the modes in a step."""
-        if self.shares is not None:
-            return self.shares
-        for mode, steps in self.phases[:-1]:
+        for shares, steps in self.phases[:-1]:
             if step < steps:
-                return {mode: 1.0}
+                return shares
             step -= steps
-        return {self.phases[-1][0]: 1.0}
+        return self.phases[-1][0]
 
     def all(self) -> set[str]:
         """Return every mode that is trained at some step."""
-        if self.shares is not None:
-            return {mode for mode, share in self.shares.items() if share > 0}
-        return {mode for mode, _ in self.phases}
+        return {mode for shares, _ in self.phases for mode, share in shares.items() if share > 0}
 
 
 def make_modes(config: Config) -> Modes:
     if config.loss_type == "random":
-        return Modes(shares=read_shares(config.mode_weights))
+        return Modes(((read_shares(config.mode_weights), 1),))
     if config.loss_type == "sequential":
-        return Modes(phases=tuple(read_schedule(config.sequential_schedule)))
+        schedule = read_schedule(config.sequential_schedule)
+        return Modes(tuple(({mode: 1.0}, steps) for mode, steps in schedule))
     assert config.loss_type in MODES
-    return Modes(phases=((config.loss_type, 1),))
+    return Modes((({config.loss_type: 1.0}, 1),))

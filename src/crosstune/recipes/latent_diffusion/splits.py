@@ -11,12 +11,12 @@ from crosstune.core.errors import UserError
 
 @dataclass(kw_only=True)
 class Divided:
-    """The rows of each split as places in the list of texts, and how many were left out for which reason."""
+    """The indices of the texts of each split, and the number of texts left out for each reason."""
 
     splits: dict[str, list[int]]
     left_out: dict[str, int] = field(default_factory=dict)
     num_given: int | None = None
-    """How many of the texts were given, where others that were made of them follow."""
+    """Number of given texts, if texts made from them follow."""
 
 
 def clean(text: str) -> str:
@@ -25,7 +25,7 @@ def clean(text: str) -> str:
 
 
 def text_key(text: str) -> str:
-    """Return what makes two texts the same: their words, whatever their case."""
+    """Return the key by which two texts are the same: their words, case ignored."""
     return clean(text).casefold()
 
 
@@ -36,14 +36,16 @@ def divide(
     most_validation: int,
     given: Mapping[str, Sequence[int]] | None = None,
 ) -> Divided:
-    """Divide texts by their hash, so that a text is in the same split wherever it is built; or keep the splits that
-    the data comes with. A text that occurs twice is kept once, in the validation split if it is in both."""
+    """Divide texts by their hash, the same in every build, or keep the splits that the data comes with.
+
+    A text that occurs twice is kept once, in the validation split if it is in both.
+    """
     if given is None:
         given = _by_hash(texts, validation_share=validation_share, most_validation=most_validation)
     seen: set[str] = set()
     splits: dict[str, list[int]] = {}
     num_empty = num_twice = 0
-    for split in sorted(given, key=lambda name: name == "train"):  # what is held out comes first
+    for split in sorted(given, key=lambda name: name == "train"):  # held-out splits first
         rows = splits.setdefault(split, [])
         for row in given[split]:
             key = text_key(texts[row])
@@ -57,20 +59,6 @@ def divide(
     if not splits.get("train"):
         raise UserError("There is no text to train on.", why="every text is empty or held out.")
     return Divided(splits=splits, left_out={"empty": num_empty, "duplicates": num_twice})
-
-
-def check_no_overlap(texts: Mapping[str, Sequence[str]]) -> None:
-    """Raise when a text is in two splits. The texts are clean."""
-    found: set[str] = set()
-    by_size = sorted(texts, key=lambda split: len(texts[split]))
-    for place, split in enumerate(by_size):
-        keys = map(str.casefold, texts[split])
-        if place == len(by_size) - 1:  # the largest: no set of it is needed
-            assert all(key not in found for key in keys), f"{split} shares texts with another split"
-        else:
-            own = set(keys)
-            assert found.isdisjoint(own), f"{split} shares texts with another split"
-            found |= own
 
 
 def _by_hash(texts: Sequence[str], *, validation_share: float, most_validation: int) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Hold the token ids of many texts in one array: a list of lists, or an array for each text, takes ten times the memory."""
+"""Hold the token ids of many texts in one array: a list of lists needs ten times the memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from crosstune.data.tokenizer import Tokenizer
 
 Ids = NDArray[np.int32]
 OnCount = Callable[[int, int], None]
-"""Called with how many texts are done, and how many there are."""
+"""Called with the number of texts done and their total."""
 _CHUNK = 16_384
-"""Texts that are tokenized at a time: what the tokenizer returns takes a kilobyte for each."""
+"""Texts tokenized at a time: the tokenizer returns a kilobyte for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRows:
-    """The ids of all rows after one another, and the end of each row among them."""
+    """The concatenated ids of all rows, and the end of each row."""
 
     ids: Ids
     ends: NDArray[np.int64]
@@ -54,22 +54,18 @@ class TokenRows:
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.ends, prepend=0)
 
-    def take(self, rows: NDArray[Any], *, longest: int | None = None) -> TokenRows:
-        """Return some of the rows, each with at most its first `longest` ids."""
+    def take(self, rows: NDArray[Any]) -> TokenRows:
+        """Return some of the rows."""
         rows = np.asarray(rows, np.int64)
         lengths = self.lengths[rows]
-        starts = self.ends[rows] - lengths
-        if longest is not None:
-            lengths = np.minimum(lengths, longest)
         ends = np.cumsum(lengths)
-        total = int(ends[-1]) if len(ends) else 0
-        places = np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
+        places = np.repeat(self.ends[rows] - ends, lengths) + np.arange(lengths.sum())
         return TokenRows(ids=self.ids[places], ends=ends)
 
-    def stack(self, *, width: int, dtype: Any = np.uint32, start: int = 0) -> NDArray[Any]:
-        """Return the rows as one array padded with 0, each from the column `start` on."""
+    def stack(self, *, width: int, dtype: Any = np.uint32) -> NDArray[Any]:
+        """Return the rows as one array padded with 0."""
         stacked = np.zeros((len(self), width), dtype)
-        stacked[:, start:][np.arange(width - start) < self.lengths[:, None]] = self.ids
+        stacked[np.arange(width) < self.lengths[:, None]] = self.ids
         return stacked
 
     def tolists(self) -> list[list[int]]:
@@ -83,7 +79,7 @@ def tokenize(
     special_tokens: bool = False,
     on_count: OnCount | None = None,
 ) -> TokenRows:
-    """Return the tokenizer's ids of each text, without the special tokens that it would add unless they are asked for."""
+    """Return the tokenizer's ids of each text."""
     parts = []
     for start in range(0, len(texts), _CHUNK):
         chunk = list(texts[start : start + _CHUNK])

@@ -1,29 +1,38 @@
-"""Define the torch task of latent diffusion: the model, and the losses of masked tokens, latents and lengths."""
+"""Train latent diffusion with torch: the losses of masked tokens, latents and lengths; and the sentence encoder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from crosstune.core.errors import UserError, shown
 from crosstune.core.protocols import Array
+from crosstune.core.quiet import hide_output
+from crosstune.core.safetensors_header import read_header
+from crosstune.data.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion.batch import PairBatch
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
-from crosstune.recipes.latent_diffusion.torch_parts_denoise import signal_noise, to_clean
+from crosstune.recipes.latent_diffusion.token_rows import tokenize
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
-from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
+from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, signal_noise, to_clean
 from crosstune.recipes.latent_diffusion.vocabulary import MASK
 from crosstune.torch_engine import export
 from crosstune.torch_engine.task import MetricSums, Opening, Tensors
 
 _OF_LATENT_LOSS = ("latents", "noise", "latent_factor")
 _WORTH_SKIPPING = 0.25
-"""Share of padding from which on a GPU leaves it out; below, gathering costs more than it saves."""
+"""Share of padding from which a GPU skips it; below, gathering costs more than it saves."""
+_ENCODED_ROWS = {"cpu": 256}
+"""Texts embedded at a time, by device type; 2048 on GPUs."""
+_REPORT_S = 0.5
 
 
 class LatentDiffusionTask:
@@ -42,11 +51,10 @@ class LatentDiffusionTask:
         self.settings, self.modes, self.latent_loss = settings, modes, latent_loss
         self.model: LatentDiffusionModel | None = None
         self.skips_padding = False
-        """Whether padding is left out where there is much of it. A CPU keeps it, and with it the numbers that it had."""
+        """Whether to compute real tokens only where there is much padding. A CPU keeps the padding."""
 
     def build(self, opening: Opening) -> nn.Module:
-        """Draw the model's weights on the host, so that they are the same on every device, and freeze what the modes do
-        not train."""
+        """Draw the weights on the host, the same for every device, and freeze those that the modes do not train."""
         precision = opening.precision
         model = LatentDiffusionModel(self.settings, compute_dtype=precision.autocast or precision.weights)
         model.predict(text=self.modes != {"t2l"}, latent=self.modes != {"l2t"})
@@ -57,8 +65,8 @@ class LatentDiffusionTask:
         return self.model
 
     def arrays(self, batch: PairBatch) -> Mapping[str, Array]:
-        """Cut columns that are padding in every row, and list the masked tokens to predict. What only the latent loss
-        reads is left out where no mode has one, since it is most of what would be copied to the device."""
+        """Cut columns that are padding in every row, and list the masked tokens to predict. Drop the inputs of the
+        latent loss where no mode has one: they are most of what would be copied to the device."""
         width = int(batch.lengths.max(initial=1))
         arrays: dict[str, Any] = batch.arrays()
         if self.modes == {"l2t"}:
@@ -83,7 +91,7 @@ class LatentDiffusionTask:
         }
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
-        """Return the losses of a batch, each term weighted by its factor, and their plain sums as metrics."""
+        """Return the weighted sum of the losses of a batch, and their plain sums as metrics."""
         output = model(
             tokens=torch.where(tensors["masked"], MASK, tensors["tokens"]),
             lengths=tensors["lengths"],
@@ -107,7 +115,7 @@ class LatentDiffusionTask:
         return loss, metrics
 
     def _text(self, logits: torch.Tensor, tensors: Tensors, metrics: dict[str, Any]) -> torch.Tensor:
-        """Sum the cross entropy of masked tokens, which training weighs alike; the ELBO weighs each by 1 / t."""
+        """Sum the cross entropy of masked tokens. Training weighs them alike; the ELBO weighs each by 1 / t."""
         targets = tensors["targets"]
         each = functional.cross_entropy(logits.float(), targets, reduction="none")
         with torch.no_grad():
@@ -141,12 +149,12 @@ class LatentDiffusionTask:
         return (each * factor).sum()
 
     def sampler(self) -> Sampler:
-        """Return what decodes and encodes with the weights as they are now."""
+        """Return a sampler that uses the current weights."""
         assert self.model is not None, "the model is not built yet"
         return Sampler(self.model)
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None:
-        """Write the weights in fp32, as trained; `complete_result` of the recipe adds the vocabulary."""
+        """Write the weights in fp32; `complete_result` of the recipe adds the vocabulary."""
         tensors = {**model.state_dict(), **trained}
         export.save_tensors(folder, ((name, tensor.float()) for name, tensor in tensors.items()))
         self.settings.save(folder)
@@ -166,3 +174,98 @@ def _target(kind: str, tensors: Tensors) -> torch.Tensor:
         return tensors["noise"]
     alpha, sigma = signal_noise(tensors["latent_time"])
     return alpha * tensors["noise"] - sigma * tensors["latents"]
+
+
+class SentenceEncoder:
+    """A sentence-transformers folder, loaded with transformers: pooled token vectors of norm 1."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        record: dict[str, Any],
+        longest: int,
+        device: str | None = None,
+        on_text: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.device = choose_device(device)
+        self._record, self._on_text = record, on_text
+        self._model = _load_encoder(folder).to(self.device)
+        self._tokenizer = Tokenizer.from_folder(folder)
+        self._tokenizer.rust.enable_truncation(longest)
+
+    @property
+    def dim(self) -> int:
+        return int(self._record["dim"])
+
+    def record(self) -> dict[str, Any]:
+        return self._record
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Return a vector of norm 1 for each text; zero for a text without any token.
+
+        Texts are batched by length, so that little is padding.
+        """
+        tokens = tokenize(self._tokenizer, texts, special_tokens=True)
+        order = np.argsort(np.fromiter(map(len, texts), np.int64, len(texts)), kind="stable")
+        order = order[tokens.lengths[order] > 0]
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        reported, size = time.monotonic(), _ENCODED_ROWS.get(self.device.type, 2048)
+        for start in range(0, len(order), size):
+            rows = order[start : start + size]
+            batch = tokens.take(rows)
+            width = int(batch.lengths.max())
+            ids = batch.stack(width=width, dtype=np.int64)
+            mask = (np.arange(width) < batch.lengths[:, None]).astype(np.int64)
+            vectors[rows] = self._embed(ids, mask).cpu().numpy()
+            if self._on_text is not None and time.monotonic() - reported > _REPORT_S:
+                reported = time.monotonic()
+                self._on_text(start + len(rows), len(order))
+        return vectors
+
+    @torch.inference_mode()
+    def _embed(self, ids: NDArray[np.int64], mask: NDArray[np.int64]) -> torch.Tensor:
+        real = torch.from_numpy(mask).to(self.device)
+        states = self._model(
+            input_ids=torch.from_numpy(ids).to(self.device), attention_mask=real
+        ).last_hidden_state.float()
+        if self._record["pooling"] == "cls":
+            pooled = states[:, 0]
+        else:
+            weights = real[..., None].float()
+            pooled = (states * weights).sum(1) / weights.sum(1).clamp(min=1)
+        return functional.normalize(pooled, dim=-1)
+
+
+def _load_encoder(folder: Path) -> nn.Module:
+    try:
+        from transformers import AutoModel
+    except ImportError as error:
+        raise UserError("Embedding texts needs transformers.", do="pip install 'crosstune[torch]'") from error
+    for file in sorted(folder.glob("*.safetensors")):
+        read_header(file)  # names a damaged file, as transformers does not
+    with hide_output():
+        model: nn.Module = AutoModel.from_pretrained(
+            str(folder),
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    return model.eval().requires_grad_(False)
+
+
+def choose_device(name: str | None) -> torch.device:
+    """Return the named device, or the GPU if there is one; raise if this machine does not have it."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    counts = {
+        "cpu": 1,
+        "cuda": torch.cuda.device_count(),
+        "xpu": torch.xpu.device_count(),
+        "mps": int(torch.backends.mps.is_available()),
+    }
+    here = [f"{kind}:{n}" if n else kind for kind, count in counts.items() for n in range(count)]
+    if name.removesuffix(":0") not in here:
+        raise UserError(f"There is no device {shown(name)}.", do=f"the devices here: {', '.join(here)}")
+    return torch.device(name)

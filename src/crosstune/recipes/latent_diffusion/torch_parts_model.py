@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,26 +12,104 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
-from crosstune.recipes.latent_diffusion.torch_parts_ragged import (
-    Layout,
-    for_tokens,
-    make_layout,
-    to_rows,
-    to_tokens,
-)
 
 _TIME_COLUMNS = 256
 _TIME_SCALE = 1000.0
 _INITIAL_STD = 0.02
 _ALIGNED = 64
-"""Columns that the logits are padded to a multiple of, where rows that do not begin at such a place are slow."""
+"""Multiple that the number of logits is padded to on GPUs, where unaligned rows are slow."""
+
+
+class Layout(NamedTuple):
+    """Map a flat list of real tokens to padded rows and back: all layers but attention then skip the padding.
+
+    Every conversion is a gather, and so is its gradient: no sum depends on the device's timing.
+    """
+
+    row: torch.Tensor
+    """(tokens,): the row of each token."""
+    place: torch.Tensor
+    """(tokens,): its flat index in the padded rows."""
+    token: torch.Tensor
+    """(rows, width): the token of each place; any token where it is padding."""
+    real: torch.Tensor
+    """(rows, width): whether a place is no padding."""
+
+
+def make_layout(row: torch.Tensor, place: torch.Tensor, lengths: torch.Tensor, *, width: int) -> Layout:
+    """Return the layout of rows of these lengths."""
+    columns = torch.arange(width, device=lengths.device)
+    first = lengths.cumsum(0) - lengths
+    token = (first[:, None] + columns).clamp(max=row.shape[0] - 1)
+    return Layout(row, place, token, columns < lengths[:, None])
+
+
+def to_rows(tokens: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return (tokens, columns) as (rows, width, columns), with zeros for padding."""
+    found: torch.Tensor = _ToRows.apply(tokens, *layout)
+    return found
+
+
+def to_tokens(padded: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return (rows, width, columns) as (tokens, columns)."""
+    found: torch.Tensor = _ToTokens.apply(padded, *layout)
+    return found
+
+
+def for_tokens(per_row: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return (rows, columns) as (tokens, columns): repeat each row for its tokens."""
+    found: torch.Tensor = _ForTokens.apply(per_row, *layout)
+    return found
+
+
+def _pad(tokens: torch.Tensor, token: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    return torch.where(real[..., None], tokens[token], 0.0)
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, *layout: torch.Tensor) -> torch.Tensor:
+        _, place, token, real = layout
+        ctx.save_for_backward(place)
+        return _pad(tokens, token, real)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (place,) = ctx.saved_tensors
+        return grads[0].flatten(0, 1).index_select(0, place), None, None, None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, padded: torch.Tensor, *layout: torch.Tensor) -> torch.Tensor:
+        _, place, token, real = layout
+        ctx.save_for_backward(token, real)
+        return padded.flatten(0, 1).index_select(0, place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        token, real = ctx.saved_tensors
+        return _pad(grads[0], token, real), None, None, None, None
+
+
+class _ForTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, per_row: torch.Tensor, *layout: torch.Tensor) -> torch.Tensor:
+        row, _, token, real = layout
+        ctx.save_for_backward(token, real)
+        return per_row.index_select(0, row)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        token, real = ctx.saved_tensors
+        return _pad(grads[0], token, real).sum(1), None, None, None, None
 
 
 class Linear(nn.Linear):
-    """Compute a linear layer in the dtype of its input, whatever the dtype of its weights."""
+    """Compute in the dtype of the input, whatever the dtype of the weights."""
 
     def reset_parameters(self) -> None:
-        """Draw nothing: the model draws all weights itself, and a billion random numbers take seconds."""
+        """Draw nothing: `initialise` draws all weights, and a billion random numbers cost seconds."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias.to(x.dtype) if self.bias is not None else None
@@ -65,7 +143,7 @@ class Stream(nn.Module):
         self.dropout = settings.dropout
 
     def modulations(self, cond: torch.Tensor, layout: Layout | None) -> tuple[torch.Tensor, ...]:
-        """Return the six factors and summands of a block that the time gives, as they are applied to the tokens."""
+        """Return the six scales, shifts and gates of a block from the time embedding."""
         return per_token(self.modulation(cond), layout).chunk(6, dim=-1)
 
     def project(
@@ -142,7 +220,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Output:
-    """The predictions of the model; None for those that it is not asked for."""
+    """Predictions; None for those not requested."""
 
     logits: torch.Tensor | None
     """Logits of the tokens at `places`, or of all."""
@@ -158,7 +236,7 @@ class LatentDiffusionModel(nn.Module):
         self.settings, self.compute_dtype = settings, compute_dtype
         self.keeps_text = self.keeps_latent = True
         self.aligns_logits = False
-        """True if the logits of `places` get columns of -inf up to a width that a GPU multiplies fast."""
+        """Whether to pad the logits of `places` with -inf to a multiple of 64."""
         self._recomputes: dict[str, Any] | None = None
         self.token_embedding = nn.Embedding(settings.vocabulary, hidden)
         self.position_embedding = nn.Embedding(settings.max_tokens, hidden)
@@ -176,7 +254,7 @@ class LatentDiffusionModel(nn.Module):
 
     @torch.no_grad()
     def initialise(self) -> None:
-        """Draw the weights. Blocks start as the identity, since the layers that make their gates are zero."""
+        """Draw the weights. Blocks start as the identity: their gates are zero."""
         zero = {self.text_modulation, self.latent_modulation}
         for block in self.blocks:
             zero |= {block.text.modulation, block.latent.modulation}
@@ -205,48 +283,35 @@ class LatentDiffusionModel(nn.Module):
     ) -> Output:
         """Predict clean tokens and the clean vector from noisy ones.
 
-        Keys beyond a row's length are masked, so padding takes no part. `places` are the flat indices of the tokens whose
-        logits are wanted. With `real`, the row and the flat index of each token that is no padding, the layers compute
-        only these; `places` then count them alone.
+        Keys beyond a row's length are masked. `places` are the flat indices of the tokens whose logits are wanted.
+        `real` holds the row and the flat index of each real token: the layers then compute only these, and `places`
+        index into them.
         """
         with torch.autocast(tokens.device.type, enabled=False):
-            layout = make_layout(*real, lengths, width=tokens.shape[1]) if real is not None else None
-            return self._forward(
-                tokens, lengths, latents, text_time, latent_time, without_latent, places, layout
-            )
-
-    def _forward(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        latents: torch.Tensor,
-        text_time: torch.Tensor,
-        latent_time: torch.Tensor,
-        without_latent: torch.Tensor | None,
-        places: torch.Tensor | None,
-        layout: Layout | None,
-    ) -> Output:
-        dtype, width = self.compute_dtype, tokens.shape[1]
-        positions = torch.arange(width, device=tokens.device)
-        text = (self.token_embedding(tokens) + self.position_embedding(positions)).to(dtype)
-        if layout is not None:
-            text = to_tokens(text, layout)
-        latent = self._embed_latent(latents, without_latent)
-        times = [self.text_time(text_time, dtype), self.latent_time(latent_time, dtype)]
-        cond = self.times_out(functional.silu(self.times_in(functional.silu(torch.cat(times, dim=-1)))))
-        cond = functional.silu(cond)
-        length = self._length_logits(latent) if self.keeps_text else None
-        mask = self._key_mask(lengths, width)
-        last = len(self.blocks) - 1
-        for number, block in enumerate(self.blocks):
-            keeps = (number < last or self.keeps_text, number < last or self.keeps_latent)
-            if self._recomputes is not None and self.training:
-                text, latent = checkpoint(block, text, latent, cond, mask, *keeps, layout, **self._recomputes)
-            else:
-                text, latent = block(text, latent, cond, mask, *keeps, layout)
-        logits = self._text_logits(text, cond, places, layout) if self.keeps_text else None
-        vector = self._predict_latent(latent, cond) if self.keeps_latent else None
-        return Output(logits, vector, length)
+            dtype, width = self.compute_dtype, tokens.shape[1]
+            layout = make_layout(*real, lengths, width=width) if real is not None else None
+            positions = torch.arange(width, device=tokens.device)
+            text = (self.token_embedding(tokens) + self.position_embedding(positions)).to(dtype)
+            if layout is not None:
+                text = to_tokens(text, layout)
+            latent = self._embed_latent(latents, without_latent)
+            times = [self.text_time(text_time, dtype), self.latent_time(latent_time, dtype)]
+            cond = self.times_out(functional.silu(self.times_in(functional.silu(torch.cat(times, dim=-1)))))
+            cond = functional.silu(cond)
+            length = self._length_logits(latent) if self.keeps_text else None
+            mask = self._key_mask(lengths, width)
+            last = len(self.blocks) - 1
+            for number, block in enumerate(self.blocks):
+                keeps = (number < last or self.keeps_text, number < last or self.keeps_latent)
+                if self._recomputes is not None and self.training:
+                    text, latent = checkpoint(
+                        block, text, latent, cond, mask, *keeps, layout, **self._recomputes
+                    )
+                else:
+                    text, latent = block(text, latent, cond, mask, *keeps, layout)
+            logits = self._text_logits(text, cond, places, layout) if self.keeps_text else None
+            vector = self._predict_latent(latent, cond) if self.keeps_latent else None
+            return Output(logits, vector, length)
 
     def _embed_latent(self, latents: torch.Tensor, without: torch.Tensor | None) -> torch.Tensor:
         rows, many = len(latents), self.settings.latent_tokens
@@ -286,7 +351,7 @@ class LatentDiffusionModel(nn.Module):
         return self.latent_head(modulate(latent, shift, scale).flatten(1)).float()
 
     def predict(self, *, text: bool, latent: bool) -> None:
-        """Choose what is predicted, and freeze the weights that nothing else needs."""
+        """Choose the outputs, and freeze weights that only other outputs need."""
         self.keeps_text, self.keeps_latent = text, latent
         last = self.blocks[-1]
         for kept, stream, heads in (
@@ -308,7 +373,7 @@ class LatentDiffusionModel(nn.Module):
 def attend_plainly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attend with scores that are held for the backward pass."""
+    """Attend without a fused kernel: the scores are kept for the backward pass."""
     scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -316,10 +381,10 @@ def attend_plainly(
 
 
 def per_token(per_row: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-    """Return what each row has in a shape that is applied to its tokens."""
+    """Return per-row values in a shape that broadcasts over the tokens of each row."""
     return per_row[:, None] if layout is None else for_tokens(per_row, layout)
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Normalise without weights of its own, then shift and scale by the time embedding."""
+    """Apply a layer norm without weights, then shift and scale."""
     return functional.layer_norm(x, (x.shape[-1],)) * (1 + scale) + shift

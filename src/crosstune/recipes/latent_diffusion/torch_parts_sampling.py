@@ -5,34 +5,33 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch.nn import functional
 
-from crosstune.recipes.latent_diffusion.noise import T_MIN
+from crosstune.core.check_shapes import check_fit
+from crosstune.core.errors import UserError
+from crosstune.recipes.latent_diffusion.noise import T_MIN, draw
 from crosstune.recipes.latent_diffusion.sampling import Decoded, DecodeOptions, Generated, OnStep, surer
-from crosstune.recipes.latent_diffusion.torch_parts_bound import sum_of_nats
-from crosstune.recipes.latent_diffusion.torch_parts_denoise import (
-    at_data_norm,
-    choose,
-    ddim_step,
-    to_clean,
-    unmask,
-)
+from crosstune.recipes.latent_diffusion.settings import ModelSettings
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel, Output
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, NUM_SPECIAL, PAD
 from crosstune.torch_engine.device import evaluating
+from crosstune.torch_engine.stream import find_tensors, read_tensor
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BATCH = 512
 _NATS_ROWS = 1024
-"""Rows that the bound is estimated from, at least."""
+"""Fewest rows that estimate the bound."""
 
 
 class Sampler:
-    """Decode, encode and generate in batches. Random numbers come from a generator of its own."""
+    """Decode, encode and generate in batches, with random numbers of a seeded generator."""
 
     def __init__(self, model: LatentDiffusionModel, *, batch_size: int = _BATCH) -> None:
         self.model, self.batch_size = model, batch_size
@@ -74,20 +73,43 @@ class Sampler:
     def nats_per_token(
         self, tokens: NDArray[Any], lengths: NDArray[Any], latents: NDArray[Any], *, seed: int = 0
     ) -> float:
-        """Return the bound on the negative log likelihood of texts of known lengths, given vectors of norm 1. Few texts
-        are masked several times, since the estimate from one time of each is rough."""
+        """Return the bound on the negative log likelihood of texts of known lengths, given vectors of norm 1.
+
+        Few texts are masked several times, since one time for each gives a rough estimate.
+        """
         draws = -(-_NATS_ROWS // max(1, len(tokens)))
         total = 0.0
         with self._evaluating():
-            for draw, (number, part) in itertools.product(range(draws), enumerate(self._parts(len(tokens)))):
-                total += sum_of_nats(
-                    self.model,
+            for turn, (number, part) in itertools.product(range(draws), enumerate(self._parts(len(tokens)))):
+                total += self.sum_of_nats(
                     self._ids(tokens[part]),
                     self._ids(lengths[part]),
                     self._scaled(latents[part]),
-                    key=(seed, draw, number),
+                    key=(seed, turn, number),
                 )
         return total / draws / max(1, int(np.sum(lengths)))
+
+    def sum_of_nats(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, latents: torch.Tensor, *, key: tuple[int, ...]
+    ) -> float:
+        """Return an unbiased estimate of the bound, summed over texts: the cross entropy of masked tokens divided by
+        the masked share, at one time for each text. `latents` have unit variance."""
+        drawn = draw(
+            lengths.cpu().numpy().astype(np.int32),
+            max_tokens=tokens.shape[1],
+            dim=latents.shape[1],
+            shares={"l2t": 1.0},
+            dropped=0.0,
+            key=key,
+        )
+        masked = torch.from_numpy(drawn.masked).to(tokens.device)
+        time = torch.from_numpy(drawn.text_time).to(tokens.device)
+        output = self.model(torch.where(masked, MASK, tokens), lengths, latents, time, torch.zeros_like(time))
+        assert output.logits is not None, "the model was trained without predicting text"
+        each = functional.cross_entropy(
+            output.logits.float().transpose(1, 2), tokens.long(), reduction="none"
+        )
+        return float((each * masked / time[:, None]).sum())
 
     def fill(
         self,
@@ -98,7 +120,7 @@ class Sampler:
         options: DecodeOptions,
         on_step: OnStep | None = None,
     ) -> Decoded:
-        """Return the tokens with the masked ones filled in, and the probability that each had when it was chosen."""
+        """Fill in the masked tokens; return them with the probability of each when it was chosen."""
         filled, scores, seeded = [], [], self._seeded(options.seed)
         with self._evaluating():
             for part in self._parts(len(tokens)):
@@ -135,8 +157,8 @@ class Sampler:
         return np.concatenate(found)
 
     def generate(self, count: int, *, options: DecodeOptions, on_step: OnStep | None = None) -> Generated:
-        """Return new texts and their vectors, denoised together: masked tokens and a noisy vector, each seen by the
-        other. The lengths are drawn from what the length head gives for the noise."""
+        """Return new texts and their vectors, denoised together. Lengths are drawn from the length head's
+        distribution for the noise."""
         tokens, lengths, vectors = [], [], []
         seeded = self._seeded(options.seed)
         with self._evaluating():
@@ -288,9 +310,86 @@ class Sampler:
             yield
 
 
+def load_sampler(folder: Path, settings: ModelSettings, *, device: torch.device, dtype: str) -> Sampler:
+    """Return a sampler with the weights of a folder."""
+    with torch.device("meta"):
+        model = LatentDiffusionModel(settings, compute_dtype=DTYPES[dtype])
+    try:
+        tensors = {name: read_tensor(place) for name, place in find_tensors(folder).items()}
+    except SafetensorError as error:
+        raise UserError(f"The weights of {folder} are damaged.", why=f"{error}.") from error
+    check_fit(
+        {name: tuple(p.shape) for name, p in model.named_parameters()},
+        {name: tensor.numpy() for name, tensor in tensors.items()},
+    )
+    model.load_state_dict(tensors, assign=True)
+    return Sampler(model.to(device, DTYPES[dtype]).eval().requires_grad_(False))
+
+
 def _logits_of(output: Output) -> torch.Tensor:
-    """Return the logits in fp32, without the special tokens, which are never the answer."""
+    """Return the logits in fp32, with -inf for the special tokens."""
     assert output.logits is not None, "the model was trained without predicting text"
     logits = output.logits.float()
     logits[..., :NUM_SPECIAL] = -torch.inf
     return logits
+
+
+def unmask(
+    tokens: torch.Tensor,
+    logits: torch.Tensor,
+    *,
+    left: torch.Tensor,
+    temperature: float,
+    seeded: torch.Generator,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Fill in the most confident predictions until `left` tokens of each row are masked.
+
+    Return the tokens, a mask of those filled in now, and the probability of each prediction.
+    """
+    masked = tokens == MASK
+    chosen, sure = choose(logits, temperature=temperature, seeded=seeded)
+    order = torch.where(masked, sure, -torch.inf).argsort(dim=1, descending=True).argsort(dim=1)
+    opened = masked & (order < (masked.sum(1) - left)[:, None])
+    return torch.where(opened, chosen, tokens), opened, sure
+
+
+def choose(
+    logits: torch.Tensor, *, temperature: float, seeded: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a token for each place, the likeliest or a drawn one, and its probability."""
+    chances = (logits / (temperature or 1.0)).softmax(-1)
+    if temperature:
+        chosen = torch.multinomial(chances.flatten(0, -2), 1, generator=seeded).view(chances.shape[:-1])
+    else:
+        chosen = chances.argmax(-1)
+    return chosen, chances.gather(-1, chosen[..., None])[..., 0]
+
+
+def ddim_step(
+    noisy: torch.Tensor, clean: torch.Tensor, *, now: torch.Tensor, after: torch.Tensor
+) -> torch.Tensor:
+    """Move noisy vectors from one time to the next, towards the predicted clean vectors."""
+    alpha, sigma = signal_noise(now)
+    next_alpha, next_sigma = signal_noise(after)
+    return next_alpha * clean + next_sigma * (noisy - alpha * clean) / sigma
+
+
+def at_data_norm(vectors: torch.Tensor) -> torch.Tensor:
+    """Scale vectors to the norm that every vector of the data has inside the model."""
+    return functional.normalize(vectors, dim=-1) * vectors.shape[-1] ** 0.5
+
+
+def signal_noise(time: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factors of the clean vector and of the noise, as columns."""
+    angle = 0.5 * torch.pi * time.float()[:, None]
+    return angle.cos(), angle.sin()
+
+
+def to_clean(predicted: torch.Tensor, noisy: torch.Tensor, time: torch.Tensor, kind: str) -> torch.Tensor:
+    """Return the clean vector that corresponds to a prediction."""
+    if kind == "x0":
+        return predicted
+    alpha, sigma = signal_noise(time)
+    if kind == "v":
+        return alpha * noisy - sigma * predicted
+    return (noisy - sigma * predicted) / alpha.clamp(min=1e-3)

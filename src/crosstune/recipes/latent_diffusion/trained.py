@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.core.missing_paths import missing_run
 from crosstune.recipes.latent_diffusion.encoders import UNRECORDED, Encoder, open_encoder_of
-from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, load_array
-from crosstune.recipes.latent_diffusion.sampling import Samples
+from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, load_array, normalise_vectors
 from crosstune.recipes.latent_diffusion.settings import SETTINGS, ModelSettings, load_settings
 from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, load_vocabulary
-from crosstune.recipes.latent_diffusion.write_pairs import normalise_vectors
+
+if TYPE_CHECKING:
+    from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
 
 _CANNOT = {
     "l2t": "decode vectors",
@@ -29,13 +30,12 @@ class Trained:
     folder: Path
     settings: ModelSettings
     facts: dict[str, Any]
-    """The modes that were trained, and the encoder of the vectors."""
+    """The trained modes and the encoder's record."""
     vocabulary: Vocabulary
-    sampler: Samples
+    sampler: Sampler
 
     def check_mode(self, needed: str) -> None:
-        """Raise if the model was not trained for `l2t`, `t2l` or `unconditional`. Training on both from noise teaches
-        the other two as well, since it draws the two times apart."""
+        """Raise if the model was not trained for a mode. Unconditional training covers the other two as well."""
         modes = set(self.facts["modes"])
         if needed in modes or (needed != "unconditional" and "unconditional" in modes):
             return
@@ -47,19 +47,19 @@ class Trained:
         )
 
     def tokens_of(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the token ids of texts; raise for one that the model has no room for."""
+        """Return the token ids and lengths of texts; raise for a text that is empty or too long."""
         rows = self.vocabulary.encode(texts)
         for text, length in zip(texts, rows.lengths.tolist(), strict=True):
             if not 1 <= length <= self.settings.max_tokens:
                 raise UserError(
                     f"The text {text[:60]!r} has {length} tokens.",
-                    why=f"the model takes 1 to {self.settings.max_tokens}.",
+                    why=f"the model reads 1 to {self.settings.max_tokens}.",
                     do="give a shorter text" if length else "give a text",
                 )
         return rows.stack(width=self.settings.max_tokens), rows.lengths
 
     def vectors_of(self, path: Path) -> tuple[NDArray[Any], int]:
-        """Return the vectors in an .npy file with norm 1, and how many had another norm."""
+        """Return the normalised vectors of an .npy file, and how many had a different norm."""
         vectors = load_array(path)
         if vectors.ndim == 1:
             vectors = vectors[None]
@@ -79,8 +79,8 @@ class Trained:
         check_dim(pairs.splits["train"].latents, self.settings.latent_dim, source=str(pairs.folder))
         if pairs.manifest["encoder"].get("sha256") != self.facts["encoder"].get("sha256"):
             raise UserError(
-                f"The vectors of {pairs.folder} come from another encoder than the model's.",
-                why=f"they come from {pairs.manifest['encoder'].get('name')}, the model was trained on those of "
+                f"The vectors of {pairs.folder} were not made by the model's encoder.",
+                why=f"they come from {pairs.manifest['encoder'].get('name')}, and the model was trained with "
                 f"{self.facts['encoder'].get('name')}.",
                 do="build the pairs with the model's encoder",
             )
@@ -92,7 +92,7 @@ def check_dim(vectors: NDArray[Any], dim: int, *, source: str) -> None:
     if vectors.ndim != 2 or vectors.dtype.kind != "f" or vectors.shape[1] != dim:
         raise UserError(
             f"The vectors of {source} do not fit the model.",
-            why=f"they are {vectors.dtype} {list(vectors.shape)}, and the model takes {dim} dimensions.",
+            why=f"they are {vectors.dtype} {list(vectors.shape)}, and the model reads {dim} dimensions.",
             do="embed the texts with the encoder that the model was trained with",
         )
 
@@ -111,12 +111,13 @@ def open_trained(path: Path, *, device: str | None = None, dtype: str = "fp32") 
     settings, facts = load_settings(folder)
     if not isinstance(facts.get("encoder"), dict) or not isinstance(facts.get("modes"), list):
         raise UserError(f"{folder / SETTINGS} is incomplete.", why="it names no encoder or no modes.")
-    from crosstune.recipes.latent_diffusion.torch_parts_load import load_sampler
+    from crosstune.recipes.latent_diffusion.torch_parts import choose_device
+    from crosstune.recipes.latent_diffusion.torch_parts_sampling import load_sampler
 
     return Trained(
         folder=folder,
         settings=settings,
         facts=facts,
         vocabulary=load_vocabulary(folder),
-        sampler=load_sampler(folder, settings, device=device, dtype=dtype),
+        sampler=load_sampler(folder, settings, device=choose_device(device), dtype=dtype),
     )

@@ -1,4 +1,4 @@
-"""Map texts to the token ids of a latent-diffusion model and back: a tokenizer, reduced to the tokens that are used."""
+"""Map texts to token ids of a latent-diffusion model and back, with a tokenizer reduced to the tokens in use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from crosstune.recipes.latent_diffusion.token_rows import Ids, TokenRows, tokeni
 
 PAD, MASK, UNKNOWN = 0, 1, 2
 NUM_SPECIAL = 3
-"""Ids before those of the kept tokens."""
+"""Number of special ids, before the kept tokens."""
 VOCABULARY = "vocabulary.json"
 TOKENIZER = "tokenizer.json"
 _FIELDS = {"kept": list_of(whole(0, 2**31 - 1))}
@@ -26,7 +26,7 @@ _FIELDS = {"kept": list_of(whole(0, 2**31 - 1))}
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The tokenizer's ids that the model knows; a token's id here is its place among them, after the special ones."""
+    """The tokenizer ids that the model knows; a token's model id is its place among them, after the special ids."""
 
     tokenizer: Tokenizer
     kept: Ids
@@ -41,7 +41,7 @@ class Vocabulary:
 
     @cached_property
     def _places(self) -> Ids:
-        """The id here of each id of the tokenizer."""
+        """The model id of each tokenizer id."""
         highest = int(max(self.tokenizer.rust.get_vocab(with_added_tokens=True).values(), default=0))
         places = np.full(max(highest, int(self.kept.max(initial=0))) + 1, UNKNOWN, np.int32)
         places[self.kept] = np.arange(NUM_SPECIAL, self.size, dtype=np.int32)
@@ -51,24 +51,21 @@ class Vocabulary:
         return self.reduce(tokenize(self.tokenizer, texts))
 
     def reduce(self, rows: TokenRows) -> TokenRows:
-        """Return ids of the tokenizer as ids of the model; those it does not know become UNKNOWN."""
+        """Convert tokenizer ids to model ids; ids outside the vocabulary become UNKNOWN."""
         inside = np.clip(rows.ids, 0, len(self._places) - 1)
         ids = np.where(rows.ids == inside, self._places[inside], UNKNOWN).astype(np.int32)
         return TokenRows(ids=ids, ends=rows.ends)
 
     def expand(self, ids: Iterable[int]) -> list[int]:
-        """Return ids of the model as ids of the tokenizer, without the special ones."""
+        """Convert model ids to tokenizer ids, without special ones."""
         return [int(self.kept[i - NUM_SPECIAL]) for i in ids if NUM_SPECIAL <= i < self.size]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.tokenizer.rust.decode(self.expand(ids))
 
     def decode_batch(self, rows: Iterable[Iterable[int]]) -> list[str]:
         texts: list[str] = self.tokenizer.rust.decode_batch([self.expand(row) for row in rows])
         return texts
 
     def show(self, ids: Iterable[int]) -> str:
-        """Return a text with a block for each masked token, as it is while it is decoded."""
+        """Return a partly decoded text, with a block for each masked token."""
         words: list[str] = []
         for token in ids:
             if token == PAD:
@@ -84,7 +81,7 @@ class Vocabulary:
         return self.tokenizer.rust.id_to_token(int(self.kept[token - NUM_SPECIAL])) or "?"
 
     def normalise(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts as a perfect model would write them: what the tokenizer keeps of them."""
+        """Return the texts as a perfect model would write them: tokenized and decoded."""
         rows = tokenize(self.tokenizer, texts)
         normalised: list[str] = self.tokenizer.rust.decode_batch(rows.tolists())
         return normalised

