@@ -21,7 +21,6 @@ from crosstune.recipes.judge.examples import JudgeBatch
 from crosstune.recipes.judge.torch_parts_scalar import ScalarHead, scalar_scores
 from crosstune.torch_engine.cross_entropy import cross_entropy_sum
 from crosstune.torch_engine.device import evaluating, memory_errors
-from crosstune.torch_engine.steady_rounding import SteadyRounding, widest
 from crosstune.torch_engine.task import MetricSums, Tensors
 from crosstune.torch_engine.tasks.causal_lm import CausalLM, takes_logits_to_keep
 
@@ -120,7 +119,7 @@ def next_log_probs(
             **_keep(session.model, last),
         ).logits[:, -last:]
         chosen = torch.tensor(list(token_ids), device=session.device)
-        log_probs = torch.log_softmax(widest(found), dim=-1).index_select(-1, chosen)
+        log_probs = torch.log_softmax(found.float(), dim=-1).index_select(-1, chosen)
     result: NDArray[np.float64] = log_probs.double().cpu().numpy()
     return result
 
@@ -131,13 +130,11 @@ def _keep(model: nn.Module, last: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def asking(session: Any) -> Iterator[None]:
-    """Run the model without gradients and dropout, in the precision of the session; in fp32, a prompt's numbers are the same
-    in every batch and after every shared prefix."""
+    """Run the model without gradients and dropout, in the precision of the session."""
     with (
         evaluating(session.model),
         memory_errors(session.device, doing=EVALUATING),
         torch.inference_mode(),
         session.precision.context(session.device),
-        SteadyRounding(),
     ):
         yield

@@ -26,7 +26,6 @@ from crosstune.torch_engine import export
 from crosstune.torch_engine.adapters import AdaptedLinear
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.load import load_model, read_config, readable_errors
-from crosstune.torch_engine.steady_rounding import SteadyRounding
 from crosstune.torch_engine.stream import find_tensors
 from crosstune.torch_engine.task import MetricSums, Opening, Tensors
 
@@ -145,7 +144,6 @@ def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.
         memory_errors(session.device, doing=EVALUATING),
         torch.inference_mode(),
         session.precision.context(session.device),
-        SteadyRounding(),
     ):
         found = pooled_scores(session.model, torch.from_numpy(ids).to(session.device), ends)
     values: NDArray[np.float64] = found.double().cpu().numpy()
