@@ -19,7 +19,6 @@ from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.examples import JudgeBatch
 from crosstune.recipes.judge.torch_parts import ScoreTokens
 from crosstune.torch_engine.kernels.choose import open_decoder, warn_of_general
-from crosstune.torch_engine.kernels.pass_graphs import SEEN_BEFORE
 from crosstune.torch_engine.load import read_pretrained
 from crosstune.torch_engine.open import open_session
 from crosstune.torch_engine.precision import PRECISIONS
@@ -59,7 +58,6 @@ def test_rows_without_padding_are_the_same_training(tiny_model: Path, window: li
     dropping, padded = open_tiny(tiny_model, "fast"), open_tiny(tiny_model, "fast")
     assert not padded.task.decoder.drops_padding
     dropping.task.decoder.drops_padding = True
-    dropping.task._shares_prefixes = padded.task._shares_prefixes = False
     for batch in window:
         arrays = dropping.task.arrays(batch)
         assert arrays["input_ids"].shape == batch.input_ids.shape
@@ -69,31 +67,6 @@ def test_rows_without_padding_are_the_same_training(tiny_model: Path, window: li
         expected, found = (train_step(session, window, lr=1e-2) for session in (padded, dropping))
         assert found.loss == pytest.approx(expected.loss, rel=1e-6)
         assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("num_batches", [1, 2])
-def test_captured_passes_are_the_same_training(
-    tiny_model: Path, window: list[TokenBatch], num_batches: int
-) -> None:
-    some, others = window[:num_batches], window[1:]
-    captured = open_tiny(tiny_model, "fast", backend="cuda", cuda_graphs=True)
-    plain = open_tiny(tiny_model, "fast", backend="cuda")
-    assert captured.captured is not None and plain.captured is None
-    for batches in [some] * (SEEN_BEFORE + 3) + [others] + [some] * 2:
-        expected, found = (train_step(session, batches, lr=1e-2) for session in (plain, captured))
-        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
-    assert len(captured.captured._graphs._captured) == num_batches
-    assert captured.evaluate(window).loss == pytest.approx(plain.evaluate(window).loss, rel=1e-5)
-    state = captured.export_state()
-    resumed = open_tiny(tiny_model, "fast", backend="cuda")
-    resumed.import_state(state)
-    captured.import_state(state)  # into the tensors that the graphs read
-    losses = [train_step(session, some, lr=1e-2).loss for session in (resumed, captured)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    captured.captured.clear()
-    assert train_step(captured, some, lr=1e-2).is_finite
 
 
 @pytest.mark.cuda

@@ -21,7 +21,6 @@ from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine import session as torch_session
 from crosstune.torch_engine.device import memory_errors
 from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.session import TorchSession
@@ -209,55 +208,3 @@ def test_batches_wait_in_pinned_memory(tiny_model: Path, examples: list[Any]) ->
     session = open_session(tiny_model, backend="cuda", precision="fp32")
     [batch] = batches(examples, 6)
     assert all(tensor.is_pinned() for tensor in session.prepare(batch).arrays.values())
-
-
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_an_update_before_the_loss_is_read_is_the_same_update(
-    tiny_model: Path, examples: list[Any], monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    options = {"backend": backend, "optimizer": "fused_adamw", "lora_dropout": 0.1, "ema_decay": 0.9}
-    states, at_once = [], []
-    whole = TorchSession.backward_and_update
-
-    def watched(session: TorchSession, *window: Any, **settings: Any) -> Any:
-        done = whole(session, *window, **settings)
-        at_once.append(done is not None)
-        return done
-
-    monkeypatch.setattr(TorchSession, "backward_and_update", watched)
-    for queued in ((), (backend,)):
-        monkeypatch.setattr(torch_session, "_QUEUED", frozenset(queued))
-        session = open_session(tiny_model, **options)
-        losses = [train_step(session, batches(examples, 3), lr=1e-2).loss for _ in range(4)]
-        states.append((losses, session.export_state()))
-    assert at_once == [False] * 5 + [True] * 3, "the first step makes the optimizer's state"
-    assert_same(states[0], states[1])
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert found[0] == expected[0]
-    for a, b in ((found[1].weights, expected[1].weights), (found[1].random, expected[1].random)):
-        assert all(np.array_equal(a[name], b[name]) for name in b)
-    for slot, arrays in expected[1].moments.items():
-        assert all(np.array_equal(found[1].moments[slot][name], array) for name, array in arrays.items())
-
-
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_non_finite_gradient_is_not_applied_before_it_is_read(
-    tiny_model: Path, examples: list[Any], monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    monkeypatch.setattr(torch_session, "_QUEUED", frozenset({backend}))
-    session = open_session(tiny_model, backend=backend, optimizer="fused_adamw", ema_decay=0.9)
-    window = batches(examples, 3)
-    for _ in range(2):
-        train_step(session, window, lr=1e-2)
-    before = session.export_state()
-    name = next(iter(session.masters.masters))
-    hook = session.masters.masters[name].register_hook(lambda gradient: gradient * float("inf"))
-    done = session.backward_and_update(prepare_window(session, window), lr=1e-2)
-    assert done is not None and not done.is_finite
-    session.discard()
-    hook.remove()
-    assert_same(([], session.export_state()), ([], before))
-    assert train_step(session, window, lr=1e-2).is_finite
-    assert not np.array_equal(session.export_state().weights[name], before.weights[name])

@@ -159,3 +159,10 @@ def test_one_option_under_two_names_is_refused() -> None:
 def test_advice_for_several_devices_names_the_options_that_do_it(name: str) -> None:
     assert "--sharding_strategy full_shard --world_size N" in DIFFERENT[name]
     assert "full_shard" in (options_by_name()["sharding_strategy"].choices or ())
+
+
+def test_a_removed_option_says_what_to_do_and_is_silent_when_off(tmp_path: Path) -> None:
+    assert list(load(file=write(tmp_path, "cuda_graphs: false\n")).asked) == []
+    for make in (lambda: load("--cuda_graphs"), lambda: load(file=write(tmp_path, "cuda_graphs: true\n"))):
+        with pytest.raises(ConfigError, match="no longer has the option cuda_graphs"):
+            make()

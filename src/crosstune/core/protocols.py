@@ -15,12 +15,6 @@ from crosstune.core.sampling import GREEDY, Sampling
 
 Array = NDArray[Any]
 Metrics = Mapping[str, float]
-IsSettled = Callable[[int, Sequence[int]], bool]
-"""Tells from the index of a prompt and the new tokens of its answer, which goes on, whether the rest of it matters no more."""
-SETTLED_EVERY = 4
-"""The number of new tokens after which an answer is asked again whether it is settled."""
-UNSURE = -1
-"""In the place of a predicted token: another one is almost as likely, so that rounding decides between them."""
 
 
 class Batch(Protocol):
@@ -181,18 +175,6 @@ class Session(Protocol):
 
 
 @runtime_checkable
-class UpdatesAtOnce(Protocol):
-    """A session that may update the weights before the host knows the loss."""
-
-    def backward_and_update(
-        self, window: Sequence[PreparedBatch], *, lr: float, loss_scale: float = 1.0
-    ) -> Backward | None:
-        """Do `backward` and, if its numbers are finite, `update`, without waiting for the device in between. Return None,
-        having done nothing, where that is not possible or gains nothing."""
-        ...
-
-
-@runtime_checkable
 class DividesState(Protocol):
     """A session that may hold only a part of the state."""
 
@@ -227,18 +209,7 @@ class Generates(Protocol):
         stop_ids: Sequence[int] = (),
         sampling: Sampling = GREEDY,
         on_token: Callable[[int], None] | None = None,
-        is_settled: IsSettled | None = None,
     ) -> list[list[int]]: ...
-
-
-@runtime_checkable
-class Predicts(Protocol):
-    """A session that can tell which tokens its model finds likeliest during an evaluation."""
-
-    def evaluate_and_predict(self, batches: Iterable[Batch]) -> tuple[EvalResult, Array | None]:
-        """Evaluate, and return the likeliest token, or UNSURE, at every supervised position, row by row. None where
-        generation may round too differently, or this process does not see every batch."""
-        ...
 
 
 class Task(Protocol):
@@ -260,13 +231,6 @@ class Task(Protocol):
     def loss(self, model: Any, arrays: Mapping[str, Any]) -> tuple[Any, Mapping[str, tuple[Any, Any]]]:
         """Return the sum of the losses of a batch, not the mean, and metrics as name -> (sum, weight)."""
         ...
-
-
-@runtime_checkable
-class SharesPrefixes(Protocol):
-    """A task that may compute tokens once that all rows of a batch begin with."""
-
-    may_share_prefixes: bool
 
 
 @runtime_checkable

@@ -52,6 +52,17 @@ class MlxTask(Protocol):
 
 
 @runtime_checkable
+class MeasuresEvaluation(Protocol):
+    """A task with metrics that are measured in evaluations alone."""
+
+    eval_metric_names: Sequence[str]
+
+    def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        """Return the sum of losses over a batch, and the sums of the evaluation's metrics."""
+        ...
+
+
+@runtime_checkable
 class WritesModel(Protocol):
     """A task that writes the whole model itself, in a format that other tools read."""
 

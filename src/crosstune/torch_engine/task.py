@@ -57,6 +57,17 @@ class TorchTask(Protocol):
 
 
 @runtime_checkable
+class MeasuresEvaluation(Protocol):
+    """A task with metrics that are measured in evaluations alone."""
+
+    eval_metric_names: Sequence[str]
+
+    def evaluate(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
+        """Return the sum of losses over a batch, and the sums of the evaluation's metrics."""
+        ...
+
+
+@runtime_checkable
 class HasOwnHead(Protocol):
     """A task whose head is trained whole, also where the rest of the model has adapters; its result is one model, with
     the adapters merged."""
@@ -96,14 +107,4 @@ class HasGeneralLayers(Protocol):
 
     def general_layers(self) -> AbstractContextManager[None]:
         """Run the model's own layers inside the block, which call their hooks."""
-        ...
-
-
-@runtime_checkable
-class TellsPredictions(Protocol):
-    """A task whose loss is over tokens, which can tell the likeliest ones."""
-
-    def predicting(self) -> AbstractContextManager[list[torch.Tensor] | None]:
-        """Collect the likeliest token, or UNSURE, at every supervised position of the batches inside the block; None if
-        generation may round differently."""
         ...

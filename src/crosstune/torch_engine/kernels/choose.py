@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from crosstune.config.plan import Plan
 from crosstune.core.base_choice import BaseChoice
 from crosstune.core.errors import UserError
-from crosstune.core.fast_layers import kept_by
 from crosstune.core.ranks import Group
 from crosstune.torch_engine.adapters import Adapted
 from crosstune.torch_engine.kernels.calibrate import LeftOut, leave_out_of_fp8, put_back_layers
@@ -22,8 +20,7 @@ from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
 from crosstune.torch_engine.kernels.operations import has_triton
-from crosstune.torch_engine.kernels.pass_graphs import PassGraphs
-from crosstune.torch_engine.kernels.recomputation import choose_recomputation, describe_layer
+from crosstune.torch_engine.kernels.recomputation import choose_recomputation
 from crosstune.torch_engine.precision import Precision
 
 
@@ -163,15 +160,3 @@ def describe_decoder(decoder: FastDecoder, *, refused: str | None, left_out: Lef
     if num_full := decoder.recompute.count("full"):
         notes.append(f"kernels: {num_full} of {len(decoder.layers)} layers are recomputed to save memory")
     return notes
-
-
-def open_graphs(
-    decoder: FastDecoder | None, parameters: Sequence[nn.Parameter], *, plan: Plan
-) -> PassGraphs | None:
-    """Return the graphs of captured passes, if the plan asks for them and the layers can be captured."""
-    if not plan.config.cuda_graphs or decoder is None or plan.backend.name != "cuda":
-        return None
-    if "full" in decoder.recompute or plan.config.use_activation_cpu_offload:
-        return None
-    layer = describe_layer(decoder, length=plan.config.context_length)
-    return PassGraphs(parameters, bytes_per_token=kept_by(layer.kept(), decoder.recompute))

@@ -21,7 +21,7 @@ from crosstune.torch_engine.kernels.halves import (
     run_attention,
     run_mlp,
 )
-from crosstune.torch_engine.kernels.head_loss import head_loss
+from crosstune.torch_engine.kernels.head_loss import head_errors, head_loss
 from crosstune.torch_engine.kernels.operations import Operations, choose_operations
 from crosstune.torch_engine.kernels.stacked import Publishing, Stacked
 
@@ -70,14 +70,13 @@ class FastDecoder:
         *,
         positions: torch.Tensor | None = None,
         bounds: torch.Tensor | None = None,
-        seen: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the normalized hidden states of all tokens, or of those with these indices over all rows. Tokens attend
-        within the documents of `positions` and `bounds`, or to those that `seen` says."""
+        within the documents of `positions` and `bounds`."""
         self.publish()
         count, length = input_ids.shape
-        documents = Documents(count, length, positions if seen is None else None, bounds, seen)
+        documents = Documents(count, length, positions, bounds)
         with torch.autocast(self.device.type, enabled=False):
             stream: Stream = (self.inner.embed_tokens(input_ids).flatten(0, 1), None)
             given = Pass(
@@ -92,14 +91,23 @@ class FastDecoder:
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the summed cross entropy of normalized hidden states."""
-        weight = self.model.get_output_embeddings().weight.detach()
         with torch.autocast(self.device.type, enabled=False):
-            return head_loss(hidden, weight.to(self.dtype), targets, self.operations)
+            return head_loss(hidden, self._head(), targets, self.operations)
+
+    def loss_and_errors(
+        self, hidden: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss for an evaluation, and which targets do not have the largest logit."""
+        with torch.autocast(self.device.type, enabled=False):
+            return head_errors(hidden, self._head(), targets, self.operations)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.model.get_output_embeddings().weight.detach()
         with torch.autocast(self.device.type, enabled=False):
-            return hidden.to(self.dtype) @ weight.to(self.dtype).t()
+            return hidden.to(self.dtype) @ self._head().t()
+
+    def _head(self) -> torch.Tensor:
+        weight: torch.Tensor = self.model.get_output_embeddings().weight
+        return weight.detach().to(self.dtype)
 
     def groups(self) -> dict[str, Stacked]:
         """Return the stacked layers by name."""
