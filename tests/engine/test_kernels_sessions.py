@@ -40,14 +40,14 @@ def test_a_run_moves_between_fast_and_general_layers(tiny_model: Path, window: l
     assert fast.trained_shapes() == general.trained_shapes()
     for _ in range(2):
         expected, found = (train_step(session, window, lr=1e-2) for session in (general, fast))
-        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
-    assert fast.evaluate(window).loss == pytest.approx(general.evaluate(window).loss, rel=1e-6)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    assert fast.evaluate(window).loss == pytest.approx(general.evaluate(window).loss, rel=1e-5)
     resumed = open_tiny(tiny_model, "general")
     resumed.import_state(fast.export_state())
     for _ in range(2):
         expected, found = (train_step(session, window, lr=1e-2) for session in (fast, resumed))
-        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
     # Text comes from transformers' layers, over the same weights.
     assert fast.generate([[5, 6, 7]], max_new_tokens=4) == resumed.generate([[5, 6, 7]], max_new_tokens=4)
 
@@ -65,8 +65,8 @@ def test_rows_without_padding_are_the_same_training(tiny_model: Path, window: li
         assert not batch.has_padding or arrays["unpadded_ids"].shape == (1, batch.num_tokens)
     for _ in range(2):
         expected, found = (train_step(session, window, lr=1e-2) for session in (padded, dropping))
-        assert found.loss == pytest.approx(expected.loss, rel=1e-6)
-        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
 
 
 @pytest.mark.cuda
@@ -175,5 +175,5 @@ def test_divided_targets_of_a_judge(tiny_model: Path, window: list[TokenBatch]) 
         )
         losses.append(session.backward(prepare_window(session, [judged])))
     for found in losses[1:]:
-        assert found.loss == pytest.approx(losses[0].loss, rel=1e-6)
-        assert found.grad_norm == pytest.approx(losses[0].grad_norm, rel=1e-5)
+        assert found.loss == pytest.approx(losses[0].loss, rel=1e-5)
+        assert found.grad_norm == pytest.approx(losses[0].grad_norm, rel=1e-4)

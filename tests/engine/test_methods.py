@@ -64,7 +64,7 @@ def test_a_quantized_layer_is_the_layer_of_its_own_dense_weight(
     out = QuantLinear(stored, bias)(x)
     expected = torch.nn.functional.linear(reference, dense, bias.to(dtype))
     for result, wanted in ((out, expected), *_gradients(out, x, expected, reference)):
-        torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)
+        assert (result - wanted).norm() <= 8 * torch.finfo(dtype).eps * wanted.norm()
     if bits >= 4:
         assert (dense.float() - weight).norm() / weight.norm() < {8: 0.03, 4: 0.15}[bits]
 
@@ -133,7 +133,7 @@ def test_new_blocks_change_nothing_at_first_and_alone_are_trained(
 ) -> None:
     session = open_session(tiny_model, train_type="llama_pro", num_new_blocks=2)
     base = open_session(tiny_model)
-    assert session.evaluate(window).loss == pytest.approx(base.evaluate(window).loss, rel=1e-6)
+    assert session.evaluate(window).loss == pytest.approx(base.evaluate(window).loss, rel=1e-5)
     before = {name: tensor.clone() for name, tensor in session.model.state_dict().items()}
     losses = [train_step(session, window, lr=3e-3).loss for _ in range(8)]
     assert losses[-1] < 0.97 * losses[0]
@@ -176,7 +176,7 @@ def test_new_blocks_change_nothing_at_first_in_families_with_biases(
     folder = tiny_of(family, tmp_path / family, vocabulary(tiny_model))
     session = open_session(folder, train_type=train_type, num_new_blocks=2)
     base = open_session(folder, train_type="lora" if train_type == "llama_pro" else "qlora")
-    assert session.evaluate(window).loss == pytest.approx(base.evaluate(window).loss, rel=1e-6)
+    assert session.evaluate(window).loss == pytest.approx(base.evaluate(window).loss, rel=1e-5)
     losses = [train_step(session, window, lr=3e-3).loss for _ in range(4)]
     assert losses[-1] < losses[0]
 

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 import mlx.core as mx
-from support import find_nonfinite, train_step
+from support import assert_same_gradients, find_nonfinite, train_step
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
@@ -211,7 +211,7 @@ def test_a_step_meets_few_shapes_and_pays_nothing_for_it(tiny_model: Path, windo
         assert rounded["input_ids"].shape[1] % 32 == 0 and rounded["places"].shape[0] % 32 == 0
         assert rounded["places"].shape != exact["places"].shape
         losses = [float(session.parts.loss(arrays)[0]) for arrays in (rounded, exact)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def feed(session: MlxSession, batch: Any, *, compiled: bool = False) -> dict[str, mx.array]:
@@ -236,11 +236,10 @@ def test_logits_by_parts_give_the_step_of_logits_at_once(
     heads = {"model.embed_tokens.weight", "lm_head.weight"} & found[0][2].keys()
     assert len(heads) == {"lora": 0, "full": 1 if tied else 2}[method]
     for loss, norm, moments, after in found[1:]:
-        assert loss == pytest.approx(found[0][0], rel=1e-6)
-        assert norm == pytest.approx(found[0][1], rel=1e-5)
+        assert loss == pytest.approx(found[0][0], rel=1e-5)
+        assert norm == pytest.approx(found[0][1], rel=1e-4)
         assert after == pytest.approx(found[0][3], rel=1e-5)
-        for name, array in moments.items():
-            np.testing.assert_allclose(array, found[0][2][name], rtol=1e-3, atol=1e-7, err_msg=name)
+        assert_same_gradients(moments, found[0][2])
 
 
 def test_logits_by_parts_take_less_memory(tiny_model: Path, window: list[Any]) -> None:

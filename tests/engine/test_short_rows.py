@@ -158,6 +158,6 @@ def test_a_model_with_short_rows_trains_as_its_general_layers(length: int, packe
     for recompute in ("none", "lean", "full"):
         decoder = FastDecoder(model, dtype=torch.float32, recompute=recompute)  # type: ignore[arg-type]
         loss = decoder.loss(decoder.hidden(ids, positions=positions), targets)
-        assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
         for found, gradient in zip(torch.autograd.grad(loss, trained), expected, strict=True):
             assert (found - gradient).norm() < 1e-5 * gradient.norm()

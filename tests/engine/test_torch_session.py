@@ -88,7 +88,7 @@ def test_the_loss_is_that_of_transformers(tiny_model: Path, examples: list[Any])
     expected = model(
         input_ids=torch.from_numpy(batch.input_ids).long(), attention_mask=mask, labels=labels
     ).loss
-    assert session.evaluate([batch]).loss == pytest.approx(expected.item(), rel=1e-6)
+    assert session.evaluate([batch]).loss == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
