@@ -48,13 +48,13 @@ from crosstune.mlx_engine.profiler import MlxProfiler
 from crosstune.mlx_engine.save_model import host_weights, save_tensors
 from crosstune.mlx_engine.task import (
     Arrays,
+    BuildContext,
     ChecksBatches,
     HasOwnGradient,
     Loss,
     MeasuresEvaluation,
     MetricSums,
     MlxTask,
-    Opening,
     WritesModel,
 )
 from crosstune.models.adapter_choice import AdapterSettings
@@ -68,7 +68,7 @@ RANDOM = "mlx"
 class Parts:
     """The parts of an opened model."""
 
-    opening: Opening
+    opening: BuildContext
     task: MlxTask
     model: nn.Module
     adapters: dict[str, Any]

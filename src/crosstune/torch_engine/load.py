@@ -56,7 +56,7 @@ def load_model(
 ) -> tuple[nn.Module, Expansion | None]:
     """Return the model, and its expansion if the method adds blocks.
 
-    `finish` is called for each block as soon as its weights are loaded, and for the rest of the model, see `Opening`.
+    `finish` is called for each block as soon as its weights are loaded, and for the rest of the model, see `BuildContext`.
     """
     config = read_config(folder)
     spec = plan.quant_spec

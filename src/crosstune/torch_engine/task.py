@@ -24,7 +24,7 @@ Finish = Callable[[nn.Module, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
+class BuildContext:
     """Arguments for building a model."""
 
     plan: Plan
@@ -43,7 +43,7 @@ class TorchTask(Protocol):
     metric_names: Sequence[str]
     """Names of the metrics that `loss` returns."""
 
-    def build(self, opening: Opening) -> nn.Module:
+    def build(self, opening: BuildContext) -> nn.Module:
         """Return the model on the device, with its weights. Frozen parameters do not require gradients."""
         ...
 

@@ -15,7 +15,7 @@ from crosstune.data.token_batch import IGNORED, TokenBatch, number_answers
 from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.load import check_stored, load_model
 from crosstune.mlx_engine.save_model import save_model
-from crosstune.mlx_engine.task import Arrays, MetricSums, Opening
+from crosstune.mlx_engine.task import Arrays, BuildContext, MetricSums
 from crosstune.models.identity import identity
 
 SMALLEST_MULTIPLE = 32
@@ -28,10 +28,10 @@ class CausalLM:
     eval_metric_names: Sequence[str] = ("exact_match",)
 
     def __init__(self) -> None:
-        self.opening: Opening | None = None
+        self.opening: BuildContext | None = None
         self._loss: CausalLoss | None = None
 
-    def build(self, opening: Opening) -> nn.Module:
+    def build(self, opening: BuildContext) -> nn.Module:
         """Load the model folder, quantized as the plan says."""
         assert opening.folder is not None, "a causal language model is built from a folder"
         self.opening = opening
@@ -112,7 +112,7 @@ class CausalLM:
         assert base is not None
         save_model(folder, model, base=base)
 
-    def _opened(self) -> Opening:
+    def _opened(self) -> BuildContext:
         assert self.opening is not None, "the model is not built yet"
         return self.opening
 

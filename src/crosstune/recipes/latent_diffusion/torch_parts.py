@@ -19,7 +19,7 @@ from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusion
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
 from crosstune.recipes.latent_diffusion.vocabulary import MASK
 from crosstune.torch_engine import export
-from crosstune.torch_engine.task import MetricSums, Opening, Tensors
+from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
 
 _OF_LATENT_LOSS = ("latents", "noise", "latent_factor")
 _WORTH_SKIPPING = 0.25
@@ -44,7 +44,7 @@ class LatentDiffusionTask:
         self.skips_padding = False
         """Whether padding is left out where there is much of it. A CPU keeps it, and with it the numbers that it had."""
 
-    def build(self, opening: Opening) -> nn.Module:
+    def build(self, opening: BuildContext) -> nn.Module:
         """Draw the model's weights on the host, so that they are the same on every device, and freeze what the modes do
         not train."""
         precision = opening.precision

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from crosstune.core.fast_layers import Recompute
 from crosstune.torch_engine.kernels import find_parts
 from crosstune.torch_engine.kernels.attention import Documents, attends_by_document, prefer_cudnn
+from crosstune.torch_engine.kernels.dispatch import choose_operations
 from crosstune.torch_engine.kernels.frozen_weights import Scratch
 from crosstune.torch_engine.kernels.halves import (
     AttentionHalf,
@@ -22,7 +23,7 @@ from crosstune.torch_engine.kernels.halves import (
     run_mlp,
 )
 from crosstune.torch_engine.kernels.head_loss import head_errors, head_loss
-from crosstune.torch_engine.kernels.operations import Operations, choose_operations
+from crosstune.torch_engine.kernels.operations import Operations
 from crosstune.torch_engine.kernels.stacked import Publishing, Stacked
 
 Layer = tuple[AttentionHalf, MLPHalf]
@@ -146,7 +147,7 @@ class FastDecoder:
                 given,
                 use_reentrant=False,
                 preserve_rng_state=False,
-                context_fn=given.again.contexts,
+                context_fn=given.recomputing.contexts,
             )
             return found
         return _run_layer(stream, layer, given, recompute == "none")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
+from crosstune.torch_engine.kernels.operations import LINES_IN_TILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +80,17 @@ class Fp8Adapters:
     def publish(self) -> None:
         from crosstune.torch_engine.kernels import triton_operations
 
-        triton_operations.write_fp8_adapters(self)
+        triton_operations.write_fp8_adapters(
+            self.table,
+            (self.tile_sides, self.tile_starts),
+            largest=self.largest,
+            factors=self.factors,
+            dtype=self.dtype,
+        )
 
     def factors_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the columns of x A and of its gradient are multiplied with, for the adapter of that index."""
         return self.factors[2 * index], self.factors[2 * index + 1]
-
-
-LINES_IN_TILE = 32
 
 
 def _fields(side: Side, ones: torch.Tensor) -> list[int]:

@@ -44,7 +44,7 @@ class MLPHalf:
     post_norm: Norm | None = None
 
 
-class Again:
+class Recomputing:
     """Tell whether a layer is being computed again for its backward pass, which does not need the layer's outputs.
 
     It is itself the context of the second pass, which is entered anew for each backward pass through the same graph.
@@ -52,7 +52,7 @@ class Again:
 
     on = False
 
-    def contexts(self) -> tuple[contextlib.AbstractContextManager[None], Again]:
+    def contexts(self) -> tuple[contextlib.AbstractContextManager[None], Recomputing]:
         """Return the contexts of the first pass and of the second one, as `torch.utils.checkpoint` takes them."""
         return contextlib.nullcontext(), self
 
@@ -71,7 +71,7 @@ class Pass:
     documents: Documents
     tables: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """The cosines and sines of each kind of rotary table: tokens of a row, or of all rows, x rotary / 2."""
-    again: Again = field(default_factory=Again)
+    recomputing: Recomputing = field(default_factory=Recomputing)
     room: int = 0
     """The columns that the last products of the halves want to the right of the stream's gradient."""
 
@@ -204,7 +204,7 @@ class _MLP(torch.autograd.Function):
         both, low = gate_up.forward(_whole(rows, buffer))
         inner = down.make_input(len(stream))
         product = post_rstd = None
-        if given.again.on and half.post_norm is None:
+        if given.recomputing.on and half.post_norm is None:
             operations.gate(both, half.activation, down.inputs_in(inner))
             low_down = down.low(inner)
             out = inner.new_empty(()).expand(len(stream), down.weights.num_outputs)  # nothing reads it

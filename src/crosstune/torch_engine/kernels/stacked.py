@@ -149,7 +149,7 @@ class Stacked:
             buffer = inputs.values
             low = self.low(buffer)
             assert self._b_columns is not None
-            matrix = self.weights.beside(self._b_columns)
+            matrix = self.weights.with_columns(self._b_columns)
             if self.bias is None:
                 return buffer @ matrix.t(), low
             return torch.addmm(self.bias, buffer, matrix.t()), low
@@ -195,7 +195,7 @@ class Stacked:
         if whole is not None:
             low_gradient = whole[:, self.weights.num_outputs :]
             torch.mm(values, self._b_columns, out=low_gradient)
-            return whole @ self.weights.above(self._a), low_gradient
+            return whole @ self.weights.with_rows(self._a), low_gradient
         if self._b_columns is not None:
             low_gradient = values @ self._b_columns
         else:

@@ -16,7 +16,7 @@ from crosstune.torch_engine.sharding.shard import shard_module, shard_root
 
 
 @dataclass(kw_only=True)
-class Finishing:
+class ShardOnLoad:
     """The parts of a model that are complete. Called with each block, and with "" for the rest."""
 
     parallel: Parallel

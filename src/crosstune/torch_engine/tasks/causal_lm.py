@@ -28,7 +28,7 @@ from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.load import load_model
 from crosstune.torch_engine.original_weights import original_weights
 from crosstune.torch_engine.stream import find_tensors, read_tensor
-from crosstune.torch_engine.task import MetricSums, Opening, Tensors
+from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
 from crosstune.torch_engine.verify import model_logits
 
 _PROBE_TOKENS = 32
@@ -73,13 +73,13 @@ class CausalLM:
     eval_metric_names: Sequence[str] = ("exact_match",)
 
     def __init__(self) -> None:
-        self.opening: Opening | None = None
+        self.opening: BuildContext | None = None
         self.expansion: Expansion | None = None
         self.decoder: FastDecoder | None = None
         """Runs the model's layers instead of transformers, if --kernels is fast."""
         self._against_trained: dict[str, Any] | None = None
 
-    def build(self, opening: Opening) -> nn.Module:
+    def build(self, opening: BuildContext) -> nn.Module:
         """Load the model folder, quantized and expanded as the plan says."""
         assert opening.folder is not None, "a causal language model is built from a folder"
         model, self.expansion = load_model(
@@ -216,7 +216,7 @@ class CausalLM:
                 as_saved = model_logits(model, prompts, precision=opening.precision, device=opening.device)
         self._against_trained = {"original": measure_agreement(as_trained, as_saved).to_json()}
 
-    def _opened(self) -> Opening:
+    def _opened(self) -> BuildContext:
         assert self.opening is not None, "the model is not built yet"
         return self.opening
 
