@@ -73,14 +73,14 @@ def with_config(source: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 def test_every_width_trains_over_what_it_stores(tiny_model: Path, window: list[Any], bits: int) -> None:
     session = open_session(tiny_model, train_type="qlora", n_bits=bits, group_size=32)
     name, adapter = next(iter(session.adapters.items()))
     assert adapter.base.bits == bits
     dense = open_session(tiny_model).adapters[name].base.weight
     error = mx.linalg.norm(dense_weight(adapter.base, mx.float32) - dense) / mx.linalg.norm(dense)
-    assert 0 < float(error) < {2: 0.8, 3: 0.4, 4: 0.2, 5: 0.1, 6: 0.05, 8: 0.02}[bits]
+    assert 0 < float(error) < {3: 0.4, 4: 0.2, 8: 0.02}[bits]
     losses = [train_step(session, window, lr=1e-2).loss for _ in range(4)]
     assert losses[-1] < losses[0]
 
@@ -164,7 +164,7 @@ def test_more_last_layers_than_there_are_mean_all(tiny_model: Path, tmp_path: Pa
         assert len(open_session(tiny_model, mlx_config=str(path)).adapters) == expected
 
 
-@pytest.mark.parametrize("bits", [0, 2, 3, 4, 8])
+@pytest.mark.parametrize("bits", [0, 3, 4])
 def test_weights_that_are_not_those_of_the_files_are_not_trained(tiny_model: Path, bits: int) -> None:
     """As mlx-lm multiplies, turns or moves those of some models while it reads them."""
     import mlx.nn as nn

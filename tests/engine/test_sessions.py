@@ -299,8 +299,7 @@ def test_fp16_scales_its_loss_and_tries_again_with_less(
     assert 1.0 < scale.factor < 2.0**40
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("train_type", ["lora", "full"])
+@pytest.mark.parametrize(("precision", "train_type"), [("bf16", "lora"), ("fp16", "full")])
 def test_short_formats_follow_fp32(
     backend: str, tiny_model: Path, windows: Windows, precision: str, train_type: str
 ) -> None:

@@ -180,7 +180,7 @@ class DividesState(Protocol):
 
     @property
     def is_divided(self) -> bool:
-        """Whether the other processes hold parts of the state, so that exporting it takes all of them."""
+        """Whether exporting the state needs all processes."""
         ...
 
 
@@ -253,7 +253,7 @@ class RecordsBase(Protocol):
 
 @runtime_checkable
 class HasNotes(Protocol):
-    """A session whose opening decided something that the user should know."""
+    """A session with notes for the user from opening it."""
 
     notes: Sequence[str]
 

@@ -129,7 +129,7 @@ def connect_devices(plan: Plan, group: Group | None, *, device: torch.device) ->
 
 
 def sharding(plan: Plan, parallel: Parallel | None, *, precision: Precision) -> ShardOnLoad | None:
-    """Return what adapts and shards each part of the model when it is loaded; None if nothing is sharded."""
+    """Return the callback that adapts and shards each block while the model loads; None without sharding."""
     if parallel is None or not parallel.strategy.sharded:
         return None
     from crosstune.torch_engine.sharding.finish import ShardOnLoad

@@ -34,4 +34,4 @@ class Parts:
     parallel: Parallel | None = None
     """None for a single process."""
     notes: Sequence[str] = ()
-    """What opening the model decided that the user should know."""
+    """Decisions made while opening the model, for the user."""

@@ -245,7 +245,7 @@ class TorchSession:
             return write_model(self.parts, folder / "model" if folder is not None else None)
 
     def _gathering(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """Gather parts in the block; replicas, which have none, need no other process."""
+        """Gather sharded state in the block; replicas need no other process."""
         return self.connected(doing) if self.is_divided else contextlib.nullcontext()
 
     def _backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
@@ -320,7 +320,7 @@ class TorchSession:
 
     @contextlib.contextmanager
     def _passes(self, window: Sequence[PreparedBatch]) -> Iterator[Iterator[tuple[PreparedBatch, bool]]]:
-        """Give the micro-batches of this rank, each with whether it counts, for a pass each."""
+        """Yield the micro-batches of this rank, each with whether it counts."""
         if self.parallel is None:
             yield ((batch, True) for batch in window)
             return
@@ -329,8 +329,8 @@ class TorchSession:
             yield self.parallel.turns(self.model, window)
 
     def _evaluation_turns(self, batches: Iterable[Batch]) -> Iterator[tuple[int, PreparedBatch, bool]]:
-        """Yield the batches of this rank with their index and whether they count: rank r takes each size-th one. A rank
-        of a sharded model that has none left takes part in the passes of the others."""
+        """Yield this rank's batches (every size-th one), each with its index and whether it counts. A rank of a sharded model
+        without a batch left joins the passes of the others with one that does not count."""
         size, rank = (self.parallel.size, self.parallel.rank) if self.parallel is not None else (1, 0)
         found = enumerate(batches)
         while together := [(index, self.prepare(batch)) for index, batch in itertools.islice(found, size)]:

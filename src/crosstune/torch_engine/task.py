@@ -35,8 +35,8 @@ class BuildContext:
     base_name: str | None = None
     """The hub id of the base model, if it came from there."""
     finish: Finish | None = None
-    """With several processes: adapts and shards a part of the model that has its weights, so that no process holds all of
-    them. Called with the model and the name of a block, at last with "" for the rest. A task need not call it."""
+    """Shard a loaded block, so that no process holds the whole model; None for one process. Call it with the model and the
+    name of a block, and last with "" for the rest; a task may leave that to the engine."""
 
 
 class TorchTask(Protocol):
@@ -80,8 +80,8 @@ class HasOwnHead(Protocol):
 class WritesModel(Protocol):
     """A task that writes the whole model itself, in a format that other tools read.
 
-    Only one process calls it. It takes tensors from `model.state_dict()` or, by canonical name in fp32, from `trained`,
-    and makes no pass of the model, which may be sharded.
+    Called on one process, without collectives: the tensors come from `model.state_dict()` or, in fp32 by canonical name,
+    from `trained`.
     """
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None: ...

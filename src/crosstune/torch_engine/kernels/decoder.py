@@ -60,7 +60,7 @@ class FastDecoder:
         """True if rows of different lengths are computed as one row of documents, without padding."""
 
     def set_recomputation(self, recompute: Sequence[Recompute] | Recompute) -> None:
-        """Set what the backward pass computes again: in each layer, or in all of them alike."""
+        """Set the recomputation mode of each layer, or one mode for all."""
         count = len(self.layers)
         self.recompute = [recompute] * count if isinstance(recompute, str) else list(recompute)
         assert len(self.recompute) == count
@@ -124,7 +124,7 @@ class FastDecoder:
         }
 
     def leave_fp8(self, names: Collection[str]) -> None:
-        """Multiply from now on densely in the groups of these names, with the layers that the model has now."""
+        """Rebuild the groups of these names from the model's present layers, with dense products."""
         self.outside_fp8 = {*self.outside_fp8, *names}
         for index, layer in enumerate(self.inner.layers):
             if any(name.startswith(f"layers.{index}.") for name in names):
@@ -132,7 +132,7 @@ class FastDecoder:
         self._publishing = Publishing(list(self.groups().values()))
 
     def publish(self) -> None:
-        """Take over the adapters as they are now; every pass does it first."""
+        """Copy the current adapters into the fast layers, before each pass."""
         self._publishing.publish()
 
     def _run(self, layer: Layer, stream: Stream, given: Pass, recompute: Recompute) -> Stream:
@@ -223,8 +223,6 @@ def _run_whole(total: torch.Tensor, layer: Layer, given: Pass) -> Stream:
 
 def _run_layer(stream: Stream, layer: Layer, given: Pass, keep: bool) -> Stream:
     attention, mlp = layer
-    with prefer_cudnn(
-        stream[0].device
-    ):  # in here, so that a layer that is computed again takes the same kernel
+    with prefer_cudnn(stream[0].device):  # inside, so that a recomputed layer uses the same kernel
         stream = run_attention(stream, attention, given, keep=keep)
     return run_mlp(stream, mlp, given, keep=keep)

@@ -18,7 +18,7 @@ class Side:
     lines: torch.Tensor
     """Lines x columns, in any strides."""
     scales: torch.Tensor | None
-    """What the lines are divided by."""
+    """Divisors of the lines; None for ones."""
     target: torch.Tensor
     """The place for the parts: lines x (3 times the columns, or more), in e4m3."""
     length: int
@@ -36,7 +36,7 @@ class Fp8Adapter:
     """Outputs x columns, with the scale of each adapter."""
 
     def sides(self) -> tuple[Side, Side]:
-        """Return what is multiplied with x A, and what is multiplied with the gradient of x A."""
+        """Return the factors of x A and of the gradient of x A."""
         weights = self.weights
         forward = Side(
             lines=self.b,

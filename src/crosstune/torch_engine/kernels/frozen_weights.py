@@ -146,7 +146,7 @@ def make_dense(
 
 
 def takes_row_scales(base: QuantLinear, device: torch.device) -> bool:
-    """Return whether our own kernel makes a layer dense: it takes 8 weights of a row at a time."""
+    """Return whether our kernel can dequantize a layer: it reads 8 weights of a row at a time."""
     is_nf4 = base.stored.facts.get("quant_type") == "nf4" and base.in_features % 8 == 0
     return device.type == "cuda" and is_nf4 and has_triton()
 

@@ -33,7 +33,7 @@ def head_errors(
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Logits exist for one chunk at a time; what is kept is the gradient of the hidden states."""
+    """Logits exist for one chunk at a time; only the gradient of the hidden states is kept."""
 
     @staticmethod
     def forward(

@@ -356,7 +356,7 @@ def _empty_rows(values: torch.Tensor, quantize: Quantize | None) -> Rows:
 
 
 def _packed(rows: Rows) -> torch.Tensor:
-    """Return the e4m3 copy without what stands left of it; where there is none, what a kernel may take for it."""
+    """Return the e4m3 copy without its left columns, or a placeholder if there is no copy."""
     return (
         rows.values if rows.packed is None else rows.packed[:, rows.packed.shape[1] - rows.values.shape[1] :]
     )

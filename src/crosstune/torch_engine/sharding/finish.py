@@ -17,7 +17,7 @@ from crosstune.torch_engine.sharding.shard import shard_module, shard_root
 
 @dataclass(kw_only=True)
 class ShardOnLoad:
-    """The parts of a model that are complete. Called with each block, and with "" for the rest."""
+    """Adapt and shard a part of a model as soon as its weights are loaded. Called with each block, and with "" for the rest."""
 
     parallel: Parallel
     cpu_offload: bool
