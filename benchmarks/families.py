@@ -167,7 +167,7 @@ def compare(
     recipe = open_recipe(config, model_folder=model, observer=Observers())
     order = [recipe.rows(step) for step in range(num_steps)]
     # Some families' tokenizer classes split text in their own way, whatever tokenizer.json says.
-    expected, _ = reference.reference_run(
+    expected, *_ = reference.reference_run(
         model, options, order, make=reference_model, tokenizer_folder=tokens
     )
     worst = max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(ours, expected, strict=True))

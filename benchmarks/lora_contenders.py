@@ -17,10 +17,8 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 OURS: dict[str, dict[str, Any]] = {
     "ours bf16": {},
     "ours bf16 recompute": {"use_gradient_checkpointing": True},
-    "ours bf16 graphs": {"cuda_graphs": True},
     "ours bf16 general": {"kernels": "general"},
     "ours nf4": {"train_type": "qlora"},
-    "ours nf4 graphs": {"train_type": "qlora", "cuda_graphs": True},
     "ours nf4 recompute": {"train_type": "qlora", "use_gradient_checkpointing": True},
     "ours nf4 recompute offload": {
         "train_type": "qlora",
@@ -28,7 +26,6 @@ OURS: dict[str, dict[str, Any]] = {
         "use_activation_cpu_offload": True,
     },
     "ours fp8": {"base_precision": "fp8"},
-    "ours fp8 graphs": {"base_precision": "fp8", "cuda_graphs": True},
     "ours nf4 in fp8": {"train_type": "qlora", "base_precision": "fp8"},
 }
 PEERS = (
@@ -65,7 +62,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     first = steps[0]()
     synchronize(device)
     first_s = time.perf_counter() - started
-    for index in range(max(job["warmup"], 5 if "graphs" in job["contender"] else 0)):
+    for index in range(job["warmup"]):
         steps[index % len(steps)]()
     times, loss, until = [], first, time.perf_counter() + job["seconds"]
     # A round is all batches once: short examples make batches of very different sizes.

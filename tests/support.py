@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from crosstune.core.protocols import Backward, Batch, Session
 from crosstune.core.scaling import LossScale, needs_loss_scale
@@ -39,6 +41,34 @@ def train_step(
     if scale is None:
         scale = LossScale(enabled=needs_loss_scale(session.plan.precision))  # type: ignore[attr-defined]
     return take_step(session, prepare_window(session, window), lr=lr, scale=scale)
+
+
+def assert_close_after_adam(
+    found: Mapping[str, Any], expected: Mapping[str, Any], *, lr: float, num_steps: int
+) -> None:
+    """Compare weights by how far Adam can move them: lr in each step.
+
+    Adam divides a gradient by its own size, so a gradient that is all rounding still moves its weight by lr, either way.
+    Single weights may thus differ by one step; on average they differ by little of the whole path.
+    """
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        distance = np.abs(np.asarray(found[name], np.float64) - np.asarray(array, np.float64))
+        assert distance.max() <= 2 * lr, f"{name}: {distance.max():.1e} of 2 x {lr}"
+        assert distance.mean() <= 1e-3 * lr * num_steps, (
+            f"{name}: {distance.mean():.1e} of {num_steps} x {lr}"
+        )
+
+
+def assert_same_gradients(
+    found: Mapping[str, Any], expected: Mapping[str, Any], *, bound: float = 1e-5
+) -> None:
+    """Compare gradients by the norm of each: an element that is a small sum of large terms has the rounding of the terms."""
+    assert found.keys() == expected.keys() and expected
+    for name, array in expected.items():
+        wanted = np.asarray(array, np.float64)
+        distance = np.linalg.norm(np.asarray(found[name], np.float64) - wanted)
+        assert distance <= bound * np.linalg.norm(wanted), f"{name}: {distance / np.linalg.norm(wanted):.1e}"
 
 
 def find_nonfinite(session: Session, window: Sequence[Batch]) -> str:

@@ -1,4 +1,4 @@
-"""Compare every collective of the staged backend with plain gloo, and a training over each, in one rank.
+"""Compare the collectives of the staged backend with plain gloo, and a training over each, in one rank.
 
 Started by test_staged_backend.py; arguments: the device, and `stage_host` to copy host tensors too.
 """
@@ -69,13 +69,6 @@ def collectives(device: str, group: Any) -> Iterator[tuple[str, Callable[[], Any
 
     yield "all_reduce_coalesced", coalesced
 
-    def reduced_to_one() -> torch.Tensor:
-        tensor = draw(4, **new)
-        dist.reduce(tensor, dst=1, group=group)
-        return tensor if rank == 1 else draw(4, **new)
-
-    yield "reduce", reduced_to_one
-
     def sent_to_all() -> torch.Tensor:
         tensor = draw(4, 2, **new)
         dist.broadcast(tensor, src=1, group=group)
@@ -94,56 +87,13 @@ def collectives(device: str, group: Any) -> Iterator[tuple[str, Callable[[], Any
         yield f"all_gather {dtype}", lambda dtype=dtype: gathered(dtype)
 
     def scattered(op: Any, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-        one, two = torch.empty(2, 3, dtype=dtype, **new), torch.empty(2, 3, dtype=dtype, **new)
-        dist.reduce_scatter_tensor(one, draw(size * 2, 3, dtype=dtype, **new), op=op, group=group)
-        dist.reduce_scatter(
-            two, [draw(2, 3, seed=n, dtype=dtype, **new) for n in range(size)], op=op, group=group
-        )
-        return [one, two]
+        own = torch.empty(2, 3, dtype=dtype, **new)
+        dist.reduce_scatter_tensor(own, draw(size * 2, 3, dtype=dtype, **new), op=op, group=group)
+        return [own]
 
     yield "reduce_scatter", lambda: scattered(Sum)
     yield "reduce_scatter mean", lambda: scattered(Mean)
     yield "reduce_scatter bf16", lambda: scattered(Sum, torch.bfloat16)
-
-    def exchanged() -> list[torch.Tensor]:
-        single = torch.empty(size * 2, 3, **new)
-        dist.all_to_all_single(single, draw(size * 2, 3, **new), group=group)
-        uneven = torch.empty(size * (rank + 1), 2, **new)
-        sizes = [rank + 1] * size
-        given = draw(sum(range(1, size + 1)), 2, **new)
-        dist.all_to_all_single(uneven, given, sizes, list(range(1, size + 1)), group=group)
-        parts = [torch.empty(3, 2, **new) for _ in range(size)]
-        dist.all_to_all(parts, [draw(3, 2, seed=n, **new) for n in range(size)], group=group)
-        return [single, uneven, *parts]
-
-    yield "all_to_all", exchanged
-
-    def through_one() -> list[torch.Tensor]:
-        parts = [torch.empty(3, **new) for _ in range(size)] if rank == 0 else None
-        dist.gather(draw(3, **new), parts, dst=0, group=group)
-        own = torch.empty(3, **new)
-        given = [draw(3, seed=n, **new) for n in range(size)] if rank == 0 else None
-        dist.scatter(own, given, src=0, group=group)
-        return [own, *(parts or [])]
-
-    yield "gather and scatter", through_one
-
-    def passed_on() -> list[torch.Tensor]:
-        """Large enough that a send waits for its receiver: both must be under way before either is awaited."""
-        received, more = torch.empty(300_000, **new), torch.empty(7, **new)
-        operations = [
-            dist.P2POp(dist.isend, draw(300_000, **new), (rank + 1) % size, group),
-            dist.P2POp(dist.irecv, received, (rank - 1) % size, group),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        if rank == 0:
-            dist.send(draw(7, **new), dst=1, group=group)
-        elif rank == 1:
-            assert dist.recv(more, group=group) == 0
-        return [received, more if rank == 1 else received]
-
-    yield "send and recv", passed_on
 
     def asynchronous() -> list[torch.Tensor]:
         tensors = [draw(100, seed=n, **new) for n in range(3)]

@@ -84,9 +84,9 @@ def tensors_of(batch: TokenBatch) -> dict[str, torch.Tensor]:
 def test_only_columns_with_supervision_are_kept() -> None:
     batch = make_batch()
     arrays = CausalLM().arrays(batch)
-    assert set(arrays) == {"input_ids", "columns", "targets", "places"}
+    assert set(arrays) == {"input_ids", "columns", "targets", "answers", "places"}
     assert arrays["columns"].tolist() == [1, 3, 4]
-    assert arrays["targets"].tolist() == [[7, IGNORED, 8], [IGNORED, 0, 9]]
+    assert arrays["targets"].tolist() == [7, 8, 0, 9] and arrays["answers"].tolist() == [0, 0, 1, 1]
     assert arrays["places"].tolist() == [0, 2, 4, 5]
     assert arrays["input_ids"].tolist() == batch.input_ids.tolist()
     assert {array.dtype for array in arrays.values()} == {np.dtype(np.int64)}
@@ -95,7 +95,7 @@ def test_only_columns_with_supervision_are_kept() -> None:
 def test_nothing_is_chosen_where_all_is_supervised() -> None:
     batch = make_batch()
     batch.targets[:] = 1
-    assert set(CausalLM().arrays(batch)) == {"input_ids", "columns", "targets"}
+    assert set(CausalLM().arrays(batch)) == {"input_ids", "columns", "targets", "answers"}
 
 
 def test_a_packed_batch_has_positions() -> None:
@@ -108,9 +108,9 @@ def test_a_batch_without_supervision_still_has_a_column_and_no_loss() -> None:
     batch = make_batch()
     batch.targets[:] = IGNORED
     tensors = tensors_of(batch)
-    assert tensors["columns"].tolist() == [0] and tensors["targets"].tolist() == [[IGNORED], [IGNORED]]
-    loss, _ = CausalLM().loss(Cuts(), tensors)
-    assert loss.item() == 0.0
+    assert tensors["columns"].tolist() == [0] and tensors["targets"].tolist() == []
+    loss, sums = CausalLM().evaluate(Cuts(), tensors)
+    assert loss.item() == 0.0 and sums == {"exact_match": (0, 0)}
 
 
 @pytest.mark.parametrize("packed", [False, True])

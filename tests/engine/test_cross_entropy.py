@@ -37,7 +37,7 @@ def test_parts_equal_the_whole(dtype: torch.dtype, rows: int, monkeypatch: pytes
     parts = logits.clone().requires_grad_()
     found = cross_entropy_sum(parts, targets)
     assert found.dtype == torch.float32
-    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
     (found * 0.37).backward()
     assert parts.grad is not None and parts.grad.dtype == dtype
     bound = 1e-6 if dtype == torch.float32 else 2e-2
@@ -51,7 +51,7 @@ def test_nothing_is_kept_when_no_gradient_is_wanted(monkeypatch: pytest.MonkeyPa
         found = cross_entropy_sum(logits, targets)
     assert not found.requires_grad
     assert largest.size == 10  # the logits of one part, and no room for a gradient of all 40
-    assert float(found) == pytest.approx(float(F.cross_entropy(logits, targets, reduction="sum")), rel=1e-6)
+    assert float(found) == pytest.approx(float(F.cross_entropy(logits, targets, reduction="sum")), rel=1e-5)
 
 
 def test_parts_make_no_fp32_copy_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,33 +53,6 @@ def test_generation_of_several_prompts_is_that_of_each_alone(
     third = together[0][2]
     [cut] = session.generate(prompts[:1], max_new_tokens=8, stop_ids=[third])
     assert cut == together[0][: together[0].index(third)]
-
-
-def test_a_settled_answer_is_not_continued(
-    backend: str, tiny_model: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = open_session(backend, tiny_model)
-    whole = session.generate(prompts, max_new_tokens=11)
-    assert {len(answer) for answer in whole} == {11}
-    asked: list[tuple[int, list[int]]] = []
-
-    def is_settled(row: int, tokens: Sequence[int]) -> bool:
-        asked.append((row, list(tokens)))
-        return row == 1 or len(tokens) == 8
-
-    def check() -> None:
-        answers = session.generate(prompts, max_new_tokens=11, is_settled=is_settled)
-        assert answers == [answer[: 4 if row == 1 else 8] for row, answer in enumerate(whole)]
-        assert sorted({(row, len(tokens)) for row, tokens in asked}) == sorted(
-            (row, length) for row in range(len(prompts)) for length in (4, 8) if (row, length) != (1, 8)
-        )
-        assert all(tokens == whole[row][: len(tokens)] for row, tokens in asked)
-
-    check()
-    if backend == "mlx":  # a prompt at a time, as for models without caches for padding
-        asked.clear()
-        monkeypatch.setattr("crosstune.mlx_engine.generate.takes_padding", lambda _: False)
-        check()
 
 
 def test_sampling_follows_its_seed_and_leaves_training_alone(

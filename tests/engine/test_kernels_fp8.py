@@ -140,8 +140,7 @@ def test_groups_leave_fp8_until_predictions_are_near_those_of_the_folder(sharp_m
     )
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("prefix", ["model.", ""])
+@pytest.mark.parametrize(("name", "prefix"), [*((name, "model.") for name in CONFIGS), ("llama", "")])
 def test_groups_of_every_family_leave_fp8(name: str, prefix: str, tmp_path: Path) -> None:
     model, adapters, folder = make_sharp(name, tmp_path, prefix=prefix)
     quantize_base(

@@ -83,6 +83,7 @@ def make_feed() -> Arrays:
         "places": mx.array(np.sort(draw.choice(24, 9, replace=False)).astype(np.int32)),
         "targets": mx.array(draw.integers(1, 100, 9).astype(np.int32)),
         "counted": mx.array(np.full(9, 0.37, np.float32)),
+        "answers": mx.array(np.repeat([0, 1], [4, 5]).astype(np.int32)),
     }
 
 

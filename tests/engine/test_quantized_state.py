@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -43,7 +42,8 @@ KINDS = [
 SMALL = QuantSpec(quantizer="hqq", bits=4, group_size=64, kind="int")
 """Stands for HQQ with zero points and scales in 8 bits."""
 ALL = [*KINDS, SMALL]
-SOME = [KINDS[0], KINDS[3], KINDS[5], KINDS[-2], SMALL]
+ONE_EACH = [KINDS[0], KINDS[3], KINDS[5], KINDS[6], KINDS[9], KINDS[10], SMALL]
+"""One for each way of storing."""
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -142,7 +142,7 @@ def test_4_bit_blocks_run_on_from_row_to_row(kind: str, columns: int) -> None:
     assert (dense - weight).norm() / weight.norm() < 0.15
 
 
-@pytest.mark.parametrize("spec", ALL, ids=name_of)
+@pytest.mark.parametrize("spec", ONE_EACH, ids=name_of)
 def test_a_state_dict_holds_everything(spec: QuantSpec, tmp_path: Path) -> None:
     dtype = torch.bfloat16
     model, other, third = make(0, spec, dtype), make(5, spec, dtype), make(7, spec, dtype)
@@ -158,17 +158,7 @@ def test_a_state_dict_holds_everything(spec: QuantSpec, tmp_path: Path) -> None:
         assert third.state_dict()[name].dtype == tensor.dtype, name
 
 
-@pytest.mark.parametrize("spec", SOME, ids=name_of)
-def test_a_copy_is_independent(spec: QuantSpec) -> None:
-    model = make(0, spec)
-    expected = answer(model)
-    twin = copy.deepcopy(model)
-    assert torch.equal(answer(twin), expected)
-    twin.load_state_dict(make(5, spec).state_dict())
-    assert torch.equal(answer(model), expected) and not torch.equal(answer(twin), expected)
-
-
-@pytest.mark.parametrize("spec", SOME, ids=name_of)
+@pytest.mark.parametrize("spec", ONE_EACH, ids=name_of)
 def test_moves_carry_every_tensor_and_casts_leave_them_alone(spec: QuantSpec) -> None:
     model = make(0, spec)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".stored." in name}
@@ -202,7 +192,7 @@ def test_another_quantization_is_refused_before_anything_is_copied() -> None:
             model.load_state_dict({})
 
 
-@pytest.mark.parametrize("spec", SOME, ids=name_of)
+@pytest.mark.parametrize("spec", ONE_EACH, ids=name_of)
 def test_packed_bits_are_integer_parameters_that_are_not_trained(spec: QuantSpec) -> None:
     model = make(0, spec)
     parameters = dict(model.named_parameters())

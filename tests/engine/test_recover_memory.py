@@ -115,7 +115,7 @@ def check_same(run: RunResult, wanted: list[dict[str, Any]]) -> None:
         (row["tokens"], row["supervised_tokens"]) for row in wanted
     ]
     for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose([r[name] for r in found], [r[name] for r in wanted], atol=1e-5)
+        np.testing.assert_allclose([r[name] for r in found], [r[name] for r in wanted], rtol=1e-4)
 
 
 @pytest.mark.parametrize(("backend", "packing"), [("cpu", False), ("cpu", True), ("mlx", False)])
@@ -150,14 +150,14 @@ def test_an_evaluation_is_repeated_with_fewer_rows_and_the_steps_stay_as_they_ar
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted = unforced("cpu")
-    plain = CausalLM.loss
+    plain = CausalLM.evaluate
 
     def limited(self: Any, model: Any, arrays: Any) -> Any:
-        if not model.training and count_rows(arrays) > 2:
+        if count_rows(arrays) > 2:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return plain(self, model, arrays)
 
-    monkeypatch.setattr(CausalLM, "loss", limited)
+    monkeypatch.setattr(CausalLM, "evaluate", limited)
     run = train(make_config(**options | EVALUATED, backend="cpu", name="evaluation"))
     found = read_jsonl(run.folder / "metrics.jsonl")
     assert [row["loss"] for row in found] == [row["loss"] for row in wanted], "bit for bit"

@@ -104,7 +104,7 @@ def test_the_loss_of_a_step_is_the_mean_over_the_tokens_of_its_window(
     losses = [session.evaluate([row]) for row in rows]
     expected = sum(part.loss * part.weight for part in losses) / sum(part.weight for part in losses)
     result = train_step(session, rows, lr=1e-3)
-    assert result.loss == pytest.approx(expected, rel=1e-6)
+    assert result.loss == pytest.approx(expected, rel=1e-5)
     assert result.weight == sum(row.weight for row in rows)
     assert abs(np.mean([part.loss for part in losses]) - expected) > 1e-5  # a mean of means is something else
 
@@ -155,8 +155,7 @@ def test_an_evaluation_drops_nothing_and_changes_nothing(
     dropping = open_session(backend, tiny_model, lora_dropout=0.5)
     rows = batches(examples, 3)
     before, first, second = plain.evaluate(rows), dropping.evaluate(rows), dropping.evaluate(rows)
-    assert first == second
-    assert first.loss == pytest.approx(before.loss, rel=1e-6), "rows that begin alike round differently"
+    assert before == first == second
     assert np.isnan(plain.evaluate([]).loss)
 
 
@@ -167,12 +166,12 @@ def test_documents_of_a_packed_row_are_blind_to_each_other(
     packed = pack_rows([examples[:3], examples[3:]], pad_id=0)
     assert packed.segments.max() == 3
     alone = session.evaluate([pad_rows([example], pad_id=0) for example in examples])
-    assert session.evaluate([packed]).loss == pytest.approx(alone.loss, rel=1e-6)
+    assert session.evaluate([packed]).loss == pytest.approx(alone.loss, rel=1e-5)
     second = np.where(packed.segments == 2, packed.targets, IGNORED)
     changed = np.where(packed.segments == 1, packed.input_ids + 1, packed.input_ids).astype(np.int32)
     one = replace(packed, targets=second)
     assert session.evaluate([one]).loss == pytest.approx(
-        session.evaluate([replace(one, input_ids=changed)]).loss, rel=1e-6
+        session.evaluate([replace(one, input_ids=changed)]).loss, rel=1e-5
     )
 
 
@@ -300,8 +299,7 @@ def test_fp16_scales_its_loss_and_tries_again_with_less(
     assert 1.0 < scale.factor < 2.0**40
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("train_type", ["lora", "full"])
+@pytest.mark.parametrize(("precision", "train_type"), [("bf16", "lora"), ("fp16", "full")])
 def test_short_formats_follow_fp32(
     backend: str, tiny_model: Path, windows: Windows, precision: str, train_type: str
 ) -> None:

@@ -78,7 +78,7 @@ for name, session in sessions.items():
     mine = session.export_state()
     assert list(mine.weights) == list(state.weights) and session.trained_shapes() == expected.trained_shapes()
     for key, array in state.weights.items():
-        np.testing.assert_allclose(mine.weights[key], array, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(mine.weights[key], array, rtol=0, atol=1e-3 * 3 * 0.01)  # Adam goes 0.01 a step
     assert session.evaluate(window).loss == evaluated.loss or abs(session.evaluate(window).loss - evaluated.loss) < 1e-5
     assert session.num_parameters() == expected.num_parameters()
     session.import_state(state)

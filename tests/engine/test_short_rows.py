@@ -55,10 +55,17 @@ def expect(parts: list[torch.Tensor], given: Documents, *, scale: float, window:
     )
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=["shared", "own", "one key head"])
-@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed rows"])
-@pytest.mark.parametrize("window", [None, 40, 1, 300])
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "again"])
+@pytest.mark.parametrize(
+    ("heads", "packed", "window", "keep"),
+    [
+        (HEADS[0], False, None, True),
+        (HEADS[1], True, None, False),
+        (HEADS[2], False, 40, False),
+        (HEADS[0], True, 40, True),
+        (HEADS[1], False, 1, True),
+        (HEADS[2], True, 300, False),
+    ],
+)
 def test_values_and_gradients_are_those_of_torch(
     heads: tuple[int, int, int], packed: bool, window: int | None, keep: bool
 ) -> None:
@@ -158,6 +165,6 @@ def test_a_model_with_short_rows_trains_as_its_general_layers(length: int, packe
     for recompute in ("none", "lean", "full"):
         decoder = FastDecoder(model, dtype=torch.float32, recompute=recompute)  # type: ignore[arg-type]
         loss = decoder.loss(decoder.hidden(ids, positions=positions), targets)
-        assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
         for found, gradient in zip(torch.autograd.grad(loss, trained), expected, strict=True):
             assert (found - gradient).norm() < 1e-5 * gradient.norm()

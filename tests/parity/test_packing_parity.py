@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from support import assert_same_gradients
 from transformers import AutoModelForCausalLM
 
 from crosstune.core.errors import UserError
@@ -89,7 +90,7 @@ def test_each_document_has_the_loss_it_has_alone(kind: str) -> None:
             for segment, example in enumerate(members, start=1):
                 together = float(causal_loss_sum(model, only_document(batch, row, segment), device=CPU))
                 alone = float(causal_loss_sum(model, pad_rows([example], pad_id=0), device=CPU))
-                assert together == pytest.approx(alone, abs=1e-5, rel=1e-6)
+                assert together == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,9 +108,7 @@ def test_gradients_are_those_of_unpacked_rows(kind: str) -> None:
 
     packed = gradients([pack_rows(rows, pad_id=0)])
     unpacked = gradients([pad_rows([example], pad_id=0) for example in examples])
-    assert packed.keys() == unpacked.keys()
-    for name in packed:
-        torch.testing.assert_close(packed[name], unpacked[name], atol=1e-5, rtol=1e-4, msg=name)
+    assert_same_gradients(packed, unpacked)
 
 
 def test_the_mask_is_block_diagonal_and_causal() -> None:
@@ -126,7 +125,7 @@ def test_the_mask_is_block_diagonal_and_causal() -> None:
             input_ids=ids, position_ids=positions, attention_mask=(same & causal)[:, None], use_cache=False
         ).logits
         without = model(input_ids=ids, position_ids=positions * 0 + torch.arange(ids.shape[1])).logits
-    torch.testing.assert_close(implicit, explicit, atol=1e-6, rtol=1e-5)
+    assert (implicit - explicit).norm() < 1e-5 * explicit.norm()
     assert (without - explicit).abs().max() > 1e-2, "a test that a missing mask would pass proves nothing"
 
 

@@ -12,12 +12,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from support import tiny_of
-from test_peft_parity import order_of_rows, reference_run
+from test_peft_parity import check_fp32, order_of_rows, reference_run
 from transformers import AutoModelForCausalLM
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
-from crosstune.core.json_files import read_jsonl
 from crosstune.run import train
 
 STACKS = {"experts.base_layer": "experts.gate_up_proj", "experts": "experts.down_proj"}
@@ -120,7 +119,6 @@ def test_twenty_steps_equal_peft(
 ) -> None:
     folder = make_model(family)
     run = run_ours(folder, data_file, tmp_path, train_type=train_type)
-    ours = [row["loss"] for row in read_jsonl(run / "metrics.jsonl")]
 
     def reference(*_: Any, **__: Any) -> Any:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -130,20 +128,8 @@ def test_twenty_steps_equal_peft(
 
     options = OPTIONS | {"train_type": train_type}
     order = order_of_rows(data_file, options)
-    expected, weights = reference_run(folder, options, order, make=reference)
-    assert abs(ours[-1] - ours[0]) > 0.05, "a comparison of models that do not learn proves nothing"
-    # On CPUs with AVX512, sums over the experts of qwen3_moe are rounded in another order than PEFT's: 1.1e-6.
-    assert ours == pytest.approx(expected, rel=5e-6 if family == "qwen3_moe" else 1e-6)
-    saved = load_file(run / "adapter" / "adapter_model.safetensors")
-    named = {
-        name.replace(".default", "").replace("_vector.weight", "_vector"): w for name, w in weights.items()
-    }
-    assert saved.keys() == named.keys()
-    for name, weight in named.items():
-        if family != "qwen3_moe":
-            torch.testing.assert_close(saved[name], weight, rtol=1e-3, atol=2e-5)
-        # Adam takes a step of one size whatever the gradient: single weights with almost none go either way there.
-        assert float((saved[name] - weight).norm()) <= 0.02 * float(weight.norm()), name
+    expected = reference_run(folder, options, order, make=reference)
+    check_fp32(run, expected, run / "adapter" / "adapter_model.safetensors")
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ def test_mlx_draws_from_the_distribution_of_transformers(sampling: Sampling) -> 
             scores = penalize(scores, mx.array(seen), sampling.repetition_penalty)
         found = np.array(mx.softmax(filter_logits(scores / sampling.temperature, sampling), axis=-1))
         np.testing.assert_array_equal(found == 0, expected == 0)
-        np.testing.assert_allclose(found, expected, atol=2e-6)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_mlx_draws_with_the_frequencies_of_the_distribution_and_penalizes_what_it_said() -> None:

@@ -81,7 +81,6 @@ def test_adapter_settings_are_those_that_decide_what_its_weights_mean() -> None:
         "precision",
         "kernels",
         "torch_compile",
-        "cuda_graphs",
     }
 
 

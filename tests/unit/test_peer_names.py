@@ -149,3 +149,10 @@ def test_one_option_under_two_names_is_refused() -> None:
     with pytest.raises(ConfigError, match="given twice"):
         load("--lora_r", "4", "--lora_rank", "8")
     assert load("--lr", "1", "--lr", "2").lr == 2
+
+
+def test_a_removed_option_says_what_to_do_and_is_silent_when_off(tmp_path: Path) -> None:
+    assert list(load(file=write(tmp_path, "cuda_graphs: false\n")).asked) == []
+    for make in (lambda: load("--cuda_graphs"), lambda: load(file=write(tmp_path, "cuda_graphs: true\n"))):
+        with pytest.raises(ConfigError, match="no longer has the option cuda_graphs"):
+            make()

@@ -52,38 +52,6 @@ def test_a_good_step_updates_once_and_is_counted() -> None:
     assert (scale.factor, scale.good_steps) == (START, 1)
 
 
-@dataclass
-class AtOnce(Scripted):
-    """A session that updates in the same call, from the second step on."""
-
-    num_steps: int = 0
-
-    def backward_and_update(self, window: Any, *, lr: float, loss_scale: float) -> Backward | None:
-        self.num_steps += 1
-        if self.num_steps == 1:
-            return None
-        self.calls.append(("at once", lr))
-        return self.backward(window, loss_scale=loss_scale)
-
-
-def test_a_session_that_updates_at_once_is_not_asked_for_another_update() -> None:
-    session, scale = AtOnce([GOOD, GOOD, OVERFLOW, GOOD]), LossScale(enabled=True)
-    for _ in range(3):
-        assert step(session, scale) is GOOD
-    assert session.calls == [
-        ("backward", START),
-        ("update", 0.5),
-        ("at once", 0.5),
-        ("backward", START),
-        ("at once", 0.5),
-        ("backward", START),
-        "discard",
-        ("at once", 0.5),
-        ("backward", START / 2),
-    ]
-    assert scale.good_steps == 1
-
-
 def test_without_a_scale_the_loss_is_not_scaled() -> None:
     session = Scripted([GOOD])
     assert step(session) is GOOD

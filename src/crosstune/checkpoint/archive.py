@@ -249,7 +249,7 @@ def _opened(path: Path) -> Iterator[tarfile.TarFile]:
     """Open an archive; what tarfile raises for a damaged one becomes a UserError."""
     with open_plain(path) as file:
         try:
-            # Opening reads the first header already.
+            # BuildContext reads the first header already.
             with tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar:
                 yield tar
         # ValueError: numbers in a header or in its extended attributes that cannot be read.

@@ -146,11 +146,6 @@ DEVICE_MEMORY = Condition(
     holds=lambda now: now.options["backend"] != "cpu",
     otherwise="has no effect on a CPU, whose activations are in host memory",
 )
-NVIDIA_GPU = Condition(
-    summary="an NVIDIA GPU",
-    holds=lambda now: now.options["backend"] == "cuda",
-    otherwise="has no effect on {backend}",
-)
 RECOMPUTATION = Condition(
     summary="`--use_gradient_checkpointing`",
     holds=lambda now: bool(now.options["use_gradient_checkpointing"]),

@@ -10,6 +10,7 @@ from crosstune.config.option import Option
 from crosstune.config.peer_names import (
     DIFFERENT,
     OFF_BY_DEFAULT,
+    REMOVED,
     SAME,
     SAME_FOR_VALUES,
     SAME_VALUES,
@@ -52,7 +53,7 @@ class Named:
 
 
 def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> Named | None:
-    """Return the option of a name; None for another trainer's switch that is off. Raise a UserError for other names.
+    """Return the option of a name; None for a switch of another trainer or an earlier version that is off. Raise a UserError for other names.
 
     `section` is the section of a file that the name is in, and `raw` the value it has there.
     """
@@ -75,6 +76,10 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
         raise UserError(
             f"{shown(key)[1:-1]} is not an option of crosstune ({where}).", do=f"instead: {DIFFERENT[name]}"
         )
+    if name in REMOVED:
+        if _is_off(raw):
+            return None
+        raise UserError(f"crosstune no longer has the option {name} ({where}).", do=REMOVED[name])
     raise unknown_option(key, where)
 
 

@@ -254,6 +254,11 @@ DIFFERENT: Mapping[str, str] = {
 }
 """Their name -> what to use instead."""
 
+REMOVED: Mapping[str, str] = {
+    "cuda_graphs": "leave it out: CUDA graphs gained 1.5 % and are gone; --torch_compile or --kernels fast save time",
+}
+"""An option of an earlier version -> what to do now."""
+
 OFF_BY_DEFAULT = frozenset(
     [
         "load_in_4bit",

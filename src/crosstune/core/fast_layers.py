@@ -199,12 +199,12 @@ def plan_recomputation(
 
 
 def kept_by(cost: LayerBytes, modes: Sequence[Recompute]) -> int:
-    """Return the bytes that layers of these modes keep together, for each token."""
+    """Return the bytes kept for each token by layers of these modes."""
     return sum(getattr(cost, mode) for mode in modes)
 
 
 def most_held(cost: LayerBytes, modes: Sequence[Recompute]) -> int:
-    """Return the peak in the backward pass: all kept bytes, or those left when the last of the recomputed layers, which come
-    first, is recomputed."""
+    """Return the peak in the backward pass: everything that is kept, or the recomputed layers (the first ones) and one of them
+    computed again."""
     num_full = modes.count("full")
     return max(kept_by(cost, modes), num_full * cost.full + cost.lean if num_full else 0)

@@ -15,12 +15,6 @@ from crosstune.core.sampling import GREEDY, Sampling
 
 Array = NDArray[Any]
 Metrics = Mapping[str, float]
-IsSettled = Callable[[int, Sequence[int]], bool]
-"""Tells from the index of a prompt and the new tokens of its answer, which goes on, whether the rest of it matters no more."""
-SETTLED_EVERY = 4
-"""The number of new tokens after which an answer is asked again whether it is settled."""
-UNSURE = -1
-"""In the place of a predicted token: another one is almost as likely, so that rounding decides between them."""
 
 
 class Batch(Protocol):
@@ -181,24 +175,12 @@ class Session(Protocol):
 
 
 @runtime_checkable
-class UpdatesAtOnce(Protocol):
-    """A session that may update the weights before the host knows the loss."""
-
-    def backward_and_update(
-        self, window: Sequence[PreparedBatch], *, lr: float, loss_scale: float = 1.0
-    ) -> Backward | None:
-        """Do `backward` and, if its numbers are finite, `update`, without waiting for the device in between. Return None,
-        having done nothing, where that is not possible or gains nothing."""
-        ...
-
-
-@runtime_checkable
 class DividesState(Protocol):
     """A session that may hold only a part of the state."""
 
     @property
     def is_divided(self) -> bool:
-        """Whether the other processes hold parts of the state, so that exporting it takes all of them."""
+        """Whether exporting the state needs all processes."""
         ...
 
 
@@ -227,18 +209,7 @@ class Generates(Protocol):
         stop_ids: Sequence[int] = (),
         sampling: Sampling = GREEDY,
         on_token: Callable[[int], None] | None = None,
-        is_settled: IsSettled | None = None,
     ) -> list[list[int]]: ...
-
-
-@runtime_checkable
-class Predicts(Protocol):
-    """A session that can tell which tokens its model finds likeliest during an evaluation."""
-
-    def evaluate_and_predict(self, batches: Iterable[Batch]) -> tuple[EvalResult, Array | None]:
-        """Evaluate, and return the likeliest token, or UNSURE, at every supervised position, row by row. None where
-        generation may round too differently, or this process does not see every batch."""
-        ...
 
 
 class Task(Protocol):
@@ -263,13 +234,6 @@ class Task(Protocol):
 
 
 @runtime_checkable
-class SharesPrefixes(Protocol):
-    """A task that may compute tokens once that all rows of a batch begin with."""
-
-    may_share_prefixes: bool
-
-
-@runtime_checkable
 class HasEvaluationData(Protocol):
     """A recipe whose evaluation data must be the same when a run is resumed."""
 
@@ -289,7 +253,7 @@ class RecordsBase(Protocol):
 
 @runtime_checkable
 class HasNotes(Protocol):
-    """A session whose opening decided something that the user should know."""
+    """A session with notes for the user from opening it."""
 
     notes: Sequence[str]
 

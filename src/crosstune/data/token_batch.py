@@ -52,6 +52,14 @@ class TokenBatch:
         return bool((self.segments == 0).any())
 
 
+def number_answers(batch: TokenBatch) -> NDArray[np.int64]:
+    """Return for each supervised token, row by row, the number of its document among those with supervised tokens."""
+    row, column = (batch.targets != IGNORED).nonzero()
+    segment = batch.segments[row, column]
+    begins = (np.diff(row, prepend=-1) != 0) | (np.diff(segment, prepend=-1) != 0)
+    return begins.cumsum(dtype=np.int64) - 1
+
+
 def without_padding(batch: TokenBatch) -> TokenBatch:
     """Return all documents of a batch in one row, in the same order. The targets stay those within each document."""
     real = batch.segments > 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from crosstune.core.errors import NonFiniteError, PeerLost, UserError
 from crosstune.core.out_of_memory import OutOfMemory
-from crosstune.core.protocols import Backward, Batch, PreparedBatch, Session, UpdatesAtOnce
+from crosstune.core.protocols import Backward, Batch, PreparedBatch, Session
 from crosstune.core.scaling import LossScale
 
 
@@ -29,10 +29,7 @@ def take_step(
     while True:
         starting("backward")
         try:
-            done = None
-            if isinstance(session, UpdatesAtOnce):
-                done = session.backward_and_update(window, lr=lr, loss_scale=scale.factor)
-            result = done if done is not None else session.backward(window, loss_scale=scale.factor)
+            result = session.backward(window, loss_scale=scale.factor)
         except (OutOfMemory, PeerLost):
             session.discard()
             scale.load(before)
@@ -43,9 +40,8 @@ def take_step(
         if not (math.isfinite(result.loss) and scale.shrink()):
             scale.load(before)
             raise _nonfinite(result)
-    if done is None:
-        starting("update")
-        session.update(lr=lr)
+    starting("update")
+    session.update(lr=lr)
     scale.grow()
     return result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -38,9 +38,36 @@ class CausalLoss:
         self._separates = False
 
     def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        if self._split is None:
-            return self._unsplit_loss(arrays), {}
-        return self._chunked_loss(self._hidden(arrays), {}, arrays, gradients=False)[0], {}
+        return self.evaluate(arrays)[0], {}
+
+    def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        """Return the loss, and the number of documents whose supervised tokens all have the largest logit."""
+        total, is_wrong = mx.array(0.0), list[mx.array]()
+        hidden = self._hidden(arrays) if self._split is not None else None
+        for chunk in self._chunks(hidden):
+            if hidden is None or self._split is None:
+                logits, feed = self._unsplit_logits(arrays), _of_places(arrays)
+            else:
+                logits = self._split.logits(mx.depends(hidden[chunk], [total, *is_wrong[-1:]]))
+                feed = {name: array[chunk] for name, array in _of_places(arrays).items()}
+            is_wrong.append((mx.argmax(logits, axis=-1) != feed["targets"]) * feed["counted"])
+            total = total + _cross_entropy(logits, feed)
+        answers = arrays["answers"]
+        num_answers = (answers.max() + 1) * (arrays["counted"].sum() > 0)
+        errors = mx.zeros(answers.shape).at[answers].add(mx.concatenate(is_wrong))
+        return total, {"exact_match": (num_answers - (errors > 0).sum(), num_answers)}
+
+    def _chunks(self, hidden: mx.array | None) -> Iterator[slice]:
+        """Yield slices of the supervised positions, as few and equal as memory allows; one for a model that is not split."""
+        if hidden is None or self._split is None:
+            yield slice(None)
+            return
+        most = self.places_at_a_time
+        if most is None:
+            most = max(LOGITS_AT_A_TIME // self._split.logits(hidden[:1]).shape[-1], PLACES_AT_LEAST)
+        size = -(-hidden.shape[0] // -(-hidden.shape[0] // most))
+        for start in range(0, hidden.shape[0], size):
+            yield slice(start, start + size)
 
     def scaled(
         self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
@@ -52,11 +79,11 @@ class CausalLoss:
         """
         feed = {**arrays, "counted": arrays["counted"] * scale}
         if self._split is None:
-            return self._unsplit_loss(feed), {}
+            return _cross_entropy(self._unsplit_logits(feed), _of_places(feed)), {}
 
         @mx.custom_function
         def total(hidden: mx.array, head: dict[str, mx.array]) -> Any:
-            return self._chunked_loss(hidden, head, feed, gradients=True)
+            return self._chunked_loss(hidden, head, feed)
 
         @total.vjp
         def total_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
@@ -73,9 +100,9 @@ class CausalLoss:
         assert self._split is not None
         return self._split.hidden(feed["input_ids"], **self._caches(feed))[feed["places"]]
 
-    def _unsplit_loss(self, feed: Arrays) -> mx.array:
+    def _unsplit_logits(self, feed: Arrays) -> mx.array:
         logits = self.model(feed["input_ids"], **self._caches(feed))
-        return _cross_entropy(logits.reshape(-1, logits.shape[-1])[feed["places"]], _of_places(feed))
+        return logits.reshape(-1, logits.shape[-1])[feed["places"]]
 
     def logits_at(self, ids: mx.array, places: mx.array, **kwargs: Any) -> mx.array:
         """Return the logits at some positions, indices into the flattened rows, without those of all others if the model
@@ -86,7 +113,7 @@ class CausalLoss:
         return self._split.logits(self._split.hidden(ids, **kwargs)[places])
 
     def _chunked_loss(
-        self, hidden: mx.array, weights: dict[str, mx.array], feed: Arrays, *, gradients: bool
+        self, hidden: mx.array, weights: dict[str, mx.array], feed: Arrays
     ) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
         """Return the loss, and its gradients with respect to the hidden states and the trained weights of the head."""
         split = self._split
@@ -96,29 +123,22 @@ class CausalLoss:
             put(self.model, inputs[1])
             return _cross_entropy(split.logits(inputs[0]), of_places)
 
-        compute: Any = mx.value_and_grad(loss_of) if gradients else loss_of
-        most = self.places_at_a_time
-        if most is None:
-            most = max(LOGITS_AT_A_TIME // split.logits(hidden[:1]).shape[-1], PLACES_AT_LEAST)
-        size = -(-hidden.shape[0] // -(-hidden.shape[0] // most))
+        compute: Any = mx.value_and_grad(loss_of)
         total, by_hidden, by_weight = mx.array(0.0), list[mx.array](), dict[str, mx.array]()
-        for start in range(0, hidden.shape[0], size):
-            chunk = slice(start, start + size)
+        for chunk in self._chunks(hidden):
             # Wait for the chunk before, so that only one chunk of logits is in memory.
             chunk_hidden = mx.depends(hidden[chunk], [total, *by_hidden[-1:], *by_weight.values()])
             of_chunk = {name: array[chunk] for name, array in _of_places(feed).items()}
-            found = compute((chunk_hidden, weights), of_chunk)
-            if gradients:
-                found, (hidden_gradient, weight_gradients) = found
-                by_hidden.append(hidden_gradient)
-                for name, array in weight_gradients.items():
-                    array = array.astype(mx.float32)
-                    by_weight[name] = by_weight[name] + array if name in by_weight else array
+            found, (hidden_gradient, weight_gradients) = compute((chunk_hidden, weights), of_chunk)
+            by_hidden.append(hidden_gradient)
+            for name, array in weight_gradients.items():
+                array = array.astype(mx.float32)
+                by_weight[name] = by_weight[name] + array if name in by_weight else array
             total = total + found
         put(self.model, weights)
         return (
             total,
-            mx.concatenate(by_hidden) if by_hidden else mx.zeros_like(hidden),
+            mx.concatenate(by_hidden),
             {name: array.astype(weights[name].dtype) for name, array in by_weight.items()},
         )
 

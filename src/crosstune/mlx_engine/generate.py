@@ -16,7 +16,6 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from crosstune.core.protocols import SETTLED_EVERY, IsSettled
 from crosstune.core.sampling import Sampling
 from crosstune.mlx_engine.sampling import TokenChooser
 
@@ -31,12 +30,11 @@ def generate(
     stop_ids: Sequence[int],
     sampling: Sampling,
     on_token: OnToken | None = None,
-    is_settled: IsSettled | None = None,
 ) -> list[list[int]]:
     """Return the new tokens for each prompt, without the prompt and the stop token.
 
     Sampling uses its seed and does not change the random state of the training.
-    `on_token` is called with each new token of a single prompt. An answer that is settled is not continued.
+    `on_token` is called with each new token of a single prompt.
     """
     answer = partial(
         _answer,
@@ -45,15 +43,11 @@ def generate(
         stop_ids=stop_ids,
         sampling=sampling,
         on_token=on_token,
-        is_settled=is_settled,
     )
     padding = _padding(prompts)
     caches = _batch_caches(model, padding)
     if caches is None or (any(padding) and not takes_padding(model)):
-        return [
-            answer([prompt], [0], make_prompt_cache(model), first=first)[0]
-            for first, prompt in enumerate(prompts)
-        ]
+        return [answer([prompt], [0], make_prompt_cache(model))[0] for prompt in prompts]
     return answer(prompts, padding, caches)
 
 
@@ -67,15 +61,13 @@ def _answer(
     stop_ids: Sequence[int],
     sampling: Sampling,
     on_token: OnToken | None,
-    is_settled: IsSettled | None,
-    first: int = 0,
 ) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts)))
     rows = [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
     ids = mx.array(np.array(rows, dtype=np.int32))
     chooser = TokenChooser(prompts, sampling)
-    for num_new in range(1, max_new_tokens + 1):
+    for _ in range(max_new_tokens):
         tokens = chooser.choose(model(ids, cache=caches)[:, -1].astype(mx.float32))
         for row, token in enumerate(np.array(tokens).tolist()):
             if on_token is not None:
@@ -84,8 +76,6 @@ def _answer(
                 open_rows.discard(row)
             elif row in open_rows:
                 answers[row].append(token)
-        if is_settled is not None and num_new % SETTLED_EVERY == 0:
-            open_rows -= {row for row in open_rows if is_settled(first + row, answers[row])}
         if not open_rows:
             break
         ids = tokens[:, None]

@@ -22,11 +22,11 @@ from crosstune.mlx_engine.optimizer import Optimizer
 from crosstune.mlx_engine.precision import PRECISIONS
 from crosstune.mlx_engine.session import MlxSession, Parts
 from crosstune.mlx_engine.task import (
+    BuildContext,
     ChecksWeights,
     HasOwnGradient,
     Loss,
     MlxTask,
-    Opening,
     PlainLoss,
 )
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
@@ -55,7 +55,7 @@ def open_session(
     limits = set_limits(config)
     mx.random.seed(config.seed)
     compiled = limits.compiled and isinstance(task, HasOwnGradient)
-    opening = Opening(
+    opening = BuildContext(
         plan=plan,
         dtype=PRECISIONS[plan.precision].weights,
         folder=model_folder,

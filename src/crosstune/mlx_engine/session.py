@@ -48,12 +48,13 @@ from crosstune.mlx_engine.profiler import MlxProfiler
 from crosstune.mlx_engine.save_model import host_weights, save_tensors
 from crosstune.mlx_engine.task import (
     Arrays,
+    BuildContext,
     ChecksBatches,
     HasOwnGradient,
     Loss,
+    MeasuresEvaluation,
     MetricSums,
     MlxTask,
-    Opening,
     WritesModel,
 )
 from crosstune.models.adapter_choice import AdapterSettings
@@ -67,7 +68,7 @@ RANDOM = "mlx"
 class Parts:
     """The parts of an opened model."""
 
-    opening: Opening
+    opening: BuildContext
     task: MlxTask
     model: nn.Module
     adapters: dict[str, Any]
@@ -135,7 +136,10 @@ class MlxSession:
             mx.clear_cache()
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
-        total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
+        measure, names = self.parts.loss.__call__, self.task.metric_names
+        if isinstance(self.task, MeasuresEvaluation):
+            measure, names = self.task.evaluate, self.task.eval_metric_names
+        total, weight, metrics = 0.0, 0, MetricTotals(names)
         with self._agreeing(EVALUATING):
             for index, batch in enumerate(batches):
                 weight += batch.weight
@@ -144,7 +148,7 @@ class MlxSession:
                 if self._on_this_rank(index):
                     # A task that draws noise draws the same in every evaluation, on any number of processes.
                     mx.random.seed(self.plan.config.seed + index)
-                    loss, sums = self.parts.loss(self._to_device(prepared))
+                    loss, sums = measure(self._to_device(prepared))
                     total += float(loss)
                     metrics.add(sums)
         if self.group is not None:

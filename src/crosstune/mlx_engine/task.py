@@ -19,7 +19,7 @@ MetricSums = Mapping[str, tuple[Any, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
+class BuildContext:
     """Arguments for building a model."""
 
     plan: Plan
@@ -38,7 +38,7 @@ class MlxTask(Protocol):
     metric_names: Sequence[str]
     """Names of the metrics that `loss` returns."""
 
-    def build(self, opening: Opening) -> nn.Module:
+    def build(self, opening: BuildContext) -> nn.Module:
         """Return the model with its weights in memory. Weights that are not trained are frozen."""
         ...
 
@@ -48,6 +48,17 @@ class MlxTask(Protocol):
 
     def loss(self, model: nn.Module, arrays: Arrays) -> tuple[mx.array, MetricSums]:
         """Return the sum of losses over a batch, and the sums of its metrics."""
+        ...
+
+
+@runtime_checkable
+class MeasuresEvaluation(Protocol):
+    """A task with metrics that are measured in evaluations alone."""
+
+    eval_metric_names: Sequence[str]
+
+    def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        """Return the sum of losses over a batch, and the sums of the evaluation's metrics."""
         ...
 
 

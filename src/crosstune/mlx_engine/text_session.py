@@ -9,7 +9,6 @@ import numpy as np
 
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import GENERATING
-from crosstune.core.protocols import IsSettled
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.mlx_engine.generate import OnToken, generate
 from crosstune.mlx_engine.limits import memory_errors
@@ -29,7 +28,6 @@ class TextSession(MlxSession):
         stop_ids: Sequence[int] = (),
         sampling: Sampling = GREEDY,
         on_token: OnToken | None = None,
-        is_settled: IsSettled | None = None,
     ) -> list[list[int]]:
         with memory_errors(doing=GENERATING):
             return generate(
@@ -39,5 +37,4 @@ class TextSession(MlxSession):
                 stop_ids=stop_ids,
                 sampling=sampling,
                 on_token=on_token,
-                is_settled=is_settled,
             )

@@ -6,7 +6,6 @@ import hashlib
 import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from crosstune.config.load import cache_override
 from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
-from crosstune.core.protocols import EvalResult, Evaluation, Generates, Predicts, Sample, Session, Task
+from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.core.weight_average import averaged
 from crosstune.data.batches import pack_rows, pad_rows, split_packed, split_rows
 from crosstune.data.chat_templates import plain_template, read_template
@@ -23,7 +22,6 @@ from crosstune.data.check_rows import RowChecker
 from crosstune.data.columns import parse_columns
 from crosstune.data.corpus import Corpus
 from crosstune.data.files import Row
-from crosstune.data.foreseen import Foreseen, Prompt, foresee_answers, has_left
 from crosstune.data.formats import to_conversation, tools_of
 from crosstune.data.named_datasets import BUNDLED, DUMMY
 from crosstune.data.open_data import DataOpener
@@ -223,80 +221,34 @@ class SftRecipe:
         size = rows_per_evaluation(self.config)
         batches = split_rows(list(self.held_out), batch_size=size, pad_id=self.tokenizer.pad_id)
         num_batches = -(-len(self.held_out) // size)
-        questions = (
-            self.questions if self.metric() == "exact_match" else self.questions[: self.config.num_samples]
-        )
         with averaged(session):  # answers and loss of the same weights
-            result, foreseen = self._foresee(session, _reporting(batches, num_batches, observer))
-            samples = self._answer(session, questions, foreseen, observer)
+            result = session.evaluate(_reporting(batches, num_batches, observer))
+            samples = self._answer(session, self.questions[: self.config.num_samples], observer)
         metrics = {"loss": result.loss, **result.metrics}
-        if self.metric() == "exact_match" and samples:
-            metrics["exact_match"] = sum(s.answer == s.reference for s in samples) / len(samples)
-        return Evaluation(metrics=metrics, samples=samples[: self.config.num_samples])
-
-    def _foresee(
-        self, session: Session, batches: Iterable[TokenBatch]
-    ) -> tuple[EvalResult, Mapping[Prompt, Foreseen]]:
-        """Compute the loss, and what its passes tell of the answers."""
-        if not isinstance(session, Predicts):
-            return session.evaluate(batches), {}
-        result, predicted = session.evaluate_and_predict(batches)
-        if predicted is None:
-            return result, {}
-        assert self.held_out is not None
-        stop_ids, limit = self.tokenizer.stop_ids, self.config.max_new_tokens
-        return result, foresee_answers(self.held_out, predicted, stop_ids=stop_ids, limit=limit)
+        if self.metric() != "exact_match" or not self.questions:
+            metrics.pop("exact_match", None)
+        return Evaluation(metrics=metrics, samples=samples)
 
     def complete_result(self, folder: Path) -> None:
         write_tokenizer(self.config, self.tokenizer, folder, has_turns=self.train.form not in ("text", DUMMY))
 
-    def _answer(
-        self,
-        session: Session,
-        questions: Sequence[Question],
-        foreseen: Mapping[Prompt, Foreseen],
-        observer: Observer,
-    ) -> list[Sample]:
-        """Answer the questions. Of answers that are only counted, those that are known to differ from their reference are
-        not written to their end."""
-        texts: dict[int, str] = {}
-
-        def may_end(place: int, tokens: Sequence[int]) -> bool:
-            is_shown = place < self.config.num_samples
-            return not is_shown and has_left(self._text(tokens), questions[place].reference)
-
-        def is_settled(batch: Sequence[int], row: int, tokens: Sequence[int]) -> bool:
-            return may_end(batch[row], tokens)
-
-        for place, question in enumerate(questions):
-            known = foreseen.get(tuple(question.tokens))
-            if known is not None and (known.is_whole or may_end(place, known.tokens)):
-                texts[place] = self._text(known.tokens)
-        unknown = [place for place in range(len(questions)) if place not in texts]
-        for batch in self._batch_questions(unknown, apart=bool(foreseen)):
+    def _answer(self, session: Session, questions: Sequence[Question], observer: Observer) -> list[Sample]:
+        samples: list[Sample] = []
+        size = rows_per_evaluation(self.config, at_least=16)
+        for start in range(0, len(questions), size):
+            asked = questions[start : start + size]
             assert isinstance(session, Generates), "the task of this recipe generates"
             answers = session.generate(
-                [questions[place].tokens for place in batch],
+                [question.tokens for question in asked],
                 max_new_tokens=self.config.max_new_tokens,
                 stop_ids=sorted(self.tokenizer.stop_ids),
-                is_settled=partial(is_settled, batch) if batch[-1] >= self.config.num_samples else None,
             )
-            for place, answer in zip(batch, answers, strict=True):
-                texts[place] = self._text(answer)
-            observer.on_event(Evaluating(done=len(texts), total=len(questions)))
-        return [
-            Sample(prompt=question.text, answer=texts[place], reference=question.reference)
-            for place, question in enumerate(questions)
-        ]
-
-    def _batch_questions(self, places: Sequence[int], *, apart: bool) -> Iterator[Sequence[int]]:
-        """Yield questions that are answered together. `apart` keeps those whose answers are shown, and so written to their
-        end, from others that may end early: where each row takes its time, as on a CPU, which is where answers are foreseen."""
-        size = rows_per_evaluation(self.config, at_least=16)
-        shown = sum(place < self.config.num_samples for place in places) if apart else 0
-        for part in (places[:shown], places[shown:]):
-            for start in range(0, len(part), size):
-                yield part[start : start + size]
+            samples += [
+                Sample(prompt=question.text, answer=self._text(answer), reference=question.reference)
+                for question, answer in zip(asked, answers, strict=True)
+            ]
+            observer.on_event(Evaluating(done=len(samples), total=len(questions)))
+        return samples
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(tokens).strip()

@@ -14,7 +14,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Loading, Observer
 from crosstune.core.memory import moment_bytes
-from crosstune.core.protocols import HasLongestRows, Recipe, SharesPrefixes
+from crosstune.core.protocols import HasLongestRows, Recipe
 from crosstune.core.ranks import Group
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.remembered import recall, remember
@@ -78,8 +78,6 @@ def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, gr
     config, report = plan.config, plan.backend
     group.activity.start("finding the batch size")
     task = recipe.task(plan.engine)
-    if isinstance(task, SharesPrefixes):
-        task.may_share_prefixes = False  # the longest rows may begin alike where others do not
     session = open_session(plan, model, task=task, group=group)
     trained = sum(math.prod(shape) for shape in session.trained_shapes().values())
     used = session.memory().used_bytes

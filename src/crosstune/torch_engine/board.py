@@ -10,7 +10,7 @@ from crosstune.distributed.boards import BoardLost, State
 
 
 class StoreBoard:
-    """A board in a connection of its own: the main thread may wait in the other."""
+    """A board with a separate connection to the store: the main thread may block on the other one."""
 
     def __init__(self, store: dist.Store, *, size: int, timeout_s: float) -> None:
         self._store, self._size = store, size

@@ -151,7 +151,7 @@ def working_attention(device: str, dtype: torch.dtype, *, notes: Notes) -> tuple
 
 
 def runs_triton(device: str, *, notes: Notes) -> bool:
-    """Return whether a kernel of the fast layers was compiled and ran: Triton needs a C compiler besides itself."""
+    """Return whether a kernel of the fast layers was compiled and ran: Triton also needs a C compiler."""
     return works(partial(_try_triton, device), what="Triton kernels do not run", notes=notes)
 
 

@@ -7,15 +7,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from crosstune.core.protocols import SETTLED_EVERY, IsSettled
 from crosstune.core.sampling import Sampling
 from crosstune.torch_engine.sharding.gathered import free_gathered, sharded_modules, without_gradients
 
@@ -31,12 +24,11 @@ def generate(
     stop_ids: Sequence[int],
     sampling: Sampling,
     on_token: OnToken | None = None,
-    is_settled: IsSettled | None = None,
 ) -> list[list[int]]:
     """Return the new tokens for each prompt, without the prompt and the stop token.
 
     Sampling uses its seed and does not change the random state of the training.
-    `on_token` is called with each new token of a single prompt. An answer that is settled is not continued. The model's
+    `on_token` is called with each new token of a single prompt. The model's
     generation_config (beams, penalties, sampling) is ignored, so that an evaluation measures the model alone.
     """
     width = max(len(prompt) for prompt in prompts)
@@ -53,7 +45,6 @@ def generate(
         eos_token_id=list(stop_ids) or None,
         use_cache=True,
     )
-    settled = _Settled(is_settled, width=width, stop_ids=stop_ids) if is_settled is not None else None
     saved, model.generation_config = model.generation_config, settings
     forked = (
         {"devices": [device.index or 0], "device_type": device.type}
@@ -67,7 +58,6 @@ def generate(
                 input_ids=input_ids.to(device),
                 attention_mask=mask.to(device),
                 logits_processor=LogitsProcessorList(_penalties(sampling, mask.to(device))),
-                stopping_criteria=StoppingCriteriaList([settled] if settled is not None else []),
                 streamer=_Streamer(on_token) if on_token is not None else None,
                 # Every rank of a sharded model must make the same passes, also if rounding ends one answer earlier.
                 synced_gpus=bool(sharded_modules(model)),
@@ -75,8 +65,7 @@ def generate(
     finally:
         model.generation_config = saved
         free_gathered(model)
-    ends = settled.ends if settled is not None else {}
-    return [_until_stop(new[: ends.get(row)], stop_ids) for row, new in enumerate(output[:, width:].tolist())]
+    return [_until_stop(new, stop_ids) for new in output[:, width:].tolist()]
 
 
 def _drawing(sampling: Sampling) -> dict[str, Any]:
@@ -112,24 +101,6 @@ class RepetitionPenalty(LogitsProcessor):
         seen = seen.scatter_reduce(1, input_ids, real, reduce="amax").bool()
         lowered = torch.where(scores < 0, scores * self.penalty, scores / self.penalty)
         return cast(torch.FloatTensor, torch.where(seen, lowered, scores))
-
-
-class _Settled(StoppingCriteria):
-    """End answers that are settled; `ends` tells after how many new tokens."""
-
-    def __init__(self, is_settled: IsSettled, *, width: int, stop_ids: Sequence[int]) -> None:
-        self.is_settled, self.width, self.stop_ids = is_settled, width, stop_ids
-        self.ends: dict[int, int] = {}
-
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
-        num_new = input_ids.shape[1] - self.width
-        if num_new % SETTLED_EVERY == 0:
-            for row, new in enumerate(input_ids[:, self.width :].tolist()):
-                goes_on = row not in self.ends and len(_until_stop(new, self.stop_ids)) == num_new
-                if goes_on and self.is_settled(row, new):
-                    self.ends[row] = num_new
-        done = [row in self.ends for row in range(len(input_ids))]
-        return cast(torch.BoolTensor, torch.tensor(done, device=input_ids.device))
 
 
 class _Streamer:

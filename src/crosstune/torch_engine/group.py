@@ -25,7 +25,7 @@ REMEMBERED = "crosstune/remembered"
 
 
 class TorchGroup:
-    """The processes of a run. Small messages go through a gloo group of its own, so they never wait for a device."""
+    """The processes of a run. Small messages use a separate gloo group, so they never wait for a device."""
 
     def __init__(self, ranks: Ranks, *, store: dist.Store, limits: Limits) -> None:
         self.ranks, self.limits, self.store = ranks, limits, store
@@ -71,7 +71,7 @@ class TorchGroup:
     def open_devices(self, device: torch.device, *, collective: str | None = None) -> None:
         """Make the default group of torch.distributed, for the tensors of `device` and of the host.
 
-        `collective` is the plan's communication library; None takes the one of the device.
+        `collective` is the plan's communication library; None for the device's default.
         """
         name = collective_for(device, asked=collective)
         takes_all = device.type == "cpu" or name == STAGED

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from crosstune.torch_engine.blocks import (
 )
 from crosstune.torch_engine.check_files import check_shapes, other_shapes, read_layout
 from crosstune.torch_engine.device import give_back_freed
+from crosstune.torch_engine.file_layout import FileLayout
 from crosstune.torch_engine.precision import Precision
 from crosstune.torch_engine.prequantized import Prequantized, check_asked, check_plain, read_prequantized
 from crosstune.torch_engine.quantized import (
@@ -37,12 +39,58 @@ from crosstune.torch_engine.quantized import (
 )
 from crosstune.torch_engine.sharding.find_blocks import find_blocks
 from crosstune.torch_engine.sharding.parts import is_sharded
-from crosstune.torch_engine.stream import find_tensors
+from crosstune.torch_engine.stream import Place, find_tensors
 from crosstune.torch_engine.task import Finish
 from crosstune.torch_engine.weight_forms import WeightForm, outer_forms, weight_forms
 
-OnLoad = Callable[[int, int], None]
-"""Called with the bytes read so far and the total."""
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The files of a model and what the plan makes of them."""
+
+    folder: Path
+    plan: Plan
+    config: Any
+    """Of the model that is trained, with its new blocks."""
+    expansion: Expansion | None
+    prequantized: Prequantized | None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the model is loaded as it is stored."""
+        return self.plan.quant_spec is None and self.expansion is None
+
+    def read_layout(self, model: nn.Module) -> tuple[FileLayout, dict[str, Place], dict[str, WeightForm]]:
+        """Return how the files' tensors become the model's, where the dense ones are, and the quantized ones; raise unless
+        they fit the model."""
+        prequantized = self.prequantized
+        places = find_tensors(self.folder) if prequantized is None else prequantized.dense
+        held = prequantized.forms(model) if prequantized is not None else {}
+        layout = read_layout(model, places, self.expansion, self.folder, held=held.keys())
+        check_shapes(model, places, self.expansion, self.folder)
+        return layout, places, held
+
+    def forms_to_quantize(self, model: nn.Module) -> dict[str, WeightForm]:
+        """Return the weights to quantize, after checking that the quantizer takes their shapes."""
+        spec = self.plan.quant_spec
+        if spec is None or self.prequantized is not None:
+            return {}
+        forms = forms_to_quantize(model, spec, self.expansion)
+        check_layer_shapes(spec, forms)
+        return forms
+
+
+def open_source(folder: Path, plan: Plan) -> Source:
+    """Read the config of a folder, and check that the plan's method and quantization suit its weights."""
+    config, prequantized = read_config(folder), read_prequantized(folder)
+    if prequantized is not None:
+        check_asked(prequantized, plan.quant_spec, train_type=plan.config.train_type)
+    elif plan.quant_spec is not None or plan.method == "llama_pro":
+        check_plain(folder)
+    expansion = plan_expansion(plan, folder, config)
+    if expansion is not None:
+        config = expand_config(config, expansion)
+    return Source(folder=folder, plan=plan, config=config, expansion=expansion, prequantized=prequantized)
 
 
 def load_model(
@@ -51,35 +99,24 @@ def load_model(
     plan: Plan,
     precision: Precision,
     device: torch.device,
-    on_load: OnLoad | None = None,
     finish: Finish | None = None,
 ) -> tuple[nn.Module, Expansion | None]:
     """Return the model, and its expansion if the method adds blocks.
 
-    `finish` is called for each block as soon as its weights are loaded, and for the rest of the model, see `Opening`.
+    `finish` is called for each block as soon as its weights are loaded, and for the rest of the model, see `BuildContext`.
     """
-    config = read_config(folder)
-    spec = plan.quant_spec
-    prequantized = read_prequantized(folder)
-    if prequantized is not None:
-        check_asked(prequantized, spec, train_type=plan.config.train_type)
-    elif spec is not None or plan.method == "llama_pro":
-        check_plain(folder)
-    expansion = plan_expansion(plan, folder, config)
-    if expansion is not None:
-        config = expand_config(config, expansion)
-    if spec is None and expansion is None and finish is None:
+    source = open_source(folder, plan)
+    if source.is_plain and finish is None:
         model = read_pretrained(folder, plan=plan, dtype=precision.weights)
     else:
-        model = _assemble(
-            folder, config, plan, precision, device, spec, expansion, prequantized, on_load, finish
-        )
+        model = _assemble(source, precision, device, finish)
     if precision.buffers is not None:
         _cast_buffers(model, precision.buffers)
     if finish is None:
         model = model.to(device)
     else:
         finish(model, "")
+    expansion = source.expansion
     if expansion is not None and expansion.is_fresh:
         with precision.context(device):
             check_passes_through(model, expansion, device=device)
@@ -176,37 +213,18 @@ def read_pretrained(
     return model
 
 
-def _assemble(
-    folder: Path,
-    config: Any,
-    plan: Plan,
-    precision: Precision,
-    device: torch.device,
-    spec: QuantSpec | None,
-    expansion: Expansion | None,
-    prequantized: Prequantized | None,
-    on_load: OnLoad | None,
-    finish: Finish | None,
-) -> nn.Module:
+def _assemble(source: Source, precision: Precision, device: torch.device, finish: Finish | None) -> nn.Module:
     """Build the model without weights, then load its tensors one by one, quantizing each as soon as it is read."""
-    model = empty_model(
-        folder, config, dtype=precision.weights, attn_implementation=attention_name(plan, config)
-    )
-    places = find_tensors(folder) if prequantized is None else prequantized.dense
-    held = prequantized.forms(model) if prequantized is not None else {}
-    layout = read_layout(model, places, expansion, folder, held=held.keys())
-    check_shapes(model, places, expansion, folder)
-    forms = forms_to_quantize(model, spec, expansion) if spec is not None and prequantized is None else {}
-    if spec is not None:
-        check_layer_shapes(spec, forms)
+    plan, spec, expansion = source.plan, source.plan.quant_spec, source.expansion
+    attention = attention_name(plan, source.config)
+    model = empty_model(source.folder, source.config, dtype=precision.weights, attn_implementation=attention)
+    layout, places, held = source.read_layout(model)
+    forms = source.forms_to_quantize(model)
     num_workers = 2 if plan.config.loading_workers == -1 else max(1, plan.config.loading_workers)
-    total = sum(place.end - place.start for place in places.values())
-    done = 0
     compute = precision.autocast or precision.weights
     dtypes = stored_dtypes(model, precision.weights)
     blocks = LoadingBlocks(model, finish)
-    for group, tensors in layout.read(places, num_workers=num_workers):
-        done += sum(places[name].end - places[name].start for name in group.files)
+    for _, tensors in layout.read(places, num_workers=num_workers):
         while tensors:
             name, tensor = tensors.popitem()
             for target, zeroed in expansion.names(name) if expansion is not None else [(name, False)]:
@@ -230,12 +248,10 @@ def _assemble(
             del tensor
         if spec is not None or finish is not None:
             give_back_freed()
-        if on_load is not None:
-            on_load(done, total)
-    if prequantized is not None:
-        for _, form in sorted(held.items()):
-            form.put(model, [prequantized.stored(matrix, device) for matrix in form.matrices])
-            blocks.put(form.parameter)
+    for _, form in sorted(held.items()):
+        assert source.prequantized is not None
+        form.put(model, [source.prequantized.stored(matrix, device) for matrix in form.matrices])
+        blocks.put(form.parameter)
     model.tie_weights()
     return model
 

@@ -29,12 +29,12 @@ from crosstune.torch_engine.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.parts import Parts
 from crosstune.torch_engine.precision import PRECISIONS, Precision
 from crosstune.torch_engine.session import TorchSession
-from crosstune.torch_engine.task import HasOwnHead, Opening, TorchTask
+from crosstune.torch_engine.task import BuildContext, HasOwnHead, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 from crosstune.torch_engine.text_session import TextSession
 
 if TYPE_CHECKING:
-    from crosstune.torch_engine.sharding.finish import Finishing
+    from crosstune.torch_engine.sharding.finish import ShardOnLoad
     from crosstune.torch_engine.sharding.parallel import Parallel
 
 
@@ -56,25 +56,27 @@ def open_session(
     device, precision = open_device(plan.backend), PRECISIONS[plan.precision]
     torch.manual_seed(plan.config.seed)
     parallel = connect_devices(plan, group, device=device)
-    finishing = sharding(plan, parallel, precision=precision)
+    shard_on_load = sharding(plan, parallel, precision=precision)
     device = parallel.device if parallel is not None else device
-    opening = Opening(
+    opening = BuildContext(
         plan=plan,
         device=device,
         precision=precision,
         folder=model_folder,
         base_name=base_name,
-        finish=finishing,
+        finish=shard_on_load,
     )
     with memory_errors(device, doing=LOADING):
         model = task.build(opening)
         adapters = (
-            adapt(model, plan, precision=precision) if finishing is None else finishing.finish_all(model)
+            adapt(model, plan, precision=precision)
+            if shard_on_load is None
+            else shard_on_load.finish_all(model)
         )
         load_base_adapter(adapters, plan)
         recompute_activations(model, plan)
         notes: list[str] = []
-        if trained and finishing is None and isinstance(task, CausalLM):
+        if trained and shard_on_load is None and isinstance(task, CausalLM):
             task.decoder, base, notes = open_decoder(
                 model,
                 adapters,
@@ -126,13 +128,13 @@ def connect_devices(plan: Plan, group: Group | None, *, device: torch.device) ->
     return open_parallel(plan, group, device=device)
 
 
-def sharding(plan: Plan, parallel: Parallel | None, *, precision: Precision) -> Finishing | None:
-    """Return what adapts and shards each part of the model when it is loaded; None if nothing is sharded."""
+def sharding(plan: Plan, parallel: Parallel | None, *, precision: Precision) -> ShardOnLoad | None:
+    """Return the callback that adapts and shards each block while the model loads; None without sharding."""
     if parallel is None or not parallel.strategy.sharded:
         return None
-    from crosstune.torch_engine.sharding.finish import Finishing
+    from crosstune.torch_engine.sharding.finish import ShardOnLoad
 
-    return Finishing(
+    return ShardOnLoad(
         parallel=parallel,
         cpu_offload=plan.config.use_cpu_offload,
         choose=partial(choose_adapted, plan=plan) if plan.method in ADAPTER_METHODS else None,

@@ -27,11 +27,6 @@ class Masters:
         self.parameters = dict(parameters)
         self.masters: dict[str, torch.Tensor] = {name: _master(p) for name, p in self.parameters.items()}
 
-    @property
-    def are_parameters(self) -> bool:
-        """Whether there are no copies to keep in step."""
-        return all(self.masters[name] is parameter for name, parameter in self.parameters.items())
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the whole parameters."""
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
@@ -97,8 +92,7 @@ def make_optimizer(
 
 @torch.no_grad()
 def _move_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Move the average towards the weights; it starts as a copy of them, after the first step. It stays as it is where
-    the device leaves the update out."""
+    """Move the average towards the weights; it starts as a copy of them, after the first step."""
     averages, weights = [], []
     for group in optimizer.param_groups:
         for master in group["params"]:
@@ -108,13 +102,8 @@ def _move_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
                 state[SLOT] = master.detach().clone()
             averages.append(state[SLOT])
             weights.append(master)
-    if not averages:
-        return
-    left_out = getattr(optimizer, "found_inf", None)
-    if left_out is None:
+    if averages:
         torch._foreach_lerp_(averages, weights, 1.0 - decay)
-    else:
-        torch._foreach_lerp_(averages, weights, [(1.0 - decay) * (1.0 - left_out)] * len(averages))
 
 
 def averages_of(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, torch.Tensor]:
@@ -135,23 +124,6 @@ def swap(averages: Mapping[torch.Tensor, torch.Tensor]) -> None:
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_ratio"]
-
-
-def updates_if_finite(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `update_if_finite` takes an optimizer: one of torch's fused ones, after its first step, which makes
-    its state."""
-    fused = type(optimizer) in (torch.optim.AdamW, torch.optim.Adam) and optimizer.defaults["fused"]
-    return bool(fused and optimizer.state)
-
-
-def update_if_finite(optimizer: Any, *numbers: torch.Tensor | float) -> None:
-    """Take a step that the device leaves out, counting it back, if one of the numbers is not finite."""
-    bad = ~torch.stack([torch.as_tensor(number).isfinite() for number in numbers]).all()
-    optimizer.found_inf = bad.float()
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.found_inf
 
 
 Groups = list[dict[str, Any]]

@@ -12,7 +12,7 @@ from torch import nn
 from crosstune.torch_engine.adapters import Adapted
 from crosstune.torch_engine.device import CacheClearing
 from crosstune.torch_engine.optimizer import Masters
-from crosstune.torch_engine.task import Opening, TorchTask
+from crosstune.torch_engine.task import BuildContext, TorchTask
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.sharding.parallel import Parallel
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Parts:
     """The parts of an opened model."""
 
-    opening: Opening
+    opening: BuildContext
     task: TorchTask
     model: nn.Module
     adapters: dict[str, Adapted]
@@ -34,4 +34,4 @@ class Parts:
     parallel: Parallel | None = None
     """None for a single process."""
     notes: Sequence[str] = ()
-    """What opening the model decided that the user should know."""
+    """Decisions made while opening the model, for the user."""

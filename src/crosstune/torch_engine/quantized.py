@@ -63,7 +63,7 @@ class StoredWeight(nn.Module):
         assert not tensors[PACKED].is_floating_point(), "packed bits are integers"
         self.quantizer = quantizer
         self.facts: Mapping[str, Any] = dict(facts)
-        """Metadata the quantizer needs besides the tensors, as JSON; never changed."""
+        """JSON metadata of the quantizer; never changed."""
         rows, columns = facts["shape"]
         self.shape: tuple[int, int] = (rows, columns)
         self.packed_dtype = tensors[PACKED].dtype

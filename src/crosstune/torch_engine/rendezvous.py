@@ -121,7 +121,7 @@ def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
     if found:
         return found[0]
     raise UserError(
-        f"{ranks.name} reaches {place}, but what answers there is not the first process of the run.",
+        f"{ranks.name} reaches {place}, but another program answers there.",
         why=problems[0] if problems else f"it did not answer as a store within {left_s:.0f} s.",
         do="choose another --master_port (MASTER_PORT): some other program has this one",
     )

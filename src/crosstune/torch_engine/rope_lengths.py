@@ -28,11 +28,6 @@ def warn_of_rope(config: Any, *, plan: Plan) -> list[str]:
     return []
 
 
-def has_changing_rope(config: Any) -> bool:
-    """Return whether the rotary frequencies of a model depend on the length of its rows."""
-    return any(_limit(rope, config) is not None for rope in _ropes(config))
-
-
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the settings of each kind of rotary table; a model may have one for each type of layer."""
     settings = getattr(config, "rope_parameters", None) or {}

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -34,19 +33,12 @@ from crosstune.core.protocols import (
 )
 from crosstune.torch_engine import export
 from crosstune.torch_engine import state as states
-from crosstune.torch_engine.captured_passes import open_captured
 from crosstune.torch_engine.compile_blocks import compile_errors, without_compiled
 from crosstune.torch_engine.device import evaluating, memory_errors, read_memory, reset_peak
 from crosstune.torch_engine.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.metric_totals import MetricTotals
 from crosstune.torch_engine.offload_activations import offload_activations
-from crosstune.torch_engine.optimizer import (
-    averages_of,
-    set_learning_rate,
-    swap,
-    update_if_finite,
-    updates_if_finite,
-)
+from crosstune.torch_engine.optimizer import averages_of, set_learning_rate, swap
 from crosstune.torch_engine.parts import Parts
 from crosstune.torch_engine.profiler import TorchProfiler
 from crosstune.torch_engine.quantized import count_weights
@@ -56,16 +48,14 @@ from crosstune.torch_engine.task import (
     ChecksBatches,
     HasGeneralLayers,
     HasOwnHead,
+    MeasuresEvaluation,
     MeasuresResult,
-    MetricSums,
     Tensors,
 )
 from crosstune.torch_engine.write_result import write_adapter, write_model
 
 LARGE_STATE_BYTES = 2**30
 """A sharded state of this size is written in parts, one by each process."""
-_QUEUED = frozenset({"cuda"})
-"""Devices that work through a queue, which should not be empty while the host prepares an update."""
 
 
 class TorchSession:
@@ -76,7 +66,6 @@ class TorchSession:
         self.task, self.model, self.adapters = parts.task, parts.model, parts.adapters
         self.masters, self.optimizer, self.parallel = parts.masters, parts.optimizer, parts.parallel
         self.notes = tuple(parts.notes)
-        self.captured = open_captured(parts)
         self._random_before: dict[str, Array] = {}
         self._is_averaged = False
         self.phase: Phase = no_phase
@@ -93,34 +82,8 @@ class TorchSession:
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
         self._random_before = states.export_random(self.device)
-        with self.connected("a step"), self._errors_of_passes():
+        with self.connected("a step"), memory_errors(self.device), compile_errors(self.model):
             return self._backward(window, loss_scale=loss_scale)
-
-    def backward_and_update(
-        self, window: Sequence[PreparedBatch], *, lr: float, loss_scale: float = 1.0
-    ) -> Backward | None:
-        optimizer = self._trained_optimizer()
-        alone = self.parallel is None and self.masters.are_parameters
-        if not (self.device.type in _QUEUED and alone and updates_if_finite(optimizer)):
-            return None
-        self._random_before = states.export_random(self.device)
-        with self._errors_of_passes():
-            done = self._backward(window, loss_scale=loss_scale, lr=lr)
-        if done.is_finite:
-            self.masters.clear_gradients()
-            self.parts.cache.after_step()
-        return done
-
-    @contextlib.contextmanager
-    def _errors_of_passes(self) -> Iterator[None]:
-        """Recognize running out of memory, after which captured passes give theirs back, and errors of compiling."""
-        try:
-            with memory_errors(self.device), compile_errors(self.model):
-                yield
-        except OutOfMemory:
-            if self.captured is not None:
-                self.captured.clear()
-            raise
 
     def connected(self, doing: str) -> contextlib.AbstractContextManager[None]:
         """Make collectives in the block, if there are several processes."""
@@ -146,7 +109,10 @@ class TorchSession:
         self.parts.cache.after_step()
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
-        total, weight, metrics = 0.0, 0, MetricTotals(self.task.metric_names)
+        measure, names = self.task.loss, self.task.metric_names
+        if isinstance(self.task, MeasuresEvaluation):
+            measure, names = self.task.evaluate, self.task.eval_metric_names
+        total, weight, metrics = 0.0, 0, MetricTotals(names)
         with (
             self.connected(EVALUATING),
             self.averaged(),
@@ -160,7 +126,7 @@ class TorchSession:
             for index, batch, counts in self._evaluation_turns(batches):
                 # A task that draws noise draws the same in every evaluation, on any number of processes.
                 torch.manual_seed(self.plan.config.seed + index)
-                loss, sums = self.task.loss(self.model, self._to_device(batch))
+                loss, sums = measure(self.model, self._to_device(batch))
                 if counts:
                     total += float(loss)
                     weight += batch.weight
@@ -279,31 +245,23 @@ class TorchSession:
             return write_model(self.parts, folder / "model" if folder is not None else None)
 
     def _gathering(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """Gather parts in the block; replicas, which have none, need no other process."""
+        """Gather sharded state in the block; replicas need no other process."""
         return self.connected(doing) if self.is_divided else contextlib.nullcontext()
 
-    def _backward(
-        self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0, lr: float | None = None
-    ) -> Backward:
-        """Leave the gradients of the window in the masters, unscaled and clipped. With `lr`, let the device update the
-        weights if the numbers are finite, before the host knows them."""
+    def _backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
+        """Leave the gradients of the window in the masters, unscaled and clipped."""
         weight = sum(batch.weight for batch in window)
         total, metrics = torch.zeros((), device=self.device), MetricTotals(self.task.metric_names)
         with self._passes(window) as turns:
             for batch, counts in turns:
                 with self.phase(DATA):
                     tensors = self._to_device(batch)
-                loss, sums = None, cast(MetricSums, {})
-                if self.captured is not None and counts and self.phase is no_phase:
-                    more = len(window) > 1
-                    loss = self.captured.loss(tensors, weight=weight, loss_scale=loss_scale, more=more)
-                if loss is None:
-                    with self.phase(FORWARD), self.precision.context(self.device), self._offloading():
-                        loss, sums = self.task.loss(self.model, tensors)
-                        loss = loss / weight if counts else loss * 0.0
-                    with self.phase(BACKWARD):
-                        (loss * loss_scale).backward()
-                        self.masters.collect_gradients()
+                with self.phase(FORWARD), self.precision.context(self.device), self._offloading():
+                    loss, sums = self.task.loss(self.model, tensors)
+                    loss = loss / weight if counts else loss * 0.0
+                with self.phase(BACKWARD):
+                    (loss * loss_scale).backward()
+                    self.masters.collect_gradients()
                 if counts:
                     total += loss.detach()
                     metrics.add(sums)
@@ -316,14 +274,11 @@ class TorchSession:
                 if tensor.grad is not None:
                     tensor.grad.div_(loss_scale)
         with self.phase(OPTIMIZER):
-            clipped = self._clip(trained)
-            if lr is not None:
-                set_learning_rate(self._trained_optimizer(), lr)
-                update_if_finite(self._trained_optimizer(), total, clipped)
-        loss, norm = self._read(total, clipped)
+            norm = self._clip(trained)
+        loss_sum, grad_norm = self._read(total, norm)
         return Backward(
-            loss=loss,
-            grad_norm=norm,
+            loss=loss_sum,
+            grad_norm=grad_norm,
             weight=weight,
             num_tokens=sum(batch.num_tokens for batch in window),
             metrics=metrics.means(self.parallel),
@@ -365,7 +320,7 @@ class TorchSession:
 
     @contextlib.contextmanager
     def _passes(self, window: Sequence[PreparedBatch]) -> Iterator[Iterator[tuple[PreparedBatch, bool]]]:
-        """Give the micro-batches of this rank, each with whether it counts, for a pass each."""
+        """Yield the micro-batches of this rank, each with whether it counts."""
         if self.parallel is None:
             yield ((batch, True) for batch in window)
             return
@@ -374,8 +329,8 @@ class TorchSession:
             yield self.parallel.turns(self.model, window)
 
     def _evaluation_turns(self, batches: Iterable[Batch]) -> Iterator[tuple[int, PreparedBatch, bool]]:
-        """Yield the batches of this rank with their index and whether they count: rank r takes each size-th one. A rank
-        of a sharded model that has none left takes part in the passes of the others."""
+        """Yield this rank's batches (every size-th one), each with its index and whether it counts. A rank of a sharded model
+        without a batch left joins the passes of the others with one that does not count."""
         size, rank = (self.parallel.size, self.parallel.rank) if self.parallel is not None else (1, 0)
         found = enumerate(batches)
         while together := [(index, self.prepare(batch)) for index, batch in itertools.islice(found, size)]:

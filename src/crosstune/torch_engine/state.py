@@ -63,7 +63,7 @@ def export_moments(
 def export_part(
     optimizer: torch.optim.Optimizer, masters: Masters, part: StatePart, *, device: torch.device
 ) -> SessionState:
-    """Return this rank's rows of the state, without copying. What every rank holds whole is in the first part only."""
+    """Return this rank's rows of the state, without copying. Replicated arrays are in the first part only."""
     held = {
         name: master
         for name, master in masters.masters.items()

@@ -24,7 +24,7 @@ Finish = Callable[[nn.Module, str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
+class BuildContext:
     """Arguments for building a model."""
 
     plan: Plan
@@ -35,15 +35,15 @@ class Opening:
     base_name: str | None = None
     """The hub id of the base model, if it came from there."""
     finish: Finish | None = None
-    """With several processes: adapts and shards a part of the model that has its weights, so that no process holds all of
-    them. Called with the model and the name of a block, at last with "" for the rest. A task need not call it."""
+    """Shard a loaded block, so that no process holds the whole model; None for one process. Call it with the model and the
+    name of a block, and last with "" for the rest; a task may leave that to the engine."""
 
 
 class TorchTask(Protocol):
     metric_names: Sequence[str]
     """Names of the metrics that `loss` returns."""
 
-    def build(self, opening: Opening) -> nn.Module:
+    def build(self, opening: BuildContext) -> nn.Module:
         """Return the model on the device, with its weights. Frozen parameters do not require gradients."""
         ...
 
@@ -53,6 +53,17 @@ class TorchTask(Protocol):
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the sum of losses over a batch, and the sums of its metrics."""
+        ...
+
+
+@runtime_checkable
+class MeasuresEvaluation(Protocol):
+    """A task with metrics that are measured in evaluations alone."""
+
+    eval_metric_names: Sequence[str]
+
+    def evaluate(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
+        """Return the sum of losses over a batch, and the sums of the evaluation's metrics."""
         ...
 
 
@@ -69,8 +80,8 @@ class HasOwnHead(Protocol):
 class WritesModel(Protocol):
     """A task that writes the whole model itself, in a format that other tools read.
 
-    Only one process calls it. It takes tensors from `model.state_dict()` or, by canonical name in fp32, from `trained`,
-    and makes no pass of the model, which may be sharded.
+    Called on one process, without collectives: the tensors come from `model.state_dict()` or, in fp32 by canonical name,
+    from `trained`.
     """
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None: ...
@@ -96,14 +107,4 @@ class HasGeneralLayers(Protocol):
 
     def general_layers(self) -> AbstractContextManager[None]:
         """Run the model's own layers inside the block, which call their hooks."""
-        ...
-
-
-@runtime_checkable
-class TellsPredictions(Protocol):
-    """A task whose loss is over tokens, which can tell the likeliest ones."""
-
-    def predicting(self) -> AbstractContextManager[list[torch.Tensor] | None]:
-        """Collect the likeliest token, or UNSURE, at every supervised position of the batches inside the block; None if
-        generation may round differently."""
         ...

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
-from crosstune.core.protocols import Array, Batch, EvalResult, IsSettled
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.torch_engine.cast_once import cast_once
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.generate import OnToken, generate
-from crosstune.torch_engine.rope_lengths import has_changing_rope
 from crosstune.torch_engine.session import TorchSession
-from crosstune.torch_engine.task import TellsPredictions
 from crosstune.torch_engine.verify import model_logits
 
 
 class TextSession(TorchSession):
-    def evaluate_and_predict(self, batches: Iterable[Batch]) -> tuple[EvalResult, Array | None]:
-        if not self._may_foresee() or not isinstance(self.task, TellsPredictions):
-            return self.evaluate(batches), None
-        with self.task.predicting() as predicted:
-            result = self.evaluate(batches)
-        return result, torch.cat(predicted).numpy() if predicted else None
-
-    def _may_foresee(self) -> bool:
-        """Return whether a pass over whole rows may give about the logits of generation, which makes one pass per token: on a
-        CPU, with weights that are not quantized and rotary frequencies that do not depend on the length. The task tells in
-        which precisions."""
-        alone = self.parallel is None and self.device.type == "cpu"
-        return alone and self.plan.quant_spec is None and not has_changing_rope(self.model.config)
-
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in eval mode, in the precision of training."""
         with self.connected(EVALUATING), evaluating(self.model), memory_errors(self.device, doing=EVALUATING):
@@ -48,7 +29,6 @@ class TextSession(TorchSession):
         stop_ids: Sequence[int] = (),
         sampling: Sampling = GREEDY,
         on_token: OnToken | None = None,
-        is_settled: IsSettled | None = None,
     ) -> list[list[int]]:
         limit = memory_errors(self.device, doing=GENERATING)
         with (
@@ -66,7 +46,6 @@ class TextSession(TorchSession):
                 stop_ids=stop_ids,
                 sampling=sampling,
                 on_token=on_token,
-                is_settled=is_settled,
             )
 
     def _cast_once(self) -> contextlib.AbstractContextManager[None]:

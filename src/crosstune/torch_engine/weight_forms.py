@@ -73,7 +73,7 @@ def weight_forms(model: nn.Module) -> dict[str, WeightForm]:
 
 
 def outer_forms(model: nn.Module, forms: Iterable[str]) -> set[str]:
-    """Return the last weights of the first and the last block."""
+    """Return the last weight of the first block and of the last block."""
     blocks = list(find_blocks(model) or find_blocks(model, fewest=1))
     inside = [
         [name for name in forms if name.startswith(f"{block}.")] for block in (*blocks[:1], *blocks[-1:])

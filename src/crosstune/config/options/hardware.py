@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from crosstune.config.conditions import (
     DEVICE_MEMORY,
-    NVIDIA_GPU,
     RECOMPUTATION,
     SEVERAL_DEVICES,
     SHARDED_MODEL,
@@ -72,13 +71,6 @@ class HardwareOptions:
         "Compile the blocks of the model with torch.compile: the first steps take longer, by up to minutes, and the others "
         "less. Needs a C++ compiler on a CPU, and Triton on a GPU",
         needs=(TORCH_ENGINE,),
-        on_resume=OnResume.OWN_MACHINE,
-    )
-    cuda_graphs: bool = option(
-        False,
-        "Capture passes of the fast layers in CUDA graphs, where the shapes of batches repeat: the host then starts a pass with "
-        "one call, which small models with full rows gain from. Each graph keeps the memory of a pass",
-        needs=(NVIDIA_GPU,),
         on_resume=OnResume.OWN_MACHINE,
     )
     low_memory: bool = option(

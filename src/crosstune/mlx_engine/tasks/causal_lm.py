@@ -11,11 +11,11 @@ import mlx.nn as nn
 import numpy as np
 
 from crosstune.core.protocols import Array
-from crosstune.data.token_batch import IGNORED, TokenBatch
+from crosstune.data.token_batch import IGNORED, TokenBatch, number_answers
 from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.load import check_stored, load_model
 from crosstune.mlx_engine.save_model import save_model
-from crosstune.mlx_engine.task import Arrays, MetricSums, Opening
+from crosstune.mlx_engine.task import Arrays, BuildContext, MetricSums
 from crosstune.models.identity import identity
 
 SMALLEST_MULTIPLE = 32
@@ -25,12 +25,13 @@ class CausalLM:
     """The task of `sft`, and of every recipe that trains a language model on tokens."""
 
     metric_names: Sequence[str] = ()
+    eval_metric_names: Sequence[str] = ("exact_match",)
 
     def __init__(self) -> None:
-        self.opening: Opening | None = None
+        self.opening: BuildContext | None = None
         self._loss: CausalLoss | None = None
 
-    def build(self, opening: Opening) -> nn.Module:
+    def build(self, opening: BuildContext) -> nn.Module:
         """Load the model folder, quantized as the plan says."""
         assert opening.folder is not None, "a causal language model is built from a folder"
         self.opening = opening
@@ -54,6 +55,7 @@ class CausalLM:
             "input_ids": np.pad(batch.input_ids, pad),
             "places": places,
             "targets": self.at_places(batch.targets, batch, num_places),
+            "answers": np.pad(number_answers(batch), (0, num_places - len(row))).astype(np.int32),
             "counted": (np.arange(num_places) < len(row)).astype(np.float32),
         }
         return arrays | ({"segments": np.pad(batch.segments, pad)} if batch.is_packed else {})
@@ -77,6 +79,9 @@ class CausalLM:
     def loss(self, model: nn.Module, arrays: Arrays) -> tuple[mx.array, MetricSums]:
         assert self._loss is not None and self._loss.model is model, "the loss is prepared for another model"
         return self._loss(arrays)
+
+    def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        return self.prepared.evaluate(arrays)
 
     def check_batch(self, arrays: Mapping[str, Any]) -> None:
         """Raise if rows are packed and the model does not separate documents."""
@@ -107,7 +112,7 @@ class CausalLM:
         assert base is not None
         save_model(folder, model, base=base)
 
-    def _opened(self) -> Opening:
+    def _opened(self) -> BuildContext:
         assert self.opening is not None, "the model is not built yet"
         return self.opening
 

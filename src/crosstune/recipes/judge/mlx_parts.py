@@ -14,12 +14,15 @@ from numpy.typing import NDArray
 from crosstune.core.out_of_memory import EVALUATING
 from crosstune.core.protocols import Array
 from crosstune.mlx_engine.limits import memory_errors
+from crosstune.mlx_engine.task import Arrays, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.recipes.judge.examples import JudgeBatch
 
 
 class ScoreTokens(CausalLM):
     """A language model whose targets may be divided between two tokens."""
+
+    eval_metric_names = ()
 
     def arrays(self, batch: JudgeBatch) -> Mapping[str, Array]:  # type: ignore[override]
         arrays = dict(super().arrays(batch))
@@ -28,6 +31,9 @@ class ScoreTokens(CausalLM):
             "others": self.at_places(batch.others, batch, count),
             "shares": self.at_places(batch.shares, batch, count),
         }
+
+    def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        return self.prepared(arrays)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,13 @@ from transformers.cache_utils import DynamicLayer
 
 from crosstune.core.out_of_memory import EVALUATING
 from crosstune.core.protocols import Array
+from crosstune.data.token_batch import IGNORED
 from crosstune.recipes.judge.examples import JudgeBatch
 from crosstune.recipes.judge.torch_parts_scalar import ScalarHead, scalar_scores
 from crosstune.torch_engine.cross_entropy import cross_entropy_sum
 from crosstune.torch_engine.device import evaluating, memory_errors
-from crosstune.torch_engine.steady_rounding import SteadyRounding, widest
 from crosstune.torch_engine.task import MetricSums, Tensors
-from crosstune.torch_engine.tasks.causal_lm import CausalLM, takes_logits_to_keep
+from crosstune.torch_engine.tasks.causal_lm import CausalLM, ModelInput, takes_logits_to_keep
 
 __all__ = ["ScalarHead", "ScoreTokens", "next_log_probs", "read_prefix", "scalar_scores"]
 
@@ -31,16 +31,16 @@ __all__ = ["ScalarHead", "ScoreTokens", "next_log_probs", "read_prefix", "scalar
 class ScoreTokens(CausalLM):
     """A language model whose targets may be divided between two tokens."""
 
-    may_share_prefixes = False
+    eval_metric_names = ()
 
     def arrays(self, batch: JudgeBatch) -> Mapping[str, Array]:  # type: ignore[override]
         arrays = dict(super().arrays(batch))
         if not batch.shares.any():
             return arrays
-        columns = arrays["columns"]
+        supervised = batch.targets != IGNORED
         return arrays | {
-            "others": batch.others[:, columns].astype("int64"),
-            "shares": batch.shares[:, columns],
+            "others": batch.others[supervised].astype("int64"),
+            "shares": batch.shares[supervised],
         }
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
@@ -48,15 +48,19 @@ class ScoreTokens(CausalLM):
 
         To give a share s to another token adds s times the difference of the two logits to the loss of the first alone.
         """
-        logits, targets, kept = self.supervised_logits(model, tensors)
+        targets = tensors["targets"]
+        logits = self.supervised_logits(model, ModelInput.of(tensors))
         loss = cross_entropy_sum(logits, targets)
         if "others" not in tensors:
             return loss, {}
-        others, shares = (tensors[name].reshape(-1)[kept] for name in ("others", "shares"))
+        others, shares = tensors["others"], tensors["shares"]
         [soft] = shares.nonzero(as_tuple=True)
         rows = logits[soft].float()
         first, second = (rows.gather(1, ids[soft][:, None])[:, 0] for ids in (targets, others))
         return loss + (shares[soft] * (first - second)).sum(), {}
+
+    def evaluate(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
+        return self.loss(model, tensors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +124,7 @@ def next_log_probs(
             **_keep(session.model, last),
         ).logits[:, -last:]
         chosen = torch.tensor(list(token_ids), device=session.device)
-        log_probs = torch.log_softmax(widest(found), dim=-1).index_select(-1, chosen)
+        log_probs = torch.log_softmax(found.float(), dim=-1).index_select(-1, chosen)
     result: NDArray[np.float64] = log_probs.double().cpu().numpy()
     return result
 
@@ -131,13 +135,11 @@ def _keep(model: nn.Module, last: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def asking(session: Any) -> Iterator[None]:
-    """Run the model without gradients and dropout, in the precision of the session; in fp32, a prompt's numbers are the same
-    in every batch and after every shared prefix."""
+    """Run the model without gradients and dropout, in the precision of the session."""
     with (
         evaluating(session.model),
         memory_errors(session.device, doing=EVALUATING),
         torch.inference_mode(),
         session.precision.context(session.device),
-        SteadyRounding(),
     ):
         yield

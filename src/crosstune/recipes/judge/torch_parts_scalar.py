@@ -26,9 +26,8 @@ from crosstune.torch_engine import export
 from crosstune.torch_engine.adapters import AdaptedLinear
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.load import load_model, read_config, readable_errors
-from crosstune.torch_engine.steady_rounding import SteadyRounding
 from crosstune.torch_engine.stream import find_tensors
-from crosstune.torch_engine.task import MetricSums, Opening, Tensors
+from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
 
 HEAD = "score"
 """The name of transformers' head of a sequence classifier."""
@@ -52,9 +51,9 @@ class ScalarHead:
     head_names: Sequence[str] = (f"{HEAD}.weight",)
 
     def __init__(self) -> None:
-        self.opening: Opening | None = None
+        self.opening: BuildContext | None = None
 
-    def build(self, opening: Opening) -> nn.Module:
+    def build(self, opening: BuildContext) -> nn.Module:
         """Put the body of a language model under a new head, or load a folder that has a head already."""
         folder = opening.folder
         assert folder is not None, "a scalar head is put on a base model"
@@ -115,7 +114,7 @@ class ScalarHead:
         export.save_model(folder, model.config, export.merged_tensors(model, adapters), base=base)
         write_json(folder / RECORD, self.base_record())
 
-    def _opened(self) -> Opening:
+    def _opened(self) -> BuildContext:
         assert self.opening is not None, "the model is not built yet"
         return self.opening
 
@@ -145,14 +144,13 @@ def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.
         memory_errors(session.device, doing=EVALUATING),
         torch.inference_mode(),
         session.precision.context(session.device),
-        SteadyRounding(),
     ):
         found = pooled_scores(session.model, torch.from_numpy(ids).to(session.device), ends)
     values: NDArray[np.float64] = found.double().cpu().numpy()
     return values
 
 
-def _read_trained(folder: Path, opening: Opening) -> nn.Module:
+def _read_trained(folder: Path, opening: BuildContext) -> nn.Module:
     with readable_errors(folder):
         model = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=opening.precision.weights, trust_remote_code=False, local_files_only=True

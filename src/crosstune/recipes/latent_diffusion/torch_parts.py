@@ -25,7 +25,7 @@ from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusion
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, signal_noise, to_clean
 from crosstune.recipes.latent_diffusion.vocabulary import MASK
 from crosstune.torch_engine import export
-from crosstune.torch_engine.task import MetricSums, Opening, Tensors
+from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
 
 _OF_LATENT_LOSS = ("latents", "noise", "latent_factor")
 _WORTH_SKIPPING = 0.25
@@ -53,7 +53,7 @@ class LatentDiffusionTask:
         self.skips_padding = False
         """Whether to compute real tokens only where there is much padding. A CPU keeps the padding."""
 
-    def build(self, opening: Opening) -> nn.Module:
+    def build(self, opening: BuildContext) -> nn.Module:
         """Draw the weights on the host, the same for every device, and freeze those that the modes do not train."""
         precision = opening.precision
         model = LatentDiffusionModel(self.settings, compute_dtype=precision.autocast or precision.weights)

@@ -25,20 +25,13 @@ class Documents:
     """Rows x length, restarting at every document; None if each row is one document."""
     bounds: torch.Tensor | None = None
     """The first token of each document, counted over all rows, and the number of tokens at last, in int32."""
-    seen: torch.Tensor | None = None
-    """Which keys each query sees, 1 x 1 x length x length, where rows stand in one that share their first tokens."""
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def needs_mask(self, window: int | None) -> bool:
-        if self.seen is not None:
-            return True
         return self.positions is not None or (window is not None and window < self.length)
 
     def mask(self, window: int | None, device: torch.device) -> torch.Tensor:
         """Return which keys each query sees. Built once per batch."""
-        if self.seen is not None:
-            assert window is None, "rows that share their first tokens attend without a window"
-            return self.seen
         if window not in self._masks:
             places = torch.arange(self.length, device=device)
             behind = places[:, None] - places[None, :]

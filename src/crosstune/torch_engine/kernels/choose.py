@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from crosstune.config.plan import Plan
 from crosstune.core.base_choice import BaseChoice
 from crosstune.core.errors import UserError
-from crosstune.core.fast_layers import kept_by
 from crosstune.core.ranks import Group
 from crosstune.torch_engine.adapters import Adapted
 from crosstune.torch_engine.kernels.calibrate import LeftOut, leave_out_of_fp8, put_back_layers
@@ -22,8 +20,7 @@ from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
 from crosstune.torch_engine.kernels.operations import has_triton
-from crosstune.torch_engine.kernels.pass_graphs import PassGraphs
-from crosstune.torch_engine.kernels.recomputation import choose_recomputation, describe_layer
+from crosstune.torch_engine.kernels.recomputation import choose_recomputation
 from crosstune.torch_engine.precision import Precision
 
 
@@ -44,10 +41,10 @@ def open_decoder(
     folder: Path | None,
     group: Group | None = None,
 ) -> tuple[FastDecoder | None, BaseChoice | None, list[str]]:
-    """Return the fast decoder over a model's modules, or None where the general layers are used, what is decided about the
-    base, and what the user should know of it. A reason that was a warning already is not repeated.
+    """Return the fast decoder over a model's modules (None for the general layers), the choice about the base, and notes for
+    the user. A reason that was already a warning is not repeated.
 
-    What is recorded about the base is used. Otherwise the first process of a group chooses, and the others follow it.
+    A recorded choice is kept; otherwise the first process of a group chooses and the others follow.
     """
     if plan.config.kernels != "fast":
         return None, decide_base(plan), []
@@ -73,7 +70,7 @@ def open_decoder(
         if decoder is not None and refused is None:
             left_out = leave_out_of_fp8(
                 decoder,
-                # The base of a run that goes on has the weights that it had.
+                # A resumed run keeps the weights of its base.
                 folder=folder if plan.base is None else None,
                 tolerance=plan.config.fp8_tolerance,
                 seed=plan.config.seed,
@@ -151,27 +148,15 @@ def describe_decoder(decoder: FastDecoder, *, refused: str | None, left_out: Lef
     if left_out.names:
         still = sum(stacked.in_fp8 for stacked in decoder.groups().values())
         notes.append(
-            f"base_precision: {len(left_out.names)} of {still + len(left_out.names)} groups of layers leave fp8, such as "
+            f"base_precision: {len(left_out.names)} of {still + len(left_out.names)} groups of layers are kept out of fp8, such as "
             f"{left_out.names[0]}; with them the model's predictions were {left_out.before:.2g} nats per token away from "
             f"those of its own weights, without them {left_out.after:.2g} (--fp8_tolerance)"
         )
     elif decoder.outside_fp8:
         notes.append(
-            f"base_precision: {len(decoder.outside_fp8)} groups of layers stay out of fp8, as was chosen when the run began; "
-            "--fp8_tolerance changes that no more"
+            f"base_precision: {len(decoder.outside_fp8)} groups of layers stay out of fp8, as chosen when the run began; "
+            "--fp8_tolerance is ignored after the first start"
         )
     if num_full := decoder.recompute.count("full"):
         notes.append(f"kernels: {num_full} of {len(decoder.layers)} layers are recomputed to save memory")
     return notes
-
-
-def open_graphs(
-    decoder: FastDecoder | None, parameters: Sequence[nn.Parameter], *, plan: Plan
-) -> PassGraphs | None:
-    """Return the graphs of captured passes, if the plan asks for them and the layers can be captured."""
-    if not plan.config.cuda_graphs or decoder is None or plan.backend.name != "cuda":
-        return None
-    if "full" in decoder.recompute or plan.config.use_activation_cpu_offload:
-        return None
-    layer = describe_layer(decoder, length=plan.config.context_length)
-    return PassGraphs(parameters, bytes_per_token=kept_by(layer.kept(), decoder.recompute))

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from crosstune.core.fast_layers import Recompute
 from crosstune.torch_engine.kernels import find_parts
 from crosstune.torch_engine.kernels.attention import Documents, attends_by_document, prefer_cudnn
+from crosstune.torch_engine.kernels.dispatch import choose_operations
 from crosstune.torch_engine.kernels.frozen_weights import Scratch
 from crosstune.torch_engine.kernels.halves import (
     AttentionHalf,
@@ -21,8 +22,8 @@ from crosstune.torch_engine.kernels.halves import (
     run_attention,
     run_mlp,
 )
-from crosstune.torch_engine.kernels.head_loss import head_loss
-from crosstune.torch_engine.kernels.operations import Operations, choose_operations
+from crosstune.torch_engine.kernels.head_loss import head_errors, head_loss
+from crosstune.torch_engine.kernels.operations import Operations
 from crosstune.torch_engine.kernels.stacked import Publishing, Stacked
 
 Layer = tuple[AttentionHalf, MLPHalf]
@@ -59,7 +60,7 @@ class FastDecoder:
         """True if rows of different lengths are computed as one row of documents, without padding."""
 
     def set_recomputation(self, recompute: Sequence[Recompute] | Recompute) -> None:
-        """Set what the backward pass computes again: in each layer, or in all of them alike."""
+        """Set the recomputation mode of each layer, or one mode for all."""
         count = len(self.layers)
         self.recompute = [recompute] * count if isinstance(recompute, str) else list(recompute)
         assert len(self.recompute) == count
@@ -70,14 +71,13 @@ class FastDecoder:
         *,
         positions: torch.Tensor | None = None,
         bounds: torch.Tensor | None = None,
-        seen: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the normalized hidden states of all tokens, or of those with these indices over all rows. Tokens attend
-        within the documents of `positions` and `bounds`, or to those that `seen` says."""
+        within the documents of `positions` and `bounds`."""
         self.publish()
         count, length = input_ids.shape
-        documents = Documents(count, length, positions if seen is None else None, bounds, seen)
+        documents = Documents(count, length, positions, bounds)
         with torch.autocast(self.device.type, enabled=False):
             stream: Stream = (self.inner.embed_tokens(input_ids).flatten(0, 1), None)
             given = Pass(
@@ -92,14 +92,23 @@ class FastDecoder:
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the summed cross entropy of normalized hidden states."""
-        weight = self.model.get_output_embeddings().weight.detach()
         with torch.autocast(self.device.type, enabled=False):
-            return head_loss(hidden, weight.to(self.dtype), targets, self.operations)
+            return head_loss(hidden, self._head(), targets, self.operations)
+
+    def loss_and_errors(
+        self, hidden: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss for an evaluation, and which targets do not have the largest logit."""
+        with torch.autocast(self.device.type, enabled=False):
+            return head_errors(hidden, self._head(), targets, self.operations)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.model.get_output_embeddings().weight.detach()
         with torch.autocast(self.device.type, enabled=False):
-            return hidden.to(self.dtype) @ weight.to(self.dtype).t()
+            return hidden.to(self.dtype) @ self._head().t()
+
+    def _head(self) -> torch.Tensor:
+        weight: torch.Tensor = self.model.get_output_embeddings().weight
+        return weight.detach().to(self.dtype)
 
     def groups(self) -> dict[str, Stacked]:
         """Return the stacked layers by name."""
@@ -115,7 +124,7 @@ class FastDecoder:
         }
 
     def leave_fp8(self, names: Collection[str]) -> None:
-        """Multiply from now on densely in the groups of these names, with the layers that the model has now."""
+        """Rebuild the groups of these names from the model's present layers, with dense products."""
         self.outside_fp8 = {*self.outside_fp8, *names}
         for index, layer in enumerate(self.inner.layers):
             if any(name.startswith(f"layers.{index}.") for name in names):
@@ -123,7 +132,7 @@ class FastDecoder:
         self._publishing = Publishing(list(self.groups().values()))
 
     def publish(self) -> None:
-        """Take over the adapters as they are now; every pass does it first."""
+        """Copy the current adapters into the fast layers, before each pass."""
         self._publishing.publish()
 
     def _run(self, layer: Layer, stream: Stream, given: Pass, recompute: Recompute) -> Stream:
@@ -138,7 +147,7 @@ class FastDecoder:
                 given,
                 use_reentrant=False,
                 preserve_rng_state=False,
-                context_fn=given.again.contexts,
+                context_fn=given.recomputing.contexts,
             )
             return found
         return _run_layer(stream, layer, given, recompute == "none")
@@ -214,8 +223,6 @@ def _run_whole(total: torch.Tensor, layer: Layer, given: Pass) -> Stream:
 
 def _run_layer(stream: Stream, layer: Layer, given: Pass, keep: bool) -> Stream:
     attention, mlp = layer
-    with prefer_cudnn(
-        stream[0].device
-    ):  # in here, so that a layer that is computed again takes the same kernel
+    with prefer_cudnn(stream[0].device):  # inside, so that a recomputed layer uses the same kernel
         stream = run_attention(stream, attention, given, keep=keep)
     return run_mlp(stream, mlp, given, keep=keep)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
+from crosstune.torch_engine.kernels.operations import LINES_IN_TILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class Side:
     lines: torch.Tensor
     """Lines x columns, in any strides."""
     scales: torch.Tensor | None
-    """What the lines are divided by."""
+    """Divisors of the lines; None for ones."""
     target: torch.Tensor
     """The place for the parts: lines x (3 times the columns, or more), in e4m3."""
     length: int
@@ -35,7 +36,7 @@ class Fp8Adapter:
     """Outputs x columns, with the scale of each adapter."""
 
     def sides(self) -> tuple[Side, Side]:
-        """Return what is multiplied with x A, and what is multiplied with the gradient of x A."""
+        """Return the factors of x A and of the gradient of x A."""
         weights = self.weights
         forward = Side(
             lines=self.b,
@@ -79,14 +80,17 @@ class Fp8Adapters:
     def publish(self) -> None:
         from crosstune.torch_engine.kernels import triton_operations
 
-        triton_operations.write_fp8_adapters(self)
+        triton_operations.write_fp8_adapters(
+            self.table,
+            (self.tile_sides, self.tile_starts),
+            largest=self.largest,
+            factors=self.factors,
+            dtype=self.dtype,
+        )
 
     def factors_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the columns of x A and of its gradient are multiplied with, for the adapter of that index."""
         return self.factors[2 * index], self.factors[2 * index + 1]
-
-
-LINES_IN_TILE = 32
 
 
 def _fields(side: Side, ones: torch.Tensor) -> list[int]:

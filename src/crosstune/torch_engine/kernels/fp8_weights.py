@@ -136,8 +136,8 @@ def fp8_weights(
 def scaled_product(
     rows: Rows, weights: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, *, fast: bool
 ) -> torch.Tensor:
-    """Return rows @ weights.T of e4m3 matrices with the scales of both. `fast` lets tensor cores add in fewer bits. Rows may be
-    wider than the weights: what stands left of them is left out."""
+    """Return rows @ weights.T of e4m3 matrices with the scales of both. `fast` lets tensor cores add in fewer bits. Extra
+    columns on the left of the rows are ignored."""
     assert rows.packed is not None and rows.scale is not None
     packed = rows.packed[:, rows.packed.shape[1] - weights.shape[1] :]
     if packed.device.type == "cuda":

@@ -2,8 +2,8 @@
 use.
 
 All forms of weights, those in fp8 too, have `num_outputs`, `num_inputs`, `product` (inputs @ W.T), `input_gradient`
-(gradient @ W) and `row_scales`, which is None unless gradients are quantized for them. Those that multiply densely also give the
-`matrix` itself, `beside` some columns, which then stand to its right, and `above` some rows.
+(gradient @ W) and `row_scales`, which is None unless gradients are quantized for them. Those that multiply densely also give
+the `matrix`, alone, `with_columns` to its right or `with_rows` below it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class DenseWeights:
     def matrix(self) -> torch.Tensor:
         return self._matrix[: self.num_outputs, : self.num_inputs]
 
-    def beside(self, columns: torch.Tensor) -> torch.Tensor:
+    def with_columns(self, columns: torch.Tensor) -> torch.Tensor:
         assert columns.data_ptr() == self.columns.data_ptr()
         return self._matrix[: self.num_outputs]
 
-    def above(self, rows: torch.Tensor) -> torch.Tensor:
+    def with_rows(self, rows: torch.Tensor) -> torch.Tensor:
         assert rows.data_ptr() == self.rows.data_ptr()
         return self._matrix[:, : self.num_inputs]
 
@@ -93,12 +93,12 @@ class QuantizedWeights:
         self._make_dense(dense, None)
         return dense
 
-    def beside(self, columns: torch.Tensor) -> torch.Tensor:
+    def with_columns(self, columns: torch.Tensor) -> torch.Tensor:
         dense = self._scratch.take(self.num_outputs, self.num_inputs + columns.shape[1])
         self._make_dense(dense[:, : self.num_inputs], Copy(columns, dense[:, self.num_inputs :]))
         return dense
 
-    def above(self, rows: torch.Tensor) -> torch.Tensor:
+    def with_rows(self, rows: torch.Tensor) -> torch.Tensor:
         dense = self._scratch.take(self.num_outputs + len(rows), self.num_inputs)
         self._make_dense(dense[: self.num_outputs], Copy(rows, dense[self.num_outputs :]))
         return dense
@@ -146,7 +146,7 @@ def make_dense(
 
 
 def takes_row_scales(base: QuantLinear, device: torch.device) -> bool:
-    """Return whether our own kernel makes a layer dense: it takes 8 weights of a row at a time."""
+    """Return whether our kernel can dequantize a layer: it reads 8 weights of a row at a time."""
     is_nf4 = base.stored.facts.get("quant_type") == "nf4" and base.in_features % 8 == 0
     return device.type == "cuda" and is_nf4 and has_triton()
 

@@ -44,16 +44,16 @@ class MLPHalf:
     post_norm: Norm | None = None
 
 
-class Again:
-    """Tell whether a layer is being computed again for its backward pass, which does not need the layer's outputs.
+class Recomputing:
+    """Mark the recomputation of a layer in the backward pass, where the layer's outputs are not needed.
 
-    It is itself the context of the second pass, which is entered anew for each backward pass through the same graph.
+    The object is the context of the second pass and is entered again for each backward pass through the same graph.
     """
 
     on = False
 
-    def contexts(self) -> tuple[contextlib.AbstractContextManager[None], Again]:
-        """Return the contexts of the first pass and of the second one, as `torch.utils.checkpoint` takes them."""
+    def contexts(self) -> tuple[contextlib.AbstractContextManager[None], Recomputing]:
+        """Return the contexts of the first and the second pass, for `torch.utils.checkpoint`."""
         return contextlib.nullcontext(), self
 
     def __enter__(self) -> None:
@@ -65,18 +65,18 @@ class Again:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """Hold what a forward pass gives to every layer."""
+    """The arguments of a forward pass that all layers share."""
 
     operations: Operations
     documents: Documents
     tables: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """The cosines and sines of each kind of rotary table: tokens of a row, or of all rows, x rotary / 2."""
-    again: Again = field(default_factory=Again)
+    recomputing: Recomputing = field(default_factory=Recomputing)
     room: int = 0
-    """The columns that the last products of the halves want to the right of the stream's gradient."""
+    """Spare columns to the right of the residual gradient, for the last product of each half."""
 
     def make_gradient(self, total: torch.Tensor, num_rows: int | None = None) -> torch.Tensor:
-        """Return a place for the gradient of the stream, of which `total` are all rows or some."""
+        """Allocate the residual gradient, with as many rows as `total` or `num_rows`."""
         count, width = total.shape
         num_rows = count if num_rows is None else num_rows
         return rows_with_room(num_rows, width, self.room, dtype=total.dtype, device=total.device)
@@ -204,7 +204,7 @@ class _MLP(torch.autograd.Function):
         both, low = gate_up.forward(_whole(rows, buffer))
         inner = down.make_input(len(stream))
         product = post_rstd = None
-        if given.again.on and half.post_norm is None:
+        if given.recomputing.on and half.post_norm is None:
             operations.gate(both, half.activation, down.inputs_in(inner))
             low_down = down.low(inner)
             out = inner.new_empty(()).expand(len(stream), down.weights.num_outputs)  # nothing reads it

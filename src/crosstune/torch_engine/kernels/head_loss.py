@@ -18,8 +18,22 @@ def head_loss(
     return total
 
 
+def head_errors(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, operations: Operations
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss without gradients, and which targets do not have the largest logit."""
+    rows = rows_at_a_time(weight.shape[0], on_gpu=hidden.device.type != "cpu")
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    total, wrong = torch.zeros((), dtype=wide, device=hidden.device), []
+    for part, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+        logits = part.to(weight.dtype) @ weight.t()
+        wrong.append(logits.argmax(dim=-1) != wanted)
+        total += operations.cross_entropy(logits, wanted, gradient=False)[0]
+    return total, torch.cat(wrong)
+
+
 class _HeadLoss(torch.autograd.Function):
-    """Logits exist for one chunk at a time; what is kept is the gradient of the hidden states."""
+    """Logits exist for one chunk at a time; only the gradient of the hidden states is kept."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Define the elementwise operations of the fast decoder layers, and choose their implementation for a device."""
+"""Define the elementwise operations of the fast decoder layers, and the types that they exchange."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ E4M3_MAX = 448.0
 NUM_PARTS = 3
 """Columns of an fp8 product for one column of an adapter: a number is the sum of two e4m3 parts, and the product of two such
 sums has three terms that count."""
+LINES_IN_TILE = 32
+"""Lines of an adapter that one program of a kernel writes."""
 SMALLEST_AMAX = 1e-12
 """A row of zeros gets this as its largest value, so that its scale is not zero."""
 
@@ -147,14 +149,3 @@ class Operations(Protocol):
 
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def choose_operations(device: torch.device) -> Operations:
-    """Return Triton's kernels on a GPU that has them, plain torch otherwise."""
-    if device.type == "cuda" and has_triton():
-        from crosstune.torch_engine.kernels import triton_operations
-
-        return triton_operations
-    from crosstune.torch_engine.kernels import torch_operations
-
-    return torch_operations

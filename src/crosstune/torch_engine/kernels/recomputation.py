@@ -28,8 +28,7 @@ def choose_recomputation(decoder: FastDecoder, plan: Plan) -> list[Recompute] | 
 
 
 def _room(decoder: FastDecoder, plan: Plan) -> int:
-    """Return the memory for what layers keep: what is free, but no more than the plan means to use, so that what it predicts
-    is what a run takes."""
+    """Return the memory for kept activations: the free memory, limited to the plan's prediction."""
     free, fitted = free_memory(decoder.device), plan.fitted
     if fitted is None or not fitted.step.limit_bytes:
         return free

@@ -40,7 +40,7 @@ class Adapter:
 
 
 class Watch(Protocol):
-    """See what a group computes in a pass."""
+    """Observe the products and gradients of a group."""
 
     def on_product(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
         """Take the inputs and outputs of the product with the frozen weights."""
@@ -70,7 +70,7 @@ class Stacked:
         self.bases = bases
         self.watch: Watch | None = None
         self.fp8_factors: tuple[torch.Tensor, ...] = ()
-        """What the columns of x A and of its gradient are multiplied with in fp8 products."""
+        """Factors of the columns of x A and of its gradient in fp8 products."""
         self.dtype = dtype
         self.adapters = _place_adapters(layers)
         self.num_inputs = linear_shape(bases[0])[1]
@@ -138,7 +138,7 @@ class Stacked:
         return buffer[:, : self.num_inputs]
 
     def make_gradient(self, num_rows: int) -> torch.Tensor:
-        """Return a place for the gradients of the outputs, with room to its right for those of x A."""
+        """Allocate the gradients of the outputs, with room to the right for the gradients of x A."""
         return rows_with_room(
             num_rows, self.weights.num_outputs, self.below, dtype=self.dtype, device=self.device
         )
@@ -149,7 +149,7 @@ class Stacked:
             buffer = inputs.values
             low = self.low(buffer)
             assert self._b_columns is not None
-            matrix = self.weights.beside(self._b_columns)
+            matrix = self.weights.with_columns(self._b_columns)
             if self.bias is None:
                 return buffer @ matrix.t(), low
             return torch.addmm(self.bias, buffer, matrix.t()), low
@@ -195,7 +195,7 @@ class Stacked:
         if whole is not None:
             low_gradient = whole[:, self.weights.num_outputs :]
             torch.mm(values, self._b_columns, out=low_gradient)
-            return whole @ self.weights.above(self._a), low_gradient
+            return whole @ self.weights.with_rows(self._a), low_gradient
         if self._b_columns is not None:
             low_gradient = values @ self._b_columns
         else:
@@ -233,8 +233,8 @@ class Stacked:
         return found
 
     def _place_b(self) -> torch.Tensor | None:
-        """Return where each B stands, with zeros between: the extra columns of a dense matrix, or a matrix of its own.
-        None if there are so many columns that each B is better multiplied by itself."""
+        """Return the matrix that holds each B, with zeros between: the extra columns of a dense matrix or a separate one. None
+        if separate products are faster, with many columns."""
         if not 0 < self.extra <= MOST_COLUMNS:
             return None
         if self.extended and isinstance(self.weights, DenseWeights):
@@ -251,7 +251,7 @@ class Stacked:
 def rows_with_room(
     num_rows: int, width: int, room: int, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return an empty matrix that is the left part of a wider one. Who multiplies with it may write into the rest."""
+    """Return an empty matrix that is the left part of a wider one; a product may write into the rest."""
     return torch.empty(num_rows, width + room, dtype=dtype, device=device)[:, :width]
 
 

@@ -9,8 +9,16 @@ import torch
 import triton
 
 from crosstune.torch_engine.kernels import triton_fp8_adapters, triton_layers, triton_norms
-from crosstune.torch_engine.kernels.fp8_adapters import LINES_IN_TILE, Fp8Adapters
-from crosstune.torch_engine.kernels.operations import NUM_PARTS, Heads, Norm, QKNorms, Quantize, Rows, Triple
+from crosstune.torch_engine.kernels.operations import (
+    LINES_IN_TILE,
+    NUM_PARTS,
+    Heads,
+    Norm,
+    QKNorms,
+    Quantize,
+    Rows,
+    Triple,
+)
 from crosstune.torch_engine.kernels.torch_operations import split_heads
 
 _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -260,22 +268,25 @@ def prepend_low(
     )
 
 
-def write_fp8_adapters(adapters: Fp8Adapters) -> None:
-    """Write the adapters of groups in fp8 beside their weights, as they are now."""
+def write_fp8_adapters(
+    table: torch.Tensor,
+    tiles: tuple[torch.Tensor, torch.Tensor],
+    *,
+    largest: torch.Tensor,
+    factors: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Write the adapters of groups in fp8 beside their weights, as they are now. `table` has the addresses of each side, and
+    `tiles` the side and the first line of each program."""
     blocks = {
-        "DTYPE": {torch.bfloat16: triton.language.bfloat16, torch.float32: triton.language.float32}[
-            adapters.dtype
-        ],
+        "DTYPE": {torch.bfloat16: triton.language.bfloat16, torch.float32: triton.language.float32}[dtype],
         "LINES": LINES_IN_TILE,
-        "COLUMNS": adapters.factors.shape[1],
+        "COLUMNS": factors.shape[1],
     }
-    tiles = adapters.tile_sides, adapters.tile_starts
-    grid = (len(adapters.tile_sides),)
-    adapters.largest.zero_()
-    triton_fp8_adapters.largest_of_columns[grid](adapters.table, *tiles, adapters.largest, **blocks)
-    triton_fp8_adapters.write_parts[grid](
-        adapters.table, *tiles, adapters.largest, adapters.factors, **blocks
-    )
+    grid = (len(tiles[0]),)
+    largest.zero_()
+    triton_fp8_adapters.largest_of_columns[grid](table, *tiles, largest, **blocks)
+    triton_fp8_adapters.write_parts[grid](table, *tiles, largest, factors, **blocks)
 
 
 def cross_entropy(
@@ -345,7 +356,7 @@ def _empty_rows(values: torch.Tensor, quantize: Quantize | None) -> Rows:
 
 
 def _packed(rows: Rows) -> torch.Tensor:
-    """Return the e4m3 copy without what stands left of it; where there is none, what a kernel may take for it."""
+    """Return the e4m3 copy without its left columns, or a placeholder if there is no copy."""
     return (
         rows.values if rows.packed is None else rows.packed[:, rows.packed.shape[1] - rows.values.shape[1] :]
     )

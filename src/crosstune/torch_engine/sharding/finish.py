@@ -16,8 +16,8 @@ from crosstune.torch_engine.sharding.shard import shard_module, shard_root
 
 
 @dataclass(kw_only=True)
-class Finishing:
-    """The parts of a model that are complete. Called with each block, and with "" for the rest."""
+class ShardOnLoad:
+    """Adapt and shard a part of a model as soon as its weights are loaded. Called with each block, and with "" for the rest."""
 
     parallel: Parallel
     cpu_offload: bool

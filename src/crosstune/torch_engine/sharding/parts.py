@@ -45,7 +45,7 @@ class Part:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor, sharing its memory; the tensor itself if it is not sharded."""
+    """Return this rank's shard of a tensor as a view; the tensor itself if it is not sharded."""
     to_local = getattr(tensor, "to_local", None)  # of torch's DTensor, whose import takes long
     return tensor if to_local is None else to_local()
 

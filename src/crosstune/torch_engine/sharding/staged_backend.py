@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from crosstune.torch_engine.sharding.staged_copies import HostCopies, as_bytes, on_host
+from crosstune.torch_engine.sharding.staged_copies import HostCopies, as_bytes
 from crosstune.torch_engine.sharding.staged_work import StagedWork
 
 NAME = "staged"
@@ -47,7 +47,8 @@ def register_staged_backend(
 
 
 class StagedProcessGroup(dist.ProcessGroup):
-    """A process group over gloo for tensors of any device. All its ranks see one order of collectives, as in gloo.
+    """A process group over gloo for tensors of any device, with the collectives that FSDP2 and DDP use. All ranks see one
+    order of collectives, as in gloo.
 
     Methods have the names that torch calls: those until torch 2.11 (`_allgather_base`) and those since
     (`all_gather_single`), from Python and, for DDP and functional collectives, from C++.
@@ -83,14 +84,6 @@ class StagedProcessGroup(dist.ProcessGroup):
         hosts = [as_bytes(copies.both_ways(tensor)) for tensor in tensors]
         return self._finish([self._gloo.broadcast([host], opts) for host in hosts], copies, tensors)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Any:
-        """Reduce to one rank; the tensors of the other ranks keep their values."""
-        copies, plain = self._copies(), _reducing(c10d.ReduceOptions(), opts)
-        plain.rootRank, plain.rootTensor = opts.rootRank, opts.rootTensor
-        read = copies.both_ways if self.rank() == opts.rootRank else partial(on_host, copy=True)
-        works = [self._gloo.reduce([read(tensor)], plain) for tensor in tensors]
-        return self._finish(works, copies, tensors, mean=_is_mean(opts))
-
     def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         copies = self._copies()
         works = [
@@ -102,10 +95,6 @@ class StagedProcessGroup(dist.ProcessGroup):
             for tensors, given in zip(output_lists, inputs, strict=True)
         ]
         return self._finish(works, copies, [tensor for tensors in output_lists for tensor in tensors])
-
-    def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        """Gather several tensors; `output_lists` has one list per rank."""
-        return self.allgather(list(zip(*output_lists, strict=True)), inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [given], opts)
@@ -140,83 +129,10 @@ class StagedProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any = None) -> Any:
-        """Reduce lists of one tensor per rank. Where their sizes differ, everything is reduced everywhere."""
-        copies, works = self._copies(), []
-        for output, tensors in zip(outputs, input_lists, strict=True):
-            if len({tensor.numel() for tensor in tensors}) == 1:
-                joined = torch.cat([on_host(tensor).view(-1) for tensor in tensors])
-                works.append(self._reduce_scatter(copies.from_host(output), joined, opts))
-                continue
-            hosts = [on_host(tensor, copy=True) for tensor in tensors]
-            reducing = _reducing(c10d.AllreduceOptions(), opts)
-            works += [self._gloo.allreduce([host], reducing) for host in hosts]
-            copies.give(hosts[self.rank()], to=output)
-        return self._finish(works, copies, outputs, mean=_is_mean(opts))
-
     def _reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Any:
         """Reduce a contiguous host tensor and keep the part of this rank."""
         run = getattr(self._gloo, "reduce_scatter_single", None) or self._gloo._reduce_scatter_base
         return run(output.view(-1), given.view(-1), _reducing(c10d.ReduceScatterOptions(), opts))
-
-    def gather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> Any:
-        copies = self._copies()
-        hosts = [[as_bytes(copies.from_host(tensor)) for tensor in tensors] for tensors in output_lists]
-        work = self._gloo.gather(hosts, [as_bytes(copies.to_host(given)) for given in inputs], opts)
-        return self._finish([work], copies, [tensor for tensors in output_lists for tensor in tensors])
-
-    def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any) -> Any:
-        copies = self._copies()
-        hosts = [[as_bytes(copies.to_host(tensor)) for tensor in tensors] for tensors in input_lists]
-        work = self._gloo.scatter([as_bytes(copies.from_host(output)) for output in outputs], hosts, opts)
-        return self._finish([work], copies, outputs)
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
-    ) -> Any:
-        """Exchange slices along the first dimension; empty splits are equal ones."""
-        copies = self._copies()
-        received, sent = copies.from_host(output), copies.to_host(given)
-        work = self._exchange(received, sent, output_splits, input_splits, opts)
-        return self._finish([work], copies, [output])
-
-    alltoall_base = all_to_all_single
-
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        """Exchange lists of one tensor per rank, joined into one tensor."""
-        copies = self._copies()
-        joined = torch.cat([on_host(given).view(-1) for given in inputs])
-        sizes = [output.numel() for output in outputs]
-        received = torch.empty(sum(sizes), dtype=joined.dtype)
-        for part, output in zip(received.split(sizes), outputs, strict=True):
-            copies.give(part, to=output)
-        work = self._exchange(received, joined, sizes, [given.numel() for given in inputs], opts)
-        return self._finish([work], copies, outputs)
-
-    def _exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, out: Sequence[int], given: Sequence[int], opts: Any
-    ) -> Any:
-        run = getattr(self._gloo, "all_to_all_single", None) or self._gloo.alltoall_base
-        return run(received, sent, list(out), list(given), _timed(c10d.AllToAllOptions(), opts))
-
-    def send(self, tensors: Tensors, to: int, tag: int = 0) -> Any:
-        works = [self._gloo.send([as_bytes(on_host(tensor))], to, tag) for tensor in tensors]
-        return self._finish(works, self._copies(), tensors)
-
-    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Any:
-        copies = self._copies()
-        works = [self._gloo.recv([as_bytes(copies.from_host(tensor))], source, tag) for tensor in tensors]
-        return self._finish(works, copies, tensors)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
-        copies = self._copies()
-        works = [self._gloo.recv_anysource([as_bytes(copies.from_host(tensor))], tag) for tensor in tensors]
-        return self._finish(works, copies, tensors)
 
     def barrier(self, opts: Any = None) -> Any:
         return self._gloo.barrier(_timed(c10d.BarrierOptions(), opts))

@@ -60,11 +60,6 @@ class StagedWork(Work):
         future.set_result(self._outputs)
         return future
 
-    def source_rank(self) -> int:
-        return int(self._works[0].source_rank())
-
-    _source_rank = source_rank
-
     def _complete(self) -> None:
         if self._divisor is not None:
             for host in self._copies.results:

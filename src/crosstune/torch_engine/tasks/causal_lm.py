@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,8 @@ from torch import nn
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import measure_agreement
-from crosstune.core.protocols import UNSURE, Array
-from crosstune.data.shared_prefix import SharedRow, share_prefix
-from crosstune.data.token_batch import IGNORED, TokenBatch, without_padding
-from crosstune.models.folder import EXPERT_COUNTS
+from crosstune.core.protocols import Array
+from crosstune.data.token_batch import IGNORED, TokenBatch, number_answers, without_padding
 from crosstune.models.folder_record import RECORD
 from crosstune.models.identity import identity
 from crosstune.torch_engine import export
@@ -28,40 +27,59 @@ from crosstune.torch_engine.device import evaluating
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.load import load_model
 from crosstune.torch_engine.original_weights import original_weights
-from crosstune.torch_engine.precision import PRECISIONS
-from crosstune.torch_engine.rope_lengths import has_changing_rope
 from crosstune.torch_engine.stream import find_tensors, read_tensor
-from crosstune.torch_engine.task import MetricSums, Opening, Tensors
+from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
 from crosstune.torch_engine.verify import model_logits
 
 _PROBE_TOKENS = 32
-_SURE_LEADS = {PRECISIONS["fp32"]: 1e-3, PRECISIONS["bf16_autocast"]: 0.1}
-"""By how much the largest logit must lead on a CPU, relative to it, to be the largest however it is rounded: some 100 times
-(fp32) and 3 times (bf16) more than leads differ between one pass over a row and one over each of its tokens."""
-SHARING_MODELS = ("llama", "qwen2", "qwen3")
-_SHARING_PRECISIONS = (PRECISIONS["fp32"], PRECISIONS["bf16_autocast"])
-FAST_ARRAYS = ("input_ids", "positions", "unpadded_ids", "unpadded_positions", "bounds", "rows", "wanted")
-"""The arrays of a batch that the fast layers read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInput:
+    """The arrays of a batch, on the host or on the device. "Flat" indices count over all rows."""
+
+    input_ids: Any
+    targets: Any
+    """The supervised tokens, row by row."""
+    answers: Any
+    """The number of the document that each of them belongs to, counted over the batch."""
+    columns: Any
+    """The columns of `input_ids` in which some row is supervised."""
+    places: Any = None
+    """The flat indices of the supervised tokens in these columns; None if all are supervised."""
+    positions: Any = None
+    """Set if rows are packed: positions restart at each document."""
+    rows: Any = None
+    """For the fast layers, as are all below: the flat indices of the supervised tokens. None if there are none."""
+    bounds: Any = None
+    """The flat index of the first token of each packed document, and the number of tokens."""
+    unpadded_ids: Any = None
+    """All documents in one row, if the layers drop padding; `rows` and `bounds` count in this row."""
+    unpadded_positions: Any = None
+
+    @classmethod
+    def of(cls, tensors: Tensors) -> ModelInput:
+        """Read the fields from a batch that may have other arrays too."""
+        return cls(**{field.name: tensors[field.name] for field in fields(cls) if field.name in tensors})
+
+    def arrays(self) -> dict[str, Array]:
+        return {name: array for name, array in vars(self).items() if array is not None}
 
 
 class CausalLM:
     """The task of `sft`, and of every recipe that trains a language model on tokens."""
 
     metric_names: Sequence[str] = ()
-    may_share_prefixes: bool = True
-    """True if tokens that all rows of a batch begin with may be computed once."""
+    eval_metric_names: Sequence[str] = ("exact_match",)
 
     def __init__(self) -> None:
-        self.opening: Opening | None = None
+        self.opening: BuildContext | None = None
         self.expansion: Expansion | None = None
         self.decoder: FastDecoder | None = None
         """Runs the model's layers instead of transformers, if --kernels is fast."""
         self._against_trained: dict[str, Any] | None = None
-        self._predicted: list[torch.Tensor] | None = None
-        self._sure_lead: float | None = None
-        self._shares_prefixes = False
 
-    def build(self, opening: Opening) -> nn.Module:
+    def build(self, opening: BuildContext) -> nn.Module:
         """Load the model folder, quantized and expanded as the plan says."""
         assert opening.folder is not None, "a causal language model is built from a folder"
         model, self.expansion = load_model(
@@ -72,88 +90,71 @@ class CausalLM:
             finish=opening.finish,
         )
         self.opening = opening
-        self._sure_lead = sure_lead(model, opening)
-        self._shares_prefixes = self.may_share_prefixes and takes_shared_rows(model, opening)
         return model
 
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
-        """Keep only columns where some row is supervised: most prompt tokens never reach the head. Rows that begin alike
-        may stand in one row, which computes their common tokens once."""
-        # In fp8, gradients that are added up before they are rounded would differ from those of rows of their own.
-        in_fp8 = self.decoder is not None and self.decoder.fp8_scratch is not None
-        shared = share_prefix(batch) if self._shares_prefixes and not in_fp8 else None
-        if shared is not None:
-            return _shared_arrays(shared)
-        columns = (batch.targets != IGNORED).any(axis=0).nonzero()[0]
+        """Keep only columns where some row is supervised: most prompt tokens never reach the head."""
+        supervised = batch.targets != IGNORED
+        [columns] = supervised.any(axis=0).nonzero()
         if not len(columns):
             columns = np.zeros(1, dtype=np.int64)
-        targets = batch.targets[:, columns].astype("int64")
-        arrays = {
-            "input_ids": batch.input_ids.astype("int64"),
-            "columns": columns.astype("int64"),
-            "targets": targets,
-        }
-        if (
-            targets == IGNORED
-        ).any():  # found on the host, so that no step waits for the device to count them
-            arrays["places"] = (targets.reshape(-1) != IGNORED).nonzero()[0].astype("int64")
-        if batch.is_packed:
-            arrays["positions"] = batch.positions.astype("int64")
-        if self.decoder is None:
-            return arrays
-        return arrays | fast_arrays(batch, drop_padding=self.decoder.drops_padding)
+        kept = supervised[:, columns].reshape(-1)
+        fast = self.decoder is not None and batch.weight > 0
+        return ModelInput(
+            input_ids=batch.input_ids.astype("int64"),
+            targets=batch.targets[supervised].astype("int64"),
+            answers=number_answers(batch),
+            columns=columns.astype("int64"),
+            # Found on the host, so that no step waits for the device to count them.
+            places=None if kept.all() else kept.nonzero()[0].astype("int64"),
+            positions=batch.positions.astype("int64") if batch.is_packed else None,
+            **(fast_arrays(batch, drop_padding=self.decoder.drops_padding) if fast and self.decoder else {}),
+        ).arrays()
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the cross entropy in fp32, summed over the supervised tokens of a batch."""
-        if self.decoder is not None and "rows" in tensors and self._predicted is None:
-            return self.decoder.loss(self._fast_hidden(self.decoder, tensors), tensors["wanted"]), {}
-        logits, targets, _ = self.supervised_logits(model, tensors)
-        if self._predicted is not None and self._sure_lead is not None:
-            self._predicted.append(likeliest_tokens(logits, lead=self._sure_lead).cpu())
-        return cross_entropy_sum(logits, targets), {}
+        given = ModelInput.of(tensors)
+        if self.decoder is not None and given.rows is not None:
+            return self.decoder.loss(fast_hidden(self.decoder, given), given.targets), {}
+        return cross_entropy_sum(self.supervised_logits(model, given), given.targets), {}
 
-    def supervised_logits(
-        self, model: nn.Module, tensors: Tensors
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the logits of the supervised tokens, their targets, and their mask in the flattened columns.
+    def evaluate(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
+        """Return the loss, and the number of documents whose supervised tokens all have the largest logit."""
+        given = ModelInput.of(tensors)
+        if self.decoder is not None and given.rows is not None:
+            loss, is_wrong = self.decoder.loss_and_errors(fast_hidden(self.decoder, given), given.targets)
+        else:
+            logits = self.supervised_logits(model, given)
+            loss, is_wrong = cross_entropy_sum(logits, given.targets), logits.argmax(dim=-1) != given.targets
+        return loss, {"exact_match": count_exact(is_wrong, given.answers)}
+
+    def supervised_logits(self, model: nn.Module, given: ModelInput) -> torch.Tensor:
+        """Return the logits of the supervised tokens.
 
         Rows are padded on the right and attention is causal, so no token attends to padding and no mask is needed. In
         packed rows, restarting positions tell transformers where each document begins, and attention stays within it.
         """
-        flat = tensors["targets"].reshape(-1)
-        kept = flat != IGNORED
-        if self.decoder is not None and "rows" in tensors:
-            hidden = self._fast_hidden(self.decoder, tensors)
-            return self.decoder.logits(hidden), tensors["wanted"], kept
-        options: dict[str, Any] = {"input_ids": tensors["input_ids"], "use_cache": False}
-        self.check_batch(model, tensors)
-        if "positions" in tensors:
-            options["position_ids"] = tensors["positions"]
-        if "seen" in tensors:
-            options["attention_mask"] = tensors["seen"]
+        if self.decoder is not None and given.rows is not None:
+            return self.decoder.logits(fast_hidden(self.decoder, given))
+        options: dict[str, Any] = {"input_ids": given.input_ids, "use_cache": False}
+        if given.positions is not None:
+            self._check_packed(model, device=given.input_ids.device)
+            options["position_ids"] = given.positions
         if takes_logits_to_keep(model):
-            logits = model(**options, logits_to_keep=tensors["columns"]).logits
+            logits = model(**options, logits_to_keep=given.columns).logits
         else:
-            logits = model(**options).logits[:, tensors["columns"]]
+            logits = model(**options).logits[:, given.columns]
         logits = logits.reshape(-1, logits.shape[-1])
-        if "places" in tensors:
-            logits, flat = (of.index_select(0, tensors["places"]) for of in (logits, flat))
-        return logits, flat, kept
+        return logits if given.places is None else logits.index_select(0, given.places)
 
     def check_batch(self, model: nn.Module, tensors: Tensors) -> None:
-        """Check that the model can train on packed rows. The fast layers separate documents by themselves."""
-        if "positions" in tensors and "seen" not in tensors and self.decoder is None:
-            ensure_separates_documents(model, device=tensors["input_ids"].device)
+        """Check that the model can train on packed rows."""
+        if "positions" in tensors:
+            self._check_packed(model, device=tensors["input_ids"].device)
 
-    @contextlib.contextmanager
-    def predicting(self) -> Iterator[list[torch.Tensor] | None]:
-        """Collect the likeliest tokens of each batch whose loss is computed inside the block. None in a precision that may
-        round differently in generation."""
-        self._predicted = [] if self._sure_lead is not None else None
-        try:
-            yield self._predicted
-        finally:
-            self._predicted = None
+    def _check_packed(self, model: nn.Module, *, device: torch.device) -> None:
+        if self.decoder is None:  # the fast layers separate documents themselves
+            ensure_separates_documents(model, device=device)
 
     @contextlib.contextmanager
     def general_layers(self) -> Iterator[None]:
@@ -163,16 +164,6 @@ class CausalLM:
             yield
         finally:
             self.decoder = decoder
-
-    def _fast_hidden(self, decoder: FastDecoder, tensors: Tensors) -> torch.Tensor:
-        unpadded = "unpadded_" if "unpadded_ids" in tensors else ""
-        return decoder.hidden(
-            tensors["unpadded_ids" if unpadded else "input_ids"],
-            positions=tensors.get(f"{unpadded}positions"),
-            bounds=tensors.get("bounds"),
-            seen=tensors.get("seen"),
-            rows=tensors["rows"],
-        )
 
     def base_record(self) -> dict[str, Any]:
         """Return a record of the base weights, their quantization and the precision of the training."""
@@ -225,17 +216,14 @@ class CausalLM:
                 as_saved = model_logits(model, prompts, precision=opening.precision, device=opening.device)
         self._against_trained = {"original": measure_agreement(as_trained, as_saved).to_json()}
 
-    def _opened(self) -> Opening:
+    def _opened(self) -> BuildContext:
         assert self.opening is not None, "the model is not built yet"
         return self.opening
 
 
 def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
-    """Return what the fast layers read besides: indices and targets of the supervised tokens, and the bounds of packed
-    documents. Computed on the host, so that no step waits for the device to count them. With `drop_padding`, documents
-    stand in one row if the batch has padding; supervised tokens keep their order."""
-    if batch.weight == 0:
-        return {}
+    """Return the arrays that only the fast layers read. Computed on the host, so that no step waits for the device to count
+    them. With `drop_padding`, documents stand in one row if the batch has padding; supervised tokens keep their order."""
     arrays: dict[str, Array] = {}
     if drop_padding and batch.has_padding:
         batch = without_padding(batch)
@@ -243,59 +231,35 @@ def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
             "unpadded_ids": batch.input_ids.astype("int64"),
             "unpadded_positions": batch.positions.astype("int64"),
         }
-    flat = batch.targets.reshape(-1)
-    [rows] = (flat != IGNORED).nonzero()
-    arrays |= {"rows": rows.astype("int64"), "wanted": flat[rows].astype("int64")}
+    [rows] = (batch.targets.reshape(-1) != IGNORED).nonzero()
+    arrays["rows"] = rows.astype("int64")
     if batch.is_packed:
         starts = np.diff(batch.positions, axis=1, prepend=batch.positions[:, :1] - 1) != 1
         starts[:, 0] = True
         [first] = starts.reshape(-1).nonzero()
-        arrays["bounds"] = np.append(first, flat.size).astype("int32")
+        arrays["bounds"] = np.append(first, batch.targets.size).astype("int32")
     return arrays
 
 
-def takes_shared_rows(model: nn.Module, opening: Opening) -> bool:
-    """Return whether rows may be computed as one whose tokens see what a mask says: on a CPU, in the precisions in which it
-    was measured, and with models that take such a mask as it is."""
-    plan, config = opening.plan, model.config
-    measured = plan.backend.name == "cpu" and opening.precision in _SHARING_PRECISIONS
-    plain = not (plan.config.torch_compile or plan.config.lora_dropout or has_changing_rope(config))
-    masks = config.model_type in SHARING_MODELS and config._attn_implementation == "sdpa"
-    return measured and plain and masks and not getattr(config, "use_sliding_window", False)
+def fast_hidden(decoder: FastDecoder, given: ModelInput) -> torch.Tensor:
+    unpadded = given.unpadded_ids is not None
+    return decoder.hidden(
+        given.unpadded_ids if unpadded else given.input_ids,
+        positions=given.unpadded_positions if unpadded else given.positions,
+        bounds=given.bounds,
+        rows=given.rows,
+    )
 
 
-def _shared_arrays(row: SharedRow) -> dict[str, Array]:
-    [places] = (row.targets != IGNORED).nonzero()
-    places = places.astype("int64")
-    wanted = row.targets[places].astype("int64")
-    return {
-        "input_ids": row.tokens[None].astype("int64"),
-        "positions": row.positions[None].astype("int64"),
-        "seen": row.seen[None, None],
-        "columns": places,
-        "targets": wanted[None],
-        "rows": places,
-        "wanted": wanted,
-    }
-
-
-def sure_lead(model: nn.Module, opening: Opening) -> float | None:
-    """Return the lead with which a logit is the largest in generation too; None if it may not be. In 16 bits, rounding may
-    send a token to other experts."""
-    has_experts = any(getattr(model.config, name, None) for name in EXPERT_COUNTS)
-    if has_experts and opening.precision != PRECISIONS["fp32"]:
-        return None
-    return _SURE_LEADS.get(opening.precision)
-
-
-def likeliest_tokens(logits: torch.Tensor, *, lead: float) -> torch.Tensor:
-    """Return the token with the largest logit in each row, UNSURE where its lead is less: relative to it or, since all logits
-    of a row may be moved alike, to its distance from their mean."""
-    logits = logits.detach()
-    best, tokens = logits.topk(2, dim=-1)
-    largest, second = best.float().unbind(dim=-1)
-    size = torch.maximum(largest.abs(), largest - logits.mean(dim=-1, dtype=torch.float32)).clamp(min=1.0)
-    return torch.where(largest - second > lead * size, tokens[:, 0], UNSURE)
+def count_exact(
+    is_wrong: torch.Tensor, answers: torch.Tensor
+) -> tuple[torch.Tensor | int, torch.Tensor | int]:
+    """Return the number of answers without a wrong token, and the number of answers."""
+    if not len(answers):
+        return 0, 0
+    num_answers = answers[-1] + 1
+    errors = torch.zeros(len(answers), device=answers.device).index_add(0, answers, is_wrong.float())
+    return num_answers - (errors > 0).sum(), num_answers
 
 
 def takes_logits_to_keep(model: nn.Module) -> bool:
