@@ -18,7 +18,7 @@ from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer, Observers, Started, Warned
 from crosstune.core.metric_names import check_metric_names
-from crosstune.core.ranks import Alone, Group
+from crosstune.core.ranks import SingleProcess, Group
 from crosstune.core.record import SilentRecord, read_log
 from crosstune.core.run_lock import InUse, hold
 from crosstune.distributed.group import check_shared_folder
@@ -82,7 +82,7 @@ def train(
             "train does not emulate.", do="call crosstune.emulate.verdict.emulate, or leave out --emulate"
         )
     started = time.monotonic()
-    group = group if group is not None else Alone()
+    group = group if group is not None else SingleProcess()
     screen = Observers(list(observers) if group.ranks.first else [])
     with _hold_run(config, group) as folder:
         ready = prepare(config, folder, group, screen)

@@ -14,7 +14,7 @@ from crosstune.config.load import make_config, to_yaml
 from crosstune.core.json_files import read_jsonl
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Backward, Memory, PreparedBatch
-from crosstune.core.ranks import Alone
+from crosstune.core.ranks import SingleProcess
 from crosstune.planner.remembered import recall_all
 from crosstune.planner.search_batch import BatchSearch, most_rows
 from crosstune.run import RunResult, train
@@ -52,7 +52,7 @@ def search(session: Any, *, limit: int, at_most: int = 512) -> int:
     found = BatchSearch(
         session=session,
         longest_batch=lambda size: size,  # type: ignore[arg-type, return-value]
-        group=Alone(),
+        group=SingleProcess(),
         limit_bytes=limit,
         reserve_bytes=50,
         at_most=at_most,

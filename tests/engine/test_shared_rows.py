@@ -12,7 +12,7 @@ import torch
 from support import tiny_of
 
 from crosstune.config.load import make_config
-from crosstune.core.ranks import Alone
+from crosstune.core.ranks import SingleProcess
 from crosstune.data.batches import pad_rows
 from crosstune.data.rendering import encode_conversation
 from crosstune.data.token_batch import TokenBatch
@@ -144,7 +144,7 @@ def test_a_batch_size_is_searched_with_rows_of_their_own(
 
     monkeypatch.setattr(find_batch, "open_session", open_nothing)
     with pytest.raises(InterruptedError):
-        find_batch._search(plan, model=None, recipe=recipe, group=Alone())
+        find_batch._search(plan, model=None, recipe=recipe, group=SingleProcess())
     assert [task.may_share_prefixes for task in tasks] == [False]
     assert recipe.task("torch").may_share_prefixes  # type: ignore[attr-defined]
 

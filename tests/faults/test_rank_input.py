@@ -14,7 +14,7 @@ from injection.bench import Bench
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import EXIT_PORT_TAKEN, UserError
-from crosstune.core.ranks import Alone, Ranks
+from crosstune.core.ranks import SingleProcess, Ranks
 from crosstune.distributed.environment import ranks_in, with_options
 from crosstune.distributed.free_ports import free_ports
 from crosstune.distributed.group import check_versions
@@ -64,7 +64,7 @@ def test_a_port_in_use_is_said(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_other_versions_are_refused() -> None:
-    class Apart(Alone):
+    class Apart(SingleProcess):
         ranks = Ranks(engine="torch", rank=1, size=2, host="h")
 
         def same(self, text: str) -> bool:

@@ -138,7 +138,7 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for(
     monkeypatch.setattr(hub, "RESOLVE_S", 0.01)
     nodes = Nodes(num_nodes=2, master_addr="run-0.run", master_port=port)
     comes = num_failures == 2
-    listening = hub.Hub(nodes=nodes, max_restarts=0, connect_s=LIMIT_S if comes else 0.2, lost_s=1.0)
+    listening = hub.Coordinator(nodes=nodes, max_restarts=0, connect_s=LIMIT_S if comes else 0.2, lost_s=1.0)
     if comes:
         listening.start()
         assert len(tried) == 3
@@ -183,7 +183,7 @@ def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: py
     monkeypatch.setattr(hub, "_HANG_UP_S", 0.1)
     place = ("127.0.0.1", free_ports(1)[0])
     nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
-    hub.Hub(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
+    hub.Coordinator(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
     first, second = Machine(place, 0), Machine(place, 1)
     for machine in (first, second):
         machine.await_message("go")
@@ -198,8 +198,8 @@ def test_a_bug_in_the_hub_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     place = ("127.0.0.1", free_ports(1)[0])
     nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
     before = set(threading.enumerate())
-    monkeypatch.setattr(hub.Hub, "_begin", lambda self, attempt: 1 // 0)
-    hub.Hub(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
+    monkeypatch.setattr(hub.Coordinator, "_begin", lambda self, attempt: 1 // 0)
+    hub.Coordinator(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
     first, second = Machine(place, 0), Machine(place, 1)
     assert second.await_message("end")["end"] == 1
     second.channel.close()

@@ -24,7 +24,7 @@ from crosstune.ladder.climb import Ladder
 from crosstune.ladder.compare import Comparison, broken_promise, judge
 from crosstune.ladder.criteria import check_criteria, met
 from crosstune.ladder.request import check_request, check_same_ladder, make_request
-from crosstune.ladder.rung import AsGood, NotHere, SameBits, Situation, Within, load_rung, rung_names
+from crosstune.ladder.rung import AsGood, NotApplicable, SameBits, Situation, Within, load_rung, rung_names
 from crosstune.ladder.trial import _FOLLOWING, Trial, Trials
 from crosstune.planner.gather import gather
 
@@ -170,7 +170,7 @@ def test_every_rung_proposes_options_that_exist_or_says_why_not(cpu_laptop: Mach
         for name in rung_names():
             try:
                 changes = load_rung(name).propose(situation(cpu_laptop, **options))
-            except NotHere as reason:
+            except NotApplicable as reason:
                 assert str(reason)
                 continue
             proposed.add(name)
@@ -184,7 +184,7 @@ def test_a_gpu_has_fused_adamw_without_the_rung(cpu_laptop: Machine) -> None:
     now = situation(cpu_laptop, optimizer="adamw")
     assert load_rung("fused_optimizer").propose(now) == [{"optimizer": "fused_adamw"}]
     on_gpu = replace(now, plan=replace(now.plan, backend=replace(now.plan.backend, device="cuda")))
-    with pytest.raises(NotHere, match="fused on a GPU already"):
+    with pytest.raises(NotApplicable, match="fused on a GPU already"):
         load_rung("fused_optimizer").propose(on_gpu)
 
 
@@ -198,7 +198,7 @@ def test_micro_batches_grow_while_a_step_keeps_its_rows(cpu_laptop: Machine) -> 
 def test_packed_rows_hold_about_a_step_and_never_less_than_the_longest_example(cpu_laptop: Machine) -> None:
     (change,) = load_rung("packing").propose(situation(cpu_laptop, batch_size=8))
     assert change["context_length"] == 512 and change["batch_size"] == 1
-    with pytest.raises(NotHere, match="same length"):
+    with pytest.raises(NotApplicable, match="same length"):
         load_rung("packing").propose(situation(cpu_laptop, mean=399.0))
 
 

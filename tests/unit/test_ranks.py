@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crosstune.core.ranks import Alone, Ranks
+from crosstune.core.ranks import SingleProcess, Ranks
 
 
 def test_only_rank_zero_is_the_first() -> None:
@@ -10,13 +10,13 @@ def test_only_rank_zero_is_the_first() -> None:
 
 
 def test_a_process_alone_is_the_first_of_one() -> None:
-    ranks = Alone().ranks
+    ranks = SingleProcess().ranks
     assert (ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, ranks.launcher) == (0, 1, 0, 1, None)
     assert ranks.first
 
 
 def test_a_process_alone_agrees_with_itself() -> None:
-    group = Alone()
+    group = SingleProcess()
     assert (group.any(True), group.any(False)) == (True, False)
     assert group.same("a") and group.share("a") == "a"
     assert group.meet() is None

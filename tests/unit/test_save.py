@@ -18,7 +18,7 @@ from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Event, Warned
 from crosstune.core.protocols import SessionState
-from crosstune.core.ranks import Alone, Ranks
+from crosstune.core.ranks import SingleProcess, Ranks
 from crosstune.loop import save as saving
 from crosstune.loop.save import Checkpoints, SavePolicy
 
@@ -57,7 +57,7 @@ def fields(step: int) -> Mapping[str, Any]:
     return known | {"identity": {}, "schedule": {"step": step}, "data": {}, "progress": {"steps": step}}
 
 
-class Second(Alone):
+class Second(SingleProcess):
     """A process that is not the first."""
 
     ranks = Ranks(rank=1, size=2)

@@ -14,7 +14,7 @@ from crosstune.checkpoint.write import SaveFailed
 from crosstune.checkpoint.write_parts import write_divided
 from crosstune.core.events import Observers
 from crosstune.core.protocols import SessionState, StatePart
-from crosstune.core.ranks import Alone, Ranks, sum_exactly
+from crosstune.core.ranks import SingleProcess, Ranks, sum_exactly
 from crosstune.loop import save
 from crosstune.loop.save import Checkpoints, SavePolicy
 
@@ -33,7 +33,7 @@ class OneWeight:
         return SessionState(weights={"w": np.ones(1, np.float32)}, moments={}, random={})
 
 
-class Second(Alone):
+class Second(SingleProcess):
     """A process that is not the first."""
 
     ranks = Ranks(rank=1, size=2)
@@ -145,7 +145,7 @@ def test_too_little_memory_for_a_part_is_a_failed_save(
     part = StatePart(number=0, count=1, writes=True, shapes={"w": (1,)})
     state = SessionState(weights={"w": np.ones(1, np.float32)}, moments={}, random={}, part=part)
     with pytest.raises(SaveFailed, match="not enough memory"):
-        write_divided(tmp_path, state, {"step": 1}, group=Alone())
+        write_divided(tmp_path, state, {"step": 1}, group=SingleProcess())
 
 
 def test_infinities_of_both_signs_sum_to_nan() -> None:

@@ -16,7 +16,7 @@ from crosstune.core.activity import Activity
 from crosstune.core.errors import EXIT_HUNG
 from crosstune.core.ranks import Ranks
 from crosstune.distributed.boards import FolderBoard, State
-from crosstune.distributed.watchdog import Judge, Watchdog
+from crosstune.distributed.watchdog import HangDetector, Watchdog
 
 
 def state(rank: int, **more: Any) -> State:
@@ -30,7 +30,7 @@ def state(rank: int, **more: Any) -> State:
 
 
 def test_ranks_that_move_do_not_hang() -> None:
-    judge = Judge(10.0)
+    judge = HangDetector(10.0)
     for beat in range(5):
         assert (
             judge.verdict({0: state(0, beat=beat), 1: state(1, beat=beat, still_s=9.0)}, now=8.0 * beat) == []
@@ -38,7 +38,7 @@ def test_ranks_that_move_do_not_hang() -> None:
 
 
 def test_a_rank_that_no_longer_posts_is_stopped() -> None:
-    judge = Judge(10.0)
+    judge = HangDetector(10.0)
     judge.verdict({0: state(0), 1: state(1)}, now=0.0)
     [line, other] = judge.verdict({0: state(0, beat=2, still_s=10.5), 1: state(1)}, now=10.5)
     assert line.startswith("rank 1 (host h1) is stopped") and "step 3: backward, all_reduce" in line
@@ -50,12 +50,12 @@ def test_the_rank_that_does_not_wait_for_others_is_named() -> None:
         state(0, still_s=11.0),
         state(1, doing="step 4: data", at="read (y.py:2)", waits=False, still_s=1.0),
     )
-    [line, _] = Judge(10.0).verdict({0: waiting, 1: reading}, now=0.0)
+    [line, _] = HangDetector(10.0).verdict({0: waiting, 1: reading}, now=0.0)
     assert line.startswith("rank 1 (host h1) hangs") and "11 s. It was in: step 4: data, read" in line
 
 
 def test_where_all_wait_for_each_other_all_are_named() -> None:
-    lines = Judge(10.0).verdict({rank: state(rank, still_s=12.0) for rank in (0, 1)}, now=0.0)
+    lines = HangDetector(10.0).verdict({rank: state(rank, still_s=12.0) for rank in (0, 1)}, now=0.0)
     assert [line[:6] for line in lines] == ["rank 0", "rank 1"]
 
 

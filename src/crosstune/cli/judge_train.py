@@ -22,9 +22,9 @@ def run_action(own: argparse.Namespace, config: Config) -> int:
 
 
 def _train_and_test(own: argparse.Namespace, config: Config, tracking: Tracking) -> int:
-    from crosstune.core.ranks import Alone
+    from crosstune.core.ranks import SingleProcess
 
-    group = Alone()
+    group = SingleProcess()
     result, report = show_training(config, group, command=own.words, tracking=tracking, as_json=own.json)
     leave_together(result, group)
     summary = result.summary | {"folder": str(result.folder), "report": str(report) if report else None}

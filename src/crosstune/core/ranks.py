@@ -86,7 +86,7 @@ class Group(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """The group of a run with one process."""
 
     ranks = Ranks()

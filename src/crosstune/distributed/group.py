@@ -20,7 +20,7 @@ from crosstune.core.connected import note_connected, note_left
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import finite
 from crosstune.core.machine import Machine
-from crosstune.core.ranks import Alone, Group, Limits, Ranks
+from crosstune.core.ranks import SingleProcess, Group, Limits, Ranks
 from crosstune.core.version import __version__
 from crosstune.distributed.boards import Board, FolderBoard
 from crosstune.distributed.watchdog import Watchdog
@@ -140,7 +140,7 @@ def check_versions(group: Group) -> None:
 def connect(ranks: Ranks | None, limits: Limits | None = None) -> Group:
     """Connect to the other processes of the run."""
     if ranks is None:
-        return Alone()
+        return SingleProcess()
     engine = importlib.import_module(f"crosstune.{ranks.engine}_engine.group")
     group: Group = engine.connect(ranks, limits if limits is not None else Limits())
     return group

@@ -45,7 +45,7 @@ class Member:
 
 
 @dataclass(kw_only=True)
-class Hub:
+class Coordinator:
     """The first machine's side of the launchers' conversation."""
 
     nodes: Nodes

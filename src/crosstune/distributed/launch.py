@@ -17,7 +17,7 @@ from crosstune.core.signals import taken_signals
 from crosstune.distributed.boards import FolderBoard
 from crosstune.distributed.environment import ATTEMPT, Nodes
 from crosstune.distributed.free_ports import free_ports
-from crosstune.distributed.hub import Hub
+from crosstune.distributed.hub import Coordinator
 from crosstune.distributed.links import Begin, Link, OneMachine, SeveralMachines
 from crosstune.distributed.processes import Processes
 from crosstune.distributed.reports import Outcome
@@ -63,7 +63,7 @@ def launch_node(
     """Run this machine's processes of a run on several machines, each of which has a launcher."""
     lost_s = min(LOST_S, collective_s)
     if nodes.node_rank == 0:
-        Hub(nodes=nodes, max_restarts=max_restarts, connect_s=connect_s, lost_s=lost_s).start()
+        Coordinator(nodes=nodes, max_restarts=max_restarts, connect_s=connect_s, lost_s=lost_s).start()
     link = SeveralMachines(nodes, num_local=num_local, connect_s=connect_s, lost_s=lost_s)
     return _run(command, link, environments, max_restarts=max_restarts, limit_s=collective_s, say=say)
 

@@ -35,7 +35,7 @@ class Begin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled:
+class AttemptDecision:
     """The decision of all launchers after an attempt: start again, or end with an outcome."""
 
     outcome: Outcome
@@ -54,7 +54,7 @@ class Link(Protocol):
         """Return whether another machine has failed; `failed` tells that this one has."""
         ...
 
-    def settle(self, report: Report) -> Settled:
+    def settle(self, report: Report) -> AttemptDecision:
         """Return what follows, once the processes of every machine have ended."""
         ...
 
@@ -81,13 +81,13 @@ class OneMachine:
     def should_stop(self, *, failed: bool) -> bool:
         return False
 
-    def settle(self, report: Report) -> Settled:
+    def settle(self, report: Report) -> AttemptDecision:
         verdict = judge([report], size=self._size, restarts_left=self._max_restarts - self._restarts)
         self._taken += verdict.other_port
         self._restarts += verdict.again
         self._attempt += 1
         again = verdict.again or (verdict.other_port and self._port is None and self._taken < PORT_ATTEMPTS)
-        return Settled(outcome=verdict.outcome, restarts=self._restarts, again=again)
+        return AttemptDecision(outcome=verdict.outcome, restarts=self._restarts, again=again)
 
 
 class SeveralMachines:
@@ -143,12 +143,14 @@ class SeveralMachines:
                 self._channel.inbox.put(message)  # `settle` reads it
         return self._stop
 
-    def settle(self, report: Report) -> Settled:
+    def settle(self, report: Report) -> AttemptDecision:
         self._channel.send({"report": report.to_json(limit=REPORT_LIMIT), "attempt": self._attempt})
         message = self._await("again", "end")
         if message is None:
-            return Settled(outcome=self._lost())
-        return Settled(outcome=_ending(message), restarts=message.get("again", 0), again="again" in message)
+            return AttemptDecision(outcome=self._lost())
+        return AttemptDecision(
+            outcome=_ending(message), restarts=message.get("again", 0), again="again" in message
+        )
 
     def _connect(self, connect_s: float) -> Channel:
         place, deadline = (self._nodes.master_addr, self._nodes.master_port), time.monotonic() + connect_s

@@ -29,7 +29,7 @@ _LOST_S = 10.0
 """Time for a rank to notice by itself that the board's process is gone."""
 
 
-class Judge:
+class HangDetector:
     """Find the rank that hangs, from what all ranks posted."""
 
     def __init__(self, limit_s: float) -> None:
@@ -78,7 +78,7 @@ class Watchdog:
         self._own, self._shared = own, shared
         self.poll_s = min(1.0, limit_s / 20)
         # A little before the limit, at which the collective itself gives up without naming anybody.
-        self._judge = Judge(limit_s - 3 * self.poll_s)
+        self._judge = HangDetector(limit_s - 3 * self.poll_s)
         self._limit_s = limit_s
         self._main = threading.main_thread().ident
         self._place: object = None
@@ -182,7 +182,7 @@ class LauncherWatch:
 
     def __init__(self, board: Board, *, limit_s: float, clock: Callable[[], float] | None = None) -> None:
         self._board, self._clock = board, clock or ActiveClock().now
-        self._judge = Judge(limit_s + 1.0)  # the ranks themselves see more, and come first
+        self._judge = HangDetector(limit_s + 1.0)  # the ranks themselves see more, and come first
         self._next = 0.0
 
     def verdict(self) -> list[str]:

@@ -15,7 +15,7 @@ from crosstune.core.json_files import read_object
 from crosstune.ladder.compare import TURNS, Comparison, Goal, Verdict, compare, judge
 from crosstune.ladder.criteria import Criterion, check_criteria
 from crosstune.ladder.request import NOT_CARRIED
-from crosstune.ladder.rung import Change, NotHere, Rung, Situation, load_rung
+from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, load_rung
 from crosstune.ladder.trial import Trial, Trials
 from crosstune.planner.gather import gather
 from crosstune.report.files import mapping, number
@@ -127,8 +127,8 @@ class Ladder:
         try:
             changes = rung.propose(self._situation(baseline))
             if not changes:
-                raise NotHere("it has nothing to change")
-        except NotHere as reason:
+                raise NotApplicable("it has nothing to change")
+        except NotApplicable as reason:
             self._note(
                 Step(
                     rung=name,

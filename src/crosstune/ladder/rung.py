@@ -18,7 +18,7 @@ Change = Mapping[str, Any]
 Gain = Literal["speed", "memory", "safety"]
 
 
-class NotHere(Exception):
+class NotApplicable(Exception):
     """Raised by a rung that cannot apply to a training; its text says why."""
 
 
@@ -80,7 +80,7 @@ class Rung:
     """What it is for. A rung for safety is kept unless it breaks its promise or costs speed or memory."""
     promise: LossPromise
     propose: Callable[[Situation], Sequence[Change]]
-    """Return changes to try one on top of the other, until one does not help; raise NotHere if there is none."""
+    """Return changes to try one on top of the other, until one does not help; raise NotApplicable if there is none."""
 
 
 def rung_names() -> list[str]:

@@ -25,11 +25,11 @@ from crosstune.core.events import (
 from crosstune.core.out_of_memory import EVALUATING, OutOfMemory, memory_errors
 from crosstune.core.profiling import CHECKPOINT, DATA, EVALUATION, no_phase
 from crosstune.core.protocols import Backward, Evaluation, PreparedBatch, Recipe, Session, is_divided
-from crosstune.core.ranks import Alone, Group
+from crosstune.core.ranks import SingleProcess, Group
 from crosstune.core.record import RecordFailed
 from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
-from crosstune.loop.agreement import Agreement
+from crosstune.loop.agreement import DeferredErrors
 from crosstune.loop.best import best_step, early_stopping_message, evaluation_warning, stops_early
 from crosstune.loop.micro_batch import describe_recovery, halve
 from crosstune.loop.prefetch import Prefetch
@@ -63,7 +63,7 @@ class Training:
     progress: Progress
     checkpoints: Checkpoints
     deadline: Deadline | None = None
-    group: Group = field(default_factory=Alone)
+    group: Group = field(default_factory=SingleProcess)
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
     profile: StepProfile | None = None
     _warned_of: str = ""
@@ -104,7 +104,7 @@ class Training:
         return self.checkpoints.clock
 
     @property
-    def _agreement(self) -> Agreement:
+    def _agreement(self) -> DeferredErrors:
         return self.checkpoints.agreement
 
     def _can_save_after(self, error: BaseException) -> bool:

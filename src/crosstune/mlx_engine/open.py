@@ -11,7 +11,7 @@ import mlx.nn as nn
 from crosstune.config.plan import Plan
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
-from crosstune.core.ranks import Alone
+from crosstune.core.ranks import SingleProcess
 from crosstune.mlx_engine.adapters import add_adapters
 from crosstune.mlx_engine.gradients import Gradients
 from crosstune.mlx_engine.group import RingGroup
@@ -43,7 +43,7 @@ def open_session(
     base_name: str | None = None,
     task: MlxTask | None = None,
     trained: bool = True,
-    group: RingGroup | Alone | None = None,
+    group: RingGroup | SingleProcess | None = None,
 ) -> MlxSession:
     """Open the model of a task, by default a causal language model.
 

@@ -32,11 +32,11 @@ from crosstune.core.events import (
 )
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
 from crosstune.core.protocols import Generates, HasNotes, Recipe, Session
-from crosstune.core.ranks import Alone, Group
+from crosstune.core.ranks import SingleProcess, Group
 from crosstune.core.record import Record, RecordFailed
 from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.core.weight_average import result_weights
-from crosstune.loop.agreement import Agreement, KeepingErrors
+from crosstune.loop.agreement import DeferredErrors, KeepingErrors
 from crosstune.loop.profile import StepProfile, is_asked, profile_folder
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
@@ -77,7 +77,7 @@ class Execution:
     start: Start | None
     described: Mapping[str, Any]
     deadline: Deadline | None
-    group: Group = field(default_factory=Alone)
+    group: Group = field(default_factory=SingleProcess)
     stop: StopSignal = field(default_factory=StopSignal)
     tracking: Tracking = field(default_factory=Tracking)
     failure: UserError | None = None
@@ -86,7 +86,7 @@ class Execution:
 
     def __post_init__(self) -> None:
         self.ranks = self.group.ranks
-        self.agreement = Agreement(self.group)
+        self.agreement = DeferredErrors(self.group)
         if self.ranks.size > 1:
             self.observer = KeepingErrors(self.observer, self.agreement)
         self.scale = LossScale(enabled=needs_loss_scale(self.plan.precision))

@@ -17,7 +17,7 @@ from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
-from crosstune.core.ranks import Alone, Group
+from crosstune.core.ranks import SingleProcess, Group
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine import export
 from crosstune.torch_engine.adapters import Adapted, adapt_layers, choose_targets
@@ -119,7 +119,7 @@ def open_session(
 
 def connect_devices(plan: Plan, group: Group | None, *, device: torch.device) -> Parallel | None:
     """Connect the devices of a group of processes; return None for a run of one process."""
-    if group is None or isinstance(group, Alone):
+    if group is None or isinstance(group, SingleProcess):
         return None
     from crosstune.torch_engine.sharding.parallel import open_parallel
 

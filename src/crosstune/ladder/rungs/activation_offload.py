@@ -1,14 +1,14 @@
 """Keep activations in host memory until the backward pass."""
 
-from crosstune.ladder.rung import Change, NotHere, Rung, SameBits, Situation
+from crosstune.ladder.rung import Change, NotApplicable, Rung, SameBits, Situation
 
 
 def propose(now: Situation) -> list[Change]:
     backend = now.plan.backend
     if now.plan.engine != "torch" or backend.device == "cpu" or backend.unified_memory:
-        raise NotHere(f"{backend.name} has no memory of its own to spare")
+        raise NotApplicable(f"{backend.name} has no memory of its own to spare")
     if now.config.use_activation_cpu_offload:
-        raise NotHere("activations are in host memory already")
+        raise NotApplicable("activations are in host memory already")
     return [{"use_activation_cpu_offload": True}]
 
 

@@ -1,14 +1,14 @@
 """Use a fused attention kernel."""
 
-from crosstune.ladder.rung import Change, NotHere, Rung, Situation, Within
+from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 
 
 def propose(now: Situation) -> list[Change]:
     kind, why = now.plan.attention
     if now.config.use_flash_attention is not False:
-        raise NotHere(f"{kind} is used already ({why})")
+        raise NotApplicable(f"{kind} is used already ({why})")
     if not now.plan.backend.has_flash_attention:
-        raise NotHere(f"no fused kernel ran on {now.plan.backend.name} here")
+        raise NotApplicable(f"no fused kernel ran on {now.plan.backend.name} here")
     return [{"use_flash_attention": True}]
 
 

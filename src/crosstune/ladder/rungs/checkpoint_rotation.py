@@ -1,13 +1,13 @@
 """Keep the newest checkpoints only."""
 
-from crosstune.ladder.rung import Change, NotHere, Rung, SameBits, Situation
+from crosstune.ladder.rung import Change, NotApplicable, Rung, SameBits, Situation
 
 KEPT = 3
 
 
 def propose(now: Situation) -> list[Change]:
     if now.config.keep_last_n <= KEPT:
-        raise NotHere(f"the newest {now.config.keep_last_n} are kept")
+        raise NotApplicable(f"the newest {now.config.keep_last_n} are kept")
     return [{"keep_last_n": KEPT}]
 
 

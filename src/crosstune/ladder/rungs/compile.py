@@ -2,20 +2,20 @@
 
 from crosstune.config.check_compiler import missing_compiler
 from crosstune.config.conditions import shards_weights
-from crosstune.ladder.rung import Change, NotHere, Rung, Situation, Within
+from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 
 
 def propose(now: Situation) -> list[Change]:
     if now.plan.engine != "torch":
-        raise NotHere("torch.compile is torch's; MLX compiles its steps by itself on a GPU")
+        raise NotApplicable("torch.compile is torch's; MLX compiles its steps by itself on a GPU")
     if now.config.torch_compile:
-        raise NotHere("the blocks are compiled already")
+        raise NotApplicable("the blocks are compiled already")
     if now.config.kernels == "fast":
-        raise NotHere("the fast layers have kernels of their own")
+        raise NotApplicable("the fast layers have kernels of their own")
     if now.plan.world_size > 1 and shards_weights(now.config.sharding_strategy):
-        raise NotHere("sharded weights are not compiled")
+        raise NotApplicable("sharded weights are not compiled")
     if missing := missing_compiler(now.plan.backend.name):
-        raise NotHere(f"torch.compile needs {missing} on {now.plan.backend.name}")
+        raise NotApplicable(f"torch.compile needs {missing} on {now.plan.backend.name}")
     return [{"torch_compile": True}]
 
 

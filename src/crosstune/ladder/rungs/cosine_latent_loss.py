@@ -1,15 +1,15 @@
 """Compare latent vectors by their angle."""
 
-from crosstune.ladder.rung import AsGood, Change, NotHere, Rung, Situation
+from crosstune.ladder.rung import AsGood, Change, NotApplicable, Rung, Situation
 
 
 def propose(now: Situation) -> list[Change]:
     if now.config.recipe != "latent_diffusion":
-        raise NotHere("only latent_diffusion has a latent loss")
+        raise NotApplicable("only latent_diffusion has a latent loss")
     if now.config.latent_loss == "cosine":
-        raise NotHere("the latent loss is the cosine already")
+        raise NotApplicable("the latent loss is the cosine already")
     if now.config.loss_type == "l2t":
-        raise NotHere("--loss_type l2t has no latent loss")
+        raise NotApplicable("--loss_type l2t has no latent loss")
     return [{"latent_loss": "cosine"}]
 
 

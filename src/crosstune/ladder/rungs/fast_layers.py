@@ -1,16 +1,16 @@
 """Run decoder layers with adapters through fused operations."""
 
 from crosstune.config.conditions import shards_weights
-from crosstune.ladder.rung import Change, NotHere, Rung, Situation, Within
+from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 
 
 def propose(now: Situation) -> list[Change]:
     if now.plan.engine != "torch" or now.plan.method != "lora" or now.config.recipe != "sft":
-        raise NotHere("the fast layers train LoRA adapters of language models with torch")
+        raise NotApplicable("the fast layers train LoRA adapters of language models with torch")
     if now.config.kernels == "fast":
-        raise NotHere("the fast layers are used already")
+        raise NotApplicable("the fast layers are used already")
     if now.plan.world_size > 1 and shards_weights(now.config.sharding_strategy):
-        raise NotHere("the fast layers need whole weights")
+        raise NotApplicable("the fast layers need whole weights")
     return [{"kernels": "fast"}]
 
 

@@ -1,15 +1,15 @@
 """Multiply with the frozen base in 8-bit floats."""
 
-from crosstune.ladder.rung import AsGood, Change, NotHere, Rung, Situation
+from crosstune.ladder.rung import AsGood, Change, NotApplicable, Rung, Situation
 
 
 def propose(now: Situation) -> list[Change]:
     if now.plan.backend.name != "cuda":
-        raise NotHere("8-bit float products need an NVIDIA GPU")
+        raise NotApplicable("8-bit float products need an NVIDIA GPU")
     if now.config.kernels != "fast" or now.plan.method != "lora":
-        raise NotHere("only the fast layers with LoRA multiply in fp8")
+        raise NotApplicable("only the fast layers with LoRA multiply in fp8")
     if now.config.base_precision == "fp8":
-        raise NotHere("the base is multiplied in fp8 already")
+        raise NotApplicable("the base is multiplied in fp8 already")
     return [{"base_precision": "fp8"}]
 
 

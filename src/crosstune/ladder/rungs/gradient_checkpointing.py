@@ -1,11 +1,11 @@
 """Compute activations again in the backward pass instead of keeping them."""
 
-from crosstune.ladder.rung import Change, NotHere, Rung, Situation, Within
+from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 
 
 def propose(now: Situation) -> list[Change]:
     if now.config.use_gradient_checkpointing:
-        raise NotHere("gradient checkpointing is on already")
+        raise NotApplicable("gradient checkpointing is on already")
     return [{"use_gradient_checkpointing": True}]
 
 

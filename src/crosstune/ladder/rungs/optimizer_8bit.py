@@ -1,6 +1,6 @@
 """Keep the optimizer's moments in 8 bits."""
 
-from crosstune.ladder.rung import AsGood, Change, NotHere, Rung, Situation
+from crosstune.ladder.rung import AsGood, Change, NotApplicable, Rung, Situation
 
 EIGHT_BIT = {"adamw": "adamw_8bit", "fused_adamw": "adamw_8bit"}
 
@@ -8,11 +8,11 @@ EIGHT_BIT = {"adamw": "adamw_8bit", "fused_adamw": "adamw_8bit"}
 def propose(now: Situation) -> list[Change]:
     config, backend = now.config, now.plan.backend
     if config.optimizer not in EIGHT_BIT:
-        raise NotHere(f"{config.optimizer} has no form with moments in 8 bits")
+        raise NotApplicable(f"{config.optimizer} has no form with moments in 8 bits")
     if now.plan.method in ("lora", "dora"):
-        raise NotHere("the moments of adapters are small")
+        raise NotApplicable("the moments of adapters are small")
     if "bnb" not in backend.quantizers:
-        raise NotHere(f"bitsandbytes does not run on {backend.name} here")
+        raise NotApplicable(f"bitsandbytes does not run on {backend.name} here")
     return [{"optimizer": EIGHT_BIT[config.optimizer]}]
 
 

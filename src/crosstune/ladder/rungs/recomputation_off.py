@@ -1,13 +1,13 @@
 """Keep activations instead of computing them again."""
 
-from crosstune.ladder.rung import Change, NotHere, Rung, Situation, Within
+from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 
 
 def propose(now: Situation) -> list[Change]:
     if not now.config.use_gradient_checkpointing:
-        raise NotHere("gradient checkpointing is off")
+        raise NotApplicable("gradient checkpointing is off")
     if now.config.low_memory:
-        raise NotHere("--low_memory prefers memory to speed")
+        raise NotApplicable("--low_memory prefers memory to speed")
     return [{"use_gradient_checkpointing": False}]
 
 
