@@ -18,7 +18,7 @@ from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer, Observers, Started, Warned
 from crosstune.core.metric_names import check_metric_names
-from crosstune.core.ranks import SingleProcess, Group
+from crosstune.core.ranks import Group, SingleProcess
 from crosstune.core.record import SilentRecord, read_log
 from crosstune.core.run_lock import InUse, hold
 from crosstune.distributed.group import check_shared_folder

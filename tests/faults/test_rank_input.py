@@ -14,7 +14,7 @@ from injection.bench import Bench
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import EXIT_PORT_TAKEN, UserError
-from crosstune.core.ranks import SingleProcess, Ranks
+from crosstune.core.ranks import Ranks, SingleProcess
 from crosstune.distributed.environment import ranks_in, with_options
 from crosstune.distributed.free_ports import free_ports
 from crosstune.distributed.group import check_versions

@@ -24,7 +24,8 @@ from crosstune.ladder.climb import Ladder
 from crosstune.ladder.compare import Comparison, broken_promise, judge
 from crosstune.ladder.criteria import check_criteria, met
 from crosstune.ladder.request import check_request, check_same_ladder, make_request
-from crosstune.ladder.rung import AsGood, NotApplicable, SameBits, Situation, Within, load_rung, rung_names
+from crosstune.ladder.rung import AsGood, NotApplicable, SameBits, Situation, Within
+from crosstune.ladder.rungs import all_rungs
 from crosstune.ladder.trial import _FOLLOWING, Trial, Trials
 from crosstune.planner.gather import gather
 
@@ -167,9 +168,9 @@ def test_every_rung_proposes_options_that_exist_or_says_why_not(cpu_laptop: Mach
     ]
     proposed: set[str] = set()
     for options in shapes:
-        for name in rung_names():
+        for name, rung in all_rungs().items():
             try:
-                changes = load_rung(name).propose(situation(cpu_laptop, **options))
+                changes = rung.propose(situation(cpu_laptop, **options))
             except NotApplicable as reason:
                 assert str(reason)
                 continue
@@ -182,24 +183,24 @@ def test_every_rung_proposes_options_that_exist_or_says_why_not(cpu_laptop: Mach
 
 def test_a_gpu_has_fused_adamw_without_the_rung(cpu_laptop: Machine) -> None:
     now = situation(cpu_laptop, optimizer="adamw")
-    assert load_rung("fused_optimizer").propose(now) == [{"optimizer": "fused_adamw"}]
+    assert all_rungs()["fused_optimizer"].propose(now) == [{"optimizer": "fused_adamw"}]
     on_gpu = replace(now, plan=replace(now.plan, backend=replace(now.plan.backend, device="cuda")))
     with pytest.raises(NotApplicable, match="fused on a GPU already"):
-        load_rung("fused_optimizer").propose(on_gpu)
+        all_rungs()["fused_optimizer"].propose(on_gpu)
 
 
 def test_micro_batches_grow_while_a_step_keeps_its_rows(cpu_laptop: Machine) -> None:
-    changes = load_rung("larger_batch").propose(
+    changes = all_rungs()["larger_batch"].propose(
         situation(cpu_laptop, batch_size=3, gradient_accumulation_steps=4)
     )
     assert [c["batch_size"] * c["gradient_accumulation_steps"] for c in changes] == [12, 12]
 
 
 def test_packed_rows_hold_about_a_step_and_never_less_than_the_longest_example(cpu_laptop: Machine) -> None:
-    (change,) = load_rung("packing").propose(situation(cpu_laptop, batch_size=8))
+    (change,) = all_rungs()["packing"].propose(situation(cpu_laptop, batch_size=8))
     assert change["context_length"] == 512 and change["batch_size"] == 1
     with pytest.raises(NotApplicable, match="same length"):
-        load_rung("packing").propose(situation(cpu_laptop, mean=399.0))
+        all_rungs()["packing"].propose(situation(cpu_laptop, mean=399.0))
 
 
 def test_the_criteria_say_when_there_is_too_little_to_go_by(tmp_path: Path) -> None:

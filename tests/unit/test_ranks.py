@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crosstune.core.ranks import SingleProcess, Ranks
+from crosstune.core.ranks import Ranks, SingleProcess
 
 
 def test_only_rank_zero_is_the_first() -> None:

@@ -18,7 +18,7 @@ from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Event, Warned
 from crosstune.core.protocols import SessionState
-from crosstune.core.ranks import SingleProcess, Ranks
+from crosstune.core.ranks import Ranks, SingleProcess
 from crosstune.loop import save as saving
 from crosstune.loop.save import Checkpoints, SavePolicy
 

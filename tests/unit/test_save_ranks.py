@@ -14,7 +14,7 @@ from crosstune.checkpoint.write import SaveFailed
 from crosstune.checkpoint.write_parts import write_divided
 from crosstune.core.events import Observers
 from crosstune.core.protocols import SessionState, StatePart
-from crosstune.core.ranks import SingleProcess, Ranks, sum_exactly
+from crosstune.core.ranks import Ranks, SingleProcess, sum_exactly
 from crosstune.loop import save
 from crosstune.loop.save import Checkpoints, SavePolicy
 

@@ -67,12 +67,13 @@ def make_parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     own, config = parse_config(make_parser(), words)
-    from crosstune.ladder.rung import rung_names
+    from crosstune.ladder.rungs import all_rungs
 
     if own.rungs == "list":
-        _print_rungs()
+        for name, rung in all_rungs().items():
+            print(f"{name:<24} {rung.title} ({rung.gain}; {rung.promise.text})")
         return EXIT_DONE
-    names = _chosen(own.rungs, rung_names())
+    names = _chosen(own.rungs, list(all_rungs()))
     from crosstune.core.record import move_aside
     from crosstune.core.run_lock import hold
     from crosstune.ladder.request import check_request, check_same_ladder, make_request
@@ -183,14 +184,6 @@ def _chosen(text: str | None, known: Sequence[str]) -> list[str]:
         if name not in known:
             raise unknown_name("rung", name, known)
     return list(dict.fromkeys(names))
-
-
-def _print_rungs() -> None:
-    from crosstune.ladder.rung import load_rung, rung_names
-
-    for name in rung_names():
-        rung = load_rung(name)
-        print(f"{name:<24} {rung.title} ({rung.gain}; {rung.promise.text})")
 
 
 def _folder(config: Config) -> Path:

@@ -20,7 +20,7 @@ from crosstune.core.connected import note_connected, note_left
 from crosstune.core.errors import UserError
 from crosstune.core.json_files import finite
 from crosstune.core.machine import Machine
-from crosstune.core.ranks import SingleProcess, Group, Limits, Ranks
+from crosstune.core.ranks import Group, Limits, Ranks, SingleProcess
 from crosstune.core.version import __version__
 from crosstune.distributed.boards import Board, FolderBoard
 from crosstune.distributed.watchdog import Watchdog

@@ -15,7 +15,8 @@ from crosstune.core.json_files import read_object
 from crosstune.ladder.compare import TURNS, Comparison, Goal, Verdict, compare, judge
 from crosstune.ladder.criteria import Criterion, check_criteria
 from crosstune.ladder.request import NOT_CARRIED
-from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, load_rung
+from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation
+from crosstune.ladder.rungs import all_rungs
 from crosstune.ladder.trial import Trial, Trials
 from crosstune.planner.gather import gather
 from crosstune.report.files import mapping, number
@@ -87,7 +88,7 @@ class Ladder:
         baseline = self._baseline()
         self._take_batch_size(baseline)
         for place, name in enumerate(self.rungs):
-            self._try_rung(name, load_rung(name), baseline, left=len(self.rungs) - place)
+            self._try_rung(name, all_rungs()[name], baseline, left=len(self.rungs) - place)
         changed = {k: v for k, v in self.kept.items() if self._base().get(k) != v or k not in self._base()}
         ends = self._compare("ends", base=self._base(), new=self._now(), left=0) if changed else None
         validation = self._validate()

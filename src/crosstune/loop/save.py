@@ -21,7 +21,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Session, SessionState, is_divided
-from crosstune.core.ranks import SingleProcess, Group
+from crosstune.core.ranks import Group, SingleProcess
 from crosstune.loop.agreement import DeferredErrors
 
 SNAPSHOT_SHARE = 0.25

@@ -25,7 +25,7 @@ from crosstune.core.events import (
 from crosstune.core.out_of_memory import EVALUATING, OutOfMemory, memory_errors
 from crosstune.core.profiling import CHECKPOINT, DATA, EVALUATION, no_phase
 from crosstune.core.protocols import Backward, Evaluation, PreparedBatch, Recipe, Session, is_divided
-from crosstune.core.ranks import SingleProcess, Group
+from crosstune.core.ranks import Group, SingleProcess
 from crosstune.core.record import RecordFailed
 from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps

@@ -32,7 +32,7 @@ from crosstune.core.events import (
 )
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
 from crosstune.core.protocols import Generates, HasNotes, Recipe, Session
-from crosstune.core.ranks import SingleProcess, Group
+from crosstune.core.ranks import Group, SingleProcess
 from crosstune.core.record import Record, RecordFailed
 from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.core.weight_average import result_weights

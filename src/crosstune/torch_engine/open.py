@@ -17,7 +17,7 @@ from crosstune.config.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
-from crosstune.core.ranks import SingleProcess, Group
+from crosstune.core.ranks import Group, SingleProcess
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine import export
 from crosstune.torch_engine.adapters import Adapted, adapt_layers, choose_targets
