@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import warm
 
-from crosstune.distributed.free_ports import free_ports
+from crosstune.distributed.master import free_ports
 
 RANK = """
 import os, sys, time

@@ -14,12 +14,12 @@ import pytest
 
 from crosstune.core import limited_child
 from crosstune.core.active_time import GAP_S, ActiveClock
+from crosstune.core.ranks import RankState
 from crosstune.data import render_process
 from crosstune.data.render_types import ChatTokens, Rendered, RenderRow
 from crosstune.data.rendering import Renderer
 from crosstune.data.template_limits import Limits
 from crosstune.distributed import channel
-from crosstune.distributed.boards import State
 from crosstune.distributed.watchdog import LauncherWatch
 
 
@@ -186,10 +186,10 @@ def test_machines_that_were_suspended_together_have_not_lost_each_other(
 
 def test_a_job_that_was_suspended_as_a_whole_has_no_rank_that_hangs() -> None:
     times = Times()
-    state = State(rank=0, host="here", beat=1, doing="step 3", at="", still_s=0.0, waits=False)
+    state = RankState(rank=0, host="here", beat=1, doing="step 3", at="", still_s=0.0, waits=False)
 
     class Board:
-        def read(self) -> dict[int, State]:
+        def read(self) -> dict[int, RankState]:
             return {0: state}
 
     watch = LauncherWatch(Board(), limit_s=60.0, clock=times.clock().now)  # type: ignore[arg-type]

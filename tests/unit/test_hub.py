@@ -21,8 +21,8 @@ from crosstune.core.version import __version__
 from crosstune.distributed import hub, links, processes
 from crosstune.distributed.channel import LONGEST_LINE, Channel
 from crosstune.distributed.environment import Nodes
-from crosstune.distributed.free_ports import free_ports
-from crosstune.distributed.launch import launch_node, torch_environments
+from crosstune.distributed.launch import launch, torch_environments
+from crosstune.distributed.master import free_ports
 from crosstune.distributed.processes import Processes
 from crosstune.distributed.reports import Failure, Report
 
@@ -42,10 +42,9 @@ def start(node: int, code: str, folder: Path, port: int, **more: Any) -> Forked:
 
 def _launch(command: list[str], nodes: Nodes, **options: Any) -> int:
     processes.PATIENCE_S = 0.5
-    environments = functools.partial(torch_environments, nodes=nodes)
     say = functools.partial(print, "said:")
     try:
-        outcome = launch_node(command, nodes, environments=environments, say=say, **options)
+        outcome = launch(command, nodes=nodes, environments=torch_environments, say=say, **options)
     except UserError as error:
         print(*error.lines(), sep="\n")
         return error.exit_code
@@ -135,7 +134,7 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for(
         return resolve("127.0.0.1", *place, **more)
 
     monkeypatch.setattr("socket.getaddrinfo", resolve_later)
-    monkeypatch.setattr(hub, "RESOLVE_S", 0.01)
+    monkeypatch.setattr(hub, "_RESOLVE_S", 0.01)
     nodes = Nodes(num_nodes=2, master_addr="run-0.run", master_port=port)
     comes = num_failures == 2
     listening = hub.Coordinator(nodes=nodes, max_restarts=0, connect_s=LIMIT_S if comes else 0.2, lost_s=1.0)
@@ -198,7 +197,7 @@ def test_a_bug_in_the_hub_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     place = ("127.0.0.1", free_ports(1)[0])
     nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
     before = set(threading.enumerate())
-    monkeypatch.setattr(hub.Coordinator, "_begin", lambda self, attempt: 1 // 0)
+    monkeypatch.setattr(hub.Coordinator, "_run", lambda self, attempt, size: 1 // 0)
     hub.Coordinator(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
     first, second = Machine(place, 0), Machine(place, 1)
     assert second.await_message("end")["end"] == 1

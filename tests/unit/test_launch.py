@@ -17,8 +17,8 @@ import pytest
 from crosstune.cli.start_ranks import remark_on_crowd
 from crosstune.core.errors import EXIT_HUNG, EXIT_PORT_TAKEN, EXIT_USER_MUST_ACT
 from crosstune.distributed import processes as running
-from crosstune.distributed.free_ports import free_ports
 from crosstune.distributed.launch import launch, ring_environments
+from crosstune.distributed.master import free_ports
 from crosstune.distributed.reports import Outcome
 
 FOREVER = "time.sleep(3600)"
@@ -28,7 +28,7 @@ START = "import os, signal, sys, time, pathlib; rank = int(os.environ['MLX_RANK'
 
 def run(code: str, *words: str, size: int = 2, **options: Any) -> Outcome:
     command = [sys.executable, "-S", "-c", START + code, *words]
-    return launch(command, size=size, environments=ring_environments, **options)
+    return launch(command, num_local=size, environments=ring_environments, **options)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 from crosstune.core.errors import UserError
 from crosstune.distributed import master
 from crosstune.distributed.environment import Nodes
-from crosstune.distributed.free_ports import free_ports
 from crosstune.distributed.links import SeveralMachines
+from crosstune.distributed.master import free_ports
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
@@ -22,27 +22,12 @@ from crosstune.core.json_files import finite
 from crosstune.core.machine import Machine
 from crosstune.core.ranks import Group, Limits, Ranks, SingleProcess
 from crosstune.core.version import __version__
-from crosstune.distributed.boards import Board, FolderBoard
-from crosstune.distributed.watchdog import Watchdog
+from crosstune.distributed.watchdog import FolderBoard, Watchdog
 
 SHARED_FOLDER_S = 20.0
 """Time for a file to appear on another machine."""
 _TOKEN = ".shared"
 _OPTIONS, _SHOWN_KEYS = "options", 8
-
-
-@runtime_checkable
-class HasBoard(Protocol):
-    """A group whose processes can all read what each of them posts."""
-
-    def open_board(self) -> Board: ...
-
-
-@runtime_checkable
-class Closes(Protocol):
-    """A group with threads and connections of its own, which end when all processes leave it."""
-
-    def close(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -55,28 +40,22 @@ def connected(config: Config, ranks: Ranks | None) -> Iterator[Group]:
         return
     note_connected()
     check_versions(group)
-    watchdog = _watchdog(group, limits)
+    folder = group.ranks.launch_folder
+    watchdog = Watchdog(
+        group.ranks,
+        group.activity,
+        limit_s=limits.collective_s,
+        own=FolderBoard(Path(folder)) if folder is not None else None,
+        shared=group.open_board(),
+    )
     watchdog.start()
     try:
         yield group
     finally:
         stopped = watchdog.stop()
-    # After an error the others may wait for us in a collective, and closing could wait for them.
-    if isinstance(group, Closes):
-        group.close()
+    group.close()  # not after an error: the others may wait for us in a collective, and we would wait for them
     if stopped:
         note_left()
-
-
-def _watchdog(group: Group, limits: Limits) -> Watchdog:
-    folder = group.ranks.launch_folder
-    return Watchdog(
-        group.ranks,
-        group.activity,
-        limit_s=limits.collective_s,
-        own=[FolderBoard(Path(folder))] if folder is not None else [],
-        shared=group.open_board() if isinstance(group, HasBoard) else None,
-    )
 
 
 @contextlib.contextmanager

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
@@ -19,9 +17,7 @@ import torch.distributed as dist
 from crosstune.config.load import add_variables
 from crosstune.core.errors import PortTaken, UserError
 from crosstune.core.ranks import Limits, Ranks
-from crosstune.distributed.master import check_master, explain_refusal, is_loopback, listen, plain_address
-
-_RETRY_S = 0.2
+from crosstune.distributed.master import check_master, is_loopback, listen, plain_address, reach
 
 
 def join_store(ranks: Ranks, limits: Limits) -> dist.Store:
@@ -34,7 +30,7 @@ def join_store(ranks: Ranks, limits: Limits) -> dist.Store:
         check_master(ranks.master_addr, node_rank=ranks.node_rank)
     deadline = time.monotonic() + limits.connect_s
     served = _serve_store(ranks, limits) if ranks.serves_store else None
-    ends = _await_master(ranks, deadline, limits)
+    ends = _await_master(ranks, limits)
     opened = served if served is not None else _open_client(ranks, deadline)
     store = dist.PrefixStore(f"crosstune/{ranks.attempt}", opened)
     with _store_errors(ranks):
@@ -146,30 +142,15 @@ def _listen(ranks: Ranks) -> socket.socket:
         ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reached:
-    """The two ends of a connection to the master."""
-
-    reached: str
-    own: str
-
-
-def _await_master(ranks: Ranks, deadline: float, limits: Limits) -> _Reached:
-    """Wait until the master listens."""
-    while True:
-        try:
-            with socket.create_connection(
-                (ranks.master_addr, ranks.master_port), timeout=max(0.1, deadline - time.monotonic())
-            ) as found:
-                ends = found.getpeername(), found.getsockname()
-                if ends[0] != ends[1]:  # a port of its own, taken by chance before the master listens
-                    return _Reached(reached=str(ends[0][0]), own=str(ends[1][0]))
-        except OSError as error:
-            if time.monotonic() + _RETRY_S > deadline:
-                more = explain_refusal(ranks.master_addr) if ranks.node_rank else ""
-                why = f"nothing answered within {limits.connect_s:g} s ({error}){more}."
-                raise _unreachable(ranks, why=why) from error
-        time.sleep(_RETRY_S)
+def _await_master(ranks: Ranks, limits: Limits) -> dict[str, str]:
+    """Wait until the master listens; return both ends of a connection to it."""
+    try:
+        with reach(
+            ranks.master_addr, ranks.master_port, limit_s=limits.connect_s, node_rank=ranks.node_rank
+        ) as found:
+            return {"reached": str(found.getpeername()[0]), "from": str(found.getsockname()[0])}
+    except OSError as error:
+        raise _unreachable(ranks, why=str(error)) from error
 
 
 def _unreachable(ranks: Ranks, *, why: str) -> UserError:
@@ -181,10 +162,9 @@ def _unreachable(ranks: Ranks, *, why: str) -> UserError:
     )
 
 
-def _sign_in(store: dist.Store, ranks: Ranks, ends: _Reached) -> None:
-    """Record this rank; raise if another process has it, or another number of processes."""
-    entry = {"host": ranks.host, "pid": os.getpid(), "size": ranks.size}
-    entry |= {"reached": ends.reached, "from": ends.own}
+def _sign_in(store: dist.Store, ranks: Ranks, ends: dict[str, str]) -> None:
+    """Record this rank; raise if another process has it."""
+    entry = {"host": ranks.host, "size": ranks.size, **ends}
     if store.add(f"count/{ranks.rank}", 1) > 1:
         raise UserError(
             f"Two processes say that they are rank {ranks.rank} of {ranks.size}.",
