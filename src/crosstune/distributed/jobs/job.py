@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from crosstune.config.schema import Config, options_by_name
 from crosstune.core.errors import UserError
@@ -65,6 +72,40 @@ class Started:
     """The event, and the commands that follow it."""
     failed: bool = False
     """True if the lines are those of an error."""
+
+
+def fill(template: str, **values: Any) -> str:
+    """Fill a template of `templates`. Its filters quote words: `sh` for a shell, `yaml` for YAML."""
+    environment = Environment(
+        loader=PackageLoader("crosstune.distributed.jobs"),
+        undefined=StrictUndefined,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "sh": shlex.quote,
+        "yaml": lambda text: yaml.safe_dump(
+            text, default_style='"', allow_unicode=True, width=math.inf
+        ).strip(),
+    }
+    return environment.get_template(template).render(**values)
+
+
+def submit(command: Sequence[str], text: str, *, where: str, do: str, cwd: Path | None = None) -> str:
+    """Give a text to a scheduler's command; return its output. `where` tells what to do without the command, `do` what
+    to do when it refuses."""
+    if shutil.which(command[0]) is None:
+        raise UserError(f"Cannot submit the job: there is no {command[0]} on this machine.", do=where)
+    done = subprocess.run(command, input=text, text=True, capture_output=True, check=False, cwd=cwd)
+    if done.returncode:
+        raise UserError(
+            f"{command[0]} refused the job.",
+            why=done.stderr.strip() or f"exit code {done.returncode}",
+            do=do,
+        )
+    return done.stdout
 
 
 def check_request(config: Config, *, size: int) -> list[UserError]:
