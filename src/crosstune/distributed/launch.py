@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from crosstune.core.signals import taken_signals
+from crosstune.core.signals import handling
 from crosstune.distributed.environment import ATTEMPT, Nodes
 from crosstune.distributed.hub import Coordinator
 from crosstune.distributed.links import Begin, OneMachine, SeveralMachines
@@ -92,14 +92,12 @@ def _passing(signals: list[int]) -> Iterator[list[Processes]]:
         for processes in started[-1:]:
             processes.send(number)
 
-    previous = {number: signal.signal(number, pass_on) for number in taken_signals()}
-    try:
-        yield started
-    finally:
-        for processes in started:
-            processes.end(signal.SIGKILL)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with handling(pass_on):
+        try:
+            yield started
+        finally:
+            for processes in started:
+                processes.end(signal.SIGKILL)
 
 
 def ring_environments(folder: Path, begin: Begin) -> list[dict[str, str]]:
