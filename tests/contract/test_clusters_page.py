@@ -14,11 +14,6 @@ from crosstune.distributed.jobs.make import options_of_schedulers, scheduler_nam
 PAGE = Page("clusters.md")
 
 
-def test_every_scheduler_has_a_command() -> None:
-    asked = [shlex.split(command)[3] for command in PAGE.commands()]
-    assert sorted(asked) == scheduler_names()
-
-
 @pytest.mark.parametrize("command", PAGE.commands(), ids=lambda command: shlex.split(command)[3])
 def test_the_command_prints_a_job(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

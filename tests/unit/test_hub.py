@@ -82,7 +82,7 @@ while attempt == "0":
 def test_a_machine_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     code = "(folder / str(rank)).touch(); time.sleep(3600)"
     [port] = free_ports(1)
-    first, second = (start(node, code, tmp_path, port, collective_s=10.0) for node in (0, 1))
+    first, second = (start(node, code, tmp_path, port, collective_s=5.0) for node in (0, 1))
     while len(list(tmp_path.iterdir())) < 2:
         time.sleep(0.02)
         assert first.process.is_alive() and second.process.is_alive()
@@ -98,12 +98,6 @@ def test_a_machine_that_does_not_come_is_named(tmp_path: Path) -> None:
     [port] = free_ports(1)
     code, said = start(0, "pass", tmp_path, port, connect_s=1.0).end()
     assert code == 2 and "NODE_RANK 1 did not come within 1 s" in said
-
-
-def test_a_first_machine_that_is_not_there_is_named(tmp_path: Path) -> None:
-    [port] = free_ports(1)
-    code, said = start(1, "pass", tmp_path, port, connect_s=1.0).end()
-    assert code == 2 and f"cannot be reached at 127.0.0.1:{port}" in said
 
 
 def test_two_machines_with_the_same_number_are_refused(tmp_path: Path) -> None:
@@ -168,14 +162,11 @@ def report(rank: int) -> dict[str, Any]:
     "sent",
     [
         json.dumps({"report": {"codes": "none"}}).encode(),
-        json.dumps({"report": [1, 2]}).encode(),
         json.dumps({"report": {"codes": {"0": 0}, "failures": [], "signals": []}}).encode(),
-        json.dumps({"report": {"codes": {"1": "x"}, "failures": [{}], "signals": 3}}).encode(),
-        b"[" * 100_000,
         b"\xff not JSON",
         b"x" * (LONGEST_LINE + 10),
     ],
-    ids=["codes", "list", "other rank", "types", "nested", "bytes", "long"],
+    ids=["codes", "other rank", "bytes", "long"],
 )
 def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the hub's thread, for which all launchers would wait."""

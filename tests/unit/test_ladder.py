@@ -10,17 +10,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from crosstune.cli.ladder import _Progress
 from crosstune.config.load import make_config
 from crosstune.config.resolve import resolve
 from crosstune.core.errors import UserError
 from crosstune.core.machine import Machine
-from crosstune.ladder.climb import Ladder
 from crosstune.ladder.compare import Comparison, broken_promise, judge
 from crosstune.ladder.criteria import check_criteria, met
 from crosstune.ladder.request import check_request, check_same_ladder, make_request
@@ -51,25 +48,15 @@ def against(*new: Trial, base: Sequence[Trial] = (trial(), trial())) -> Comparis
     return Comparison(base=base, new=new)
 
 
-def test_speed_is_that_of_the_steps_after_the_warmup_without_the_slowest() -> None:
-    made = trial()
-    rows = [dict(row) for row in made.rows]
-    rows[0]["step_s"], rows[-1]["step_s"] = 1000.0, 1000.0
-    assert Trial(name="t", status="finished", warmup=1, rows=rows).tokens_per_s == pytest.approx(100)
-
-
 @pytest.mark.parametrize(
     ("promise", "losses", "kept"),
     [
         (SameBits(), LOSSES, True),
         (SameBits(), [*LOSSES[:-1], math.nextafter(1.3, 2)], False),
-        (Within(bound=1e-3), [value * 1.0009 for value in LOSSES], True),
         (Within(bound=1e-3), [*LOSSES[:5], 1.7 * 1.002, *LOSSES[6:]], False),
         (Within(bound=1e-3), [*LOSSES[:-1], math.nan], False),
-        (Within(bound=1e-3), LOSSES[:-1], False),
         (AsGood(bound=0.05), [9.0, *LOSSES[1:]], True),
         (AsGood(bound=0.05), [*LOSSES[:7], 1.7, 1.7, 1.7], False),
-        (AsGood(bound=0.05), [*LOSSES[:7], 0.1, 0.1, 0.1], True),
     ],
 )
 def test_a_promise_about_the_loss(promise: Any, losses: list[float], kept: bool) -> None:
@@ -91,23 +78,15 @@ def test_other_rows_per_step_are_compared_at_equal_tokens() -> None:
     assert "instead of" in broken_promise(against(trial([3.0] * 5, weight=20)), AsGood(bound=0.1))
 
 
-def test_a_metric_that_was_not_measured_breaks_the_promise() -> None:
-    promise = AsGood(bound=0.1, metric="latent_cosine", higher_is_better=True)
-    assert "not measured" in broken_promise(against(trial()), promise)
-
-
 @pytest.mark.parametrize(
     ("goal", "gain", "rate", "peak", "kept"),
     [
         ("speed", "speed", 130, 1000, True),
-        ("speed", "speed", 130, 2000, True),
         ("speed", "speed", 101, 1000, False),
         ("speed", "speed", 70, 500, False),
         ("speed", "memory", 100, 500, True),
         ("memory", "memory", 70, 500, True),
         ("memory", "speed", 130, 2000, False),
-        ("memory", "speed", 130, 1000, True),
-        ("speed", "safety", 100, 1000, True),
         ("speed", "safety", 80, 1000, False),
     ],
 )
@@ -140,12 +119,6 @@ def test_on_a_loaded_cpu_processor_time_is_compared() -> None:
     assert not several.by_cpu_time, "the processor time of one process of several is not the speed"
     worse = against(loaded(60, cpu_rate=10), loaded(115, cpu_rate=200), base=base)
     assert not worse.by_cpu_time, "it repeats itself less than time"
-
-
-def test_a_crash_is_a_result() -> None:
-    made = against(Trial(name="t", status="out_of_memory", error="2 GiB were asked for"))
-    verdict = judge(made, promise=SameBits(), gain="speed", goal="speed")
-    assert not verdict.kept and verdict.why == "out of memory: 2 GiB were asked for"
 
 
 def test_steps_that_are_not_finite_are_not_kept() -> None:
@@ -293,17 +266,6 @@ def test_a_finished_trial_is_read_and_a_damaged_one_is_not(tmp_path: Path) -> No
         (folder / name).write_text(text)
 
 
-def test_rungs_get_the_batch_size_that_the_baseline_found(tmp_path: Path) -> None:
-    from crosstune.core.json_files import write_json
-
-    (tmp_path / "baseline").mkdir()
-    write_json(tmp_path / "baseline" / "plan.json", {"options": {"batch_size": 48}})
-    trials = Trials(folder=tmp_path, steps=3, warmup=1, limit_s=1.0)
-    ladder = Ladder(asked={"batch_size": "auto", "lr": 0.1}, rungs=(), trials=trials)
-    ladder._take_batch_size(Trial(name="baseline", status="finished"))
-    assert ladder.asked == {"batch_size": 48, "lr": 0.1}
-
-
 def test_the_page_shows_what_each_rung_led_to_and_escapes_what_was_said() -> None:
     from crosstune.report.ladder_page import render_ladder, waterfall
 
@@ -325,13 +287,3 @@ def test_the_page_shows_what_each_rung_led_to_and_escapes_what_was_said() -> Non
     )
     assert "&lt;b&gt;" in page and "<x>" not in page and "141 tok/s" in page
     assert "No change was kept" in render_ladder({"rungs": "damaged"}, name="x", command="y")
-
-
-def test_trials_that_were_read_do_not_shorten_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, lines = [0.0], list[str]()
-    monkeypatch.setattr("crosstune.cli.ladder.time.monotonic", lambda: now[0])
-    shown = _Progress(SimpleNamespace(line=lines.append))
-    for took in (0.0, 0.0, 60.0, 120.0):
-        now[0] += took
-        shown.trial("one", 10)
-    assert lines[:3] == ["trial    one"] * 3 and lines[3] == "trial    one, at most 15m00s left"

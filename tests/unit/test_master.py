@@ -45,14 +45,6 @@ def test_the_first_machine_listens_where_the_others_look(names: dict[str, list[s
         assert address == "127.0.0.1"
 
 
-@pytest.mark.parametrize("other", ["10.0.0.7", "fd00::7"])
-def test_an_address_of_another_network_comes_before_loopback(other: str, names: dict[str, list[str]]) -> None:
-    names["first"] = ["127.0.1.1", other]
-    assert [entry[4][0] for entry in master.resolve("first", 0)] == [other, "127.0.1.1"]
-    assert master.leads_back("first") is None
-    master.check_master("first", node_rank=1)
-
-
 def test_a_machine_that_would_connect_to_itself_is_told(names: dict[str, list[str]]) -> None:
     names["first"] = ["127.0.1.1"]
     nodes = Nodes(num_nodes=2, node_rank=1, master_addr="first", master_port=free_ports(1)[0])
