@@ -30,9 +30,9 @@ Each rung is a change of the options. It is measured against what was kept befor
 themselves. Run the same command again to continue a ladder that was stopped. `crosstune ladder --rungs list` lists the
 rungs."""
 READ_S = 1.0
-"""A trial that took less was read from an earlier start, and says nothing about those that are left."""
+"""A shorter trial was read from an earlier start, so it does not predict the rest."""
 FEW_STEPS = 15
-"""Fewer measured steps than this give no verdict that would hold."""
+"""Fewer measured steps give no reliable verdict."""
 
 
 def make_parser() -> Parser:
@@ -88,7 +88,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], folder: Path) -> int:
-    """Measure, print and write what was found; return the exit code. The caller holds the lock of the folder."""
+    """Measure, print and write the result; return the exit code. The caller holds the lock of the folder."""
     from crosstune.cli.output import Output
     from crosstune.ladder.climb import STATE, Ladder
     from crosstune.ladder.trial import Trials
@@ -138,7 +138,7 @@ def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], fol
 
 
 class _Progress:
-    """Print what is tried and how long the rest may take."""
+    """Print the current trial and the time left."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
