@@ -74,12 +74,12 @@ def test_a_configuration_file_travels_in_the_manifest(
 def test_the_manifest_fits_the_schema_of_kubernetes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    version = "1.31"
     validator = pytest.importorskip("kubernetes_validate", reason="the test extra is not installed")
     (tmp_path / "run.yaml").write_text("lr: 1e-3\n")
     full = "--config run.yaml --gpus 8 --cpus 16 --memory 200G --namespace team --secret hub"
     for document in manifest(f"{BASE['kubernetes']} {full}", capsys):
-        validator.validate(document, version, strict=True)
+        for version in ("1.31", "1.37"):
+            validator.validate(document, version, strict=True)
     wrong = manifest(BASE["kubernetes"], capsys)[-1]
     wrong["spec"]["completion"] = 2
     with pytest.raises(validator.ValidationError):

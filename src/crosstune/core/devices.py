@@ -1,11 +1,11 @@
-"""The speeds of common devices, from their makers' data sheets: what a training step cannot exceed."""
+"""The peak speeds of common devices, from their makers' data sheets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DeviceSpeed:
     tflops: float
     """Dense products of 16-bit numbers, in 10^12 operations per second."""
@@ -46,16 +46,9 @@ _FAST_IN_FP8 = ("H200", "H100")
 
 
 def find_speed(name: str) -> DeviceSpeed | None:
-    """Return the speeds of a device by its name, such as "NVIDIA H200"; None for one that is not known."""
+    """Return the speeds of a device by its name, such as "NVIDIA H200"; None for an unknown one."""
     words = f" {name} "
     for part, numbers in _DEVICES.items():
         if f" {part} " in words or f" {part}-" in words:
-            tflops, memory, link, network = numbers
-            return DeviceSpeed(
-                tflops=tflops,
-                memory_gb_s=memory,
-                link_gb_s=link,
-                network_gb_s=network,
-                fp8=part in _FAST_IN_FP8,
-            )
+            return DeviceSpeed(*numbers, fp8=part in _FAST_IN_FP8)
     return None

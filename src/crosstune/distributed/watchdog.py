@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -163,21 +165,18 @@ class Watchdog:
             self._answered = self._clock.now()
 
     def _watch(self) -> None:
-        lost_at: float | None = None
         while not self._done.wait(self.poll_s):
-            state, now = self.state(), self._clock.now()
-            self._latest = state
+            self._latest = state = self.state()
+            now = self._clock.now()
             if self._own is not None:
                 self._own.post(state)
-            if self._lost:
-                lost_at = lost_at if lost_at is not None else now
-                if now - lost_at > _LOST_S and state.still_s > _LOST_S:
-                    self._end(
-                        [f"rank 0 is gone, and rank {state.rank} still waits: {state.sentence()}"],
-                        EXIT_PEER_LOST,
-                    )
-            elif self._shared is not None:
+            if self._shared is None:
+                continue
+            if not self._lost:
                 self._check_ranks(now)
+            elif now - self._answered > _LOST_S and state.still_s > _LOST_S:
+                line = f"rank 0 is gone, and rank {state.rank} still waits: {state.sentence()}"
+                self._end([line], EXIT_PEER_LOST)
 
     def _check_ranks(self, now: float) -> None:
         silent_s = now - self._answered
@@ -222,31 +221,22 @@ class LauncherWatch:
         return self._detector.verdict(self._board.read(), now)
 
 
-def _frames(frame: FrameType | None) -> list[FrameType]:
-    found = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
-
-
 def _places(frame: FrameType | None) -> list[tuple[int, int]]:
-    return [(id(one.f_code), one.f_lasti) for one in _frames(frame)]
+    return [(id(one.f_code), one.f_lasti) for one, _ in traceback.walk_stack(frame)] if frame else []
 
 
 def _where(frame: FrameType | None) -> str:
     """Return the innermost function of ours or of torch.distributed, with the one it called, and its line."""
-    frames = _frames(frame)
-    for one in frames:
+    for one, line in traceback.walk_stack(frame) if frame else ():
         path = one.f_code.co_filename.replace(os.sep, "/")
         if any(part in path for part in _OWN):
-            inner = frames[0].f_code.co_name if frames[0] is not one else ""
-            name = one.f_code.co_name + (f" > {inner}" if inner else "")
-            return f"{name} ({'/'.join(path.split('/')[-2:])}:{one.f_lineno})"
+            inner = f" > {frame.f_code.co_name}" if frame and frame is not one else ""
+            return f"{one.f_code.co_name}{inner} ({'/'.join(path.split('/')[-2:])}:{line})"
     return ""
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Return whether the innermost frames are those of a collective."""
-    paths = [one.f_code.co_filename.replace(os.sep, "/") for one in _frames(frame)[:12]]
+    """Return whether the innermost frames belong to a collective."""
+    innermost = itertools.islice(traceback.walk_stack(frame), 12) if frame else ()
+    paths = [one.f_code.co_filename.replace(os.sep, "/") for one, _ in innermost]
     return any(part in path for path in paths for part in _COLLECTIVE)

@@ -66,8 +66,8 @@ def use_interface_of(ranks: Ranks, store: dist.Store) -> None:
 
 
 def _interface_between(ranks: Ranks, store: dist.Store) -> str | None:
-    """Return the interface from which this rank reached the master. On the master's own machine that may be loopback:
-    then the one at which another machine reached it."""
+    """Return the interface from which this rank reached the master; on the master's own machine, where that may be
+    loopback, the one at which another machine reached it."""
     own = json.loads(store.get(f"rank/{ranks.rank}"))["from"]
     if ranks.num_nodes > 1 and is_loopback(own):
         entries = (json.loads(store.get(f"rank/{rank}")) for rank in range(ranks.size))
@@ -90,8 +90,7 @@ def _serve_store(ranks: Ranks, limits: Limits) -> dist.Store:
 
 
 def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
-    """Connect to the store of the master. torch waits forever for another program that accepts and stays silent, so a
-    thread does it."""
+    """Connect to the master's store, in a thread: torch waits forever for a program that accepts and stays silent."""
     place = f"{ranks.master_addr}:{ranks.master_port}"
     found: list[dist.Store] = []
     problems: list[str] = []
@@ -175,28 +174,28 @@ def _sign_in(store: dist.Store, ranks: Ranks, ends: dict[str, str]) -> None:
 
 
 def _await_all(store: dist.Store, ranks: Ranks, deadline: float, limits: Limits) -> None:
-    names = [f"rank/{rank}" for rank in range(ranks.size)]
-    while missing := [rank for rank, name in enumerate(names) if not store.check([name])]:
-        _check_sizes(store, ranks)
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"{_listed(missing)} of {ranks.size} did not come within {limits.connect_s:g} s.",
-                why=f"{ranks.name} waited for it at {ranks.master_addr}:{ranks.master_port}.",
-                do="look at the output of that process; start all processes within this time, or raise --connect_timeout",
-            )
-        time.sleep(0.02)
-    _check_sizes(store, ranks)
-
-
-def _check_sizes(store: dist.Store, ranks: Ranks) -> None:
-    for rank in range(ranks.size):
-        if rank != ranks.rank and store.check([f"rank/{rank}"]):
+    """Wait until all ranks have signed in; raise if one has another number of processes."""
+    missing = set(range(ranks.size))
+    while True:
+        for rank in sorted(missing):
+            if not store.check([f"rank/{rank}"]):
+                continue
             entry = json.loads(store.get(f"rank/{rank}"))
             if entry["size"] != ranks.size:
                 raise UserError(
                     f"Rank {rank} (host {entry['host']}) is one of {entry['size']}, {ranks.name} is not.",
                     do="start all processes of the run with the same WORLD_SIZE",
                 )
+            missing.discard(rank)
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{_listed(sorted(missing))} of {ranks.size} did not come within {limits.connect_s:g} s.",
+                why=f"{ranks.name} waited for it at {ranks.master_addr}:{ranks.master_port}.",
+                do="look at the output of that process; start all processes within this time, or raise --connect_timeout",
+            )
+        time.sleep(0.02)
 
 
 def _listed(ranks: Sequence[int]) -> str:

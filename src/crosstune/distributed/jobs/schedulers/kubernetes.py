@@ -11,33 +11,31 @@ from crosstune.distributed.jobs.option import CPUS, MEMORY, PORT, RESTARTS, JobO
 _LABEL = matches(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", "lower-case letters, digits and dashes")
 _NAME = matches(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "lower-case letters, digits, dashes and dots")
 IMAGE = JobOption(
-    name="image",
-    metavar="IMAGE",
-    text="container image with crosstune in it",
+    "image",
+    "IMAGE",
+    "container image with crosstune in it",
     check=matches(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "a name such as registry.example/team/crosstune:0.1"),
 )
-NAMESPACE = JobOption(
-    name="namespace", metavar="NAME", text="namespace of the job (default: that of kubectl)", check=_LABEL
-)
+NAMESPACE = JobOption("namespace", "NAME", "namespace of the job (default: that of kubectl)", check=_LABEL)
 VOLUME = JobOption(
-    name="volume",
-    metavar="CLAIM:PATH",
-    text="volume claim that all pods share, and where it is mounted; runs start in that folder",
+    "volume",
+    "CLAIM:PATH",
+    "volume claim that all pods share, and where it is mounted; runs start in that folder",
     check=matches(
         r"[a-z0-9][a-z0-9.-]*:/[^:\s]*", "the name of a claim and an absolute path, such as runs:/workspace"
     ),
 )
 SECRET = JobOption(
-    name="secret",
-    metavar="NAME",
-    text="secret whose keys become environment variables, such as HF_TOKEN (may be repeated)",
+    "secret",
+    "NAME",
+    "secret whose keys become environment variables, such as HF_TOKEN (may be repeated)",
     repeats=True,
     check=_NAME,
 )
 GPU_RESOURCE = JobOption(
-    name="gpu_resource",
-    metavar="NAME",
-    text="resource name of the GPUs (default: nvidia.com/gpu)",
+    "gpu_resource",
+    "NAME",
+    "resource name of the GPUs (default: nvidia.com/gpu)",
     default="nvidia.com/gpu",
     check=matches(
         r"[a-z0-9][a-z0-9.-]*/[A-Za-z0-9][A-Za-z0-9._-]*", "a name such as nvidia.com/gpu or amd.com/gpu"

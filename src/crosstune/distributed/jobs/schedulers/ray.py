@@ -18,9 +18,9 @@ from crosstune.distributed.jobs.option import CPUS, RESTARTS, JobOption, matches
 from crosstune.distributed.jobs.ray_actor import NodeActor
 
 ADDRESS = JobOption(
-    name="address",
-    metavar="ADDRESS",
-    text="address of the Ray cluster (default: the one of this machine)",
+    "address",
+    "ADDRESS",
+    "address of the Ray cluster (default: the one of this machine)",
     default="auto",
     check=matches(
         r"[A-Za-z0-9][A-Za-z0-9.:/_-]*|\[[0-9A-Fa-f:.]+\]:[0-9]+", "auto, or HOST:PORT of the head"

@@ -11,36 +11,32 @@ from crosstune.distributed.jobs.job import RANK_VARIABLES, Job, Started, fill, s
 from crosstune.distributed.jobs.option import BEFORE, CPUS, MEMORY, JobOption, matches
 
 _WORD = matches(r"[^\s\"'\\#`$;]+", "a word without spaces, quotes, backslashes, and none of # ` $ ;")
-PARTITION = JobOption(name="partition", metavar="NAME", text="partition of the cluster", check=_WORD)
-ACCOUNT = JobOption(name="account", metavar="NAME", text="account to charge", check=_WORD)
-QOS = JobOption(name="qos", metavar="NAME", text="quality of service", check=_WORD)
-CONSTRAINT = JobOption(
-    name="constraint", metavar="FEATURE", text="features the machines must have", check=_WORD
-)
+PARTITION = JobOption("partition", "NAME", "partition of the cluster", check=_WORD)
+ACCOUNT = JobOption("account", "NAME", "account to charge", check=_WORD)
+QOS = JobOption("qos", "NAME", "quality of service", check=_WORD)
+CONSTRAINT = JobOption("constraint", "FEATURE", "features the machines must have", check=_WORD)
 TIME = JobOption(
-    name="time",
-    metavar="LIMIT",
-    text="time limit of one start, such as 4:00:00; the job continues after it",
+    "time",
+    "LIMIT",
+    "time limit of one start, such as 4:00:00; the job continues after it",
     check=matches(
         r"[0-9]+(-[0-9]+(:[0-9]+){0,2}|(:[0-9]+){0,2})", "minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS"
     ),
 )
 GRACE = JobOption(
-    name="grace",
-    metavar="SECONDS",
-    text="how long before the time limit the run saves and stops (default: 120)",
+    "grace",
+    "SECONDS",
+    "how long before the time limit the run saves and stops (default: 120)",
     type=int,
     low=10,
     high=3600,
     default=120,
 )
-LOGS = JobOption(
-    name="logs", metavar="FOLDER", text="folder for the logs (default: the current one)", type=Path
-)
+LOGS = JobOption("logs", "FOLDER", "folder for the logs (default: the current one)", type=Path)
 SBATCH = JobOption(
-    name="sbatch",
-    metavar="KEY=VALUE",
-    text="any other option of sbatch, such as reservation=night (may be repeated)",
+    "sbatch",
+    "KEY=VALUE",
+    "any other option of sbatch, such as reservation=night (may be repeated)",
     repeats=True,
     check=matches(
         r"[a-z][a-z-]*(=[^\s\"'\\#`$;]+)?", "the long name of an sbatch option, and =VALUE if it takes one"

@@ -16,15 +16,13 @@ from crosstune.distributed.jobs.nodes import LOST, run_nodes
 from crosstune.distributed.jobs.option import BEFORE, PORT, RESTARTS, JobOption, matches
 
 HOSTS = JobOption(
-    name="hosts",
-    metavar="A,B,...",
-    text="machines, as [user@]host[:port] or names of ~/.ssh/config, separated by commas",
+    "hosts", "A,B,...", "machines, as [user@]host[:port] or names of ~/.ssh/config, separated by commas"
 )
-HOSTFILE = JobOption(name="hostfile", metavar="FILE", text="file with one machine per line", type=Path)
+HOSTFILE = JobOption("hostfile", "FILE", "file with one machine per line", type=Path)
 ADDRESS = JobOption(
-    name="master_addr",
-    metavar="ADDRESS",
-    text="address of the first machine for the others (default: its name in --hosts)",
+    "master_addr",
+    "ADDRESS",
+    "address of the first machine for the others (default: its name in --hosts)",
     check=matches(r"[A-Za-z0-9][A-Za-z0-9.:_-]*", "a host name or an IP address"),
 )
 OPTIONS = (HOSTS, HOSTFILE, ADDRESS, PORT, BEFORE, RESTARTS)
