@@ -1,8 +1,8 @@
-"""Know whether this process is still connected to others, and end it without Python's shutdown if it is.
+"""Track whether this process is connected to others, and end it without Python's shutdown if so.
 
-A thread of Python that is inside torch while the interpreter shuts down ends the process with "terminate called without an
-active exception" and SIGABRT, whatever its exit code was to be. A process that leaves its group in order has no such
-thread; one that fails cannot leave, since the others may wait for it in a collective.
+A thread inside torch while the interpreter shuts down ends the process with "terminate called without an active
+exception" and SIGABRT instead of its exit code. A process that leaves its group in order has no such thread; one that fails
+cannot leave, since the others may wait for it in a collective.
 """
 
 from __future__ import annotations

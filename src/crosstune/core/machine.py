@@ -1,4 +1,4 @@
-"""Describe what a machine can do: one report per backend, made by a probe or read from a file."""
+"""Describe a machine: one report per backend, made by a probe or read from a file."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendReport:
-    """One backend on one machine: whether it is available, and what the probe found to work."""
+    """One backend on one machine: its availability, and the features that worked in the probe."""
 
     name: str
     engine: str
     available: bool
     reason: str = ""
-    """The reason that it is not available, and the way to make it so."""
+    """Why it is not available, and how to make it so."""
     device: str = "cpu"
     """The engine's name for the device."""
     devices: tuple[Device, ...] = ()
@@ -130,7 +130,7 @@ class Machine:
 
 
 def choose_backend(machine: Machine, *, preference: Sequence[str]) -> str:
-    """Return the backend that `auto` takes: the first of `preference` that is available.
+    """Return the backend of `auto`: the first available one of `preference`.
 
     An accelerator backend whose device is the CPU (MLX on Linux) comes last, since the cpu backend is faster there.
     """
@@ -145,13 +145,13 @@ def choose_backend(machine: Machine, *, preference: Sequence[str]) -> str:
 
 
 def auto_order(machine: Machine, *, preference: Sequence[str]) -> list[str]:
-    """Return the available backends in the order in which `auto` takes them."""
+    """Return the available backends in the order of `auto`."""
     available = [name for name in preference if name in machine.available()]
     return sorted(available, key=lambda name: _is_emulated(machine.backends[name]))
 
 
 def auto_reason(machine: Machine, *, preference: Sequence[str]) -> str:
-    """Return why `auto` takes the backend it takes."""
+    """Return why `auto` chooses its backend."""
     chosen = choose_backend(machine, preference=preference)
     available = [name for name in preference if name in machine.available()]
     passed = available[: available.index(chosen)]

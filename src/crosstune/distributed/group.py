@@ -60,7 +60,7 @@ def connected(config: Config, ranks: Ranks | None) -> Iterator[Group]:
 
 @contextlib.contextmanager
 def naming_rank(group: Group) -> Iterator[None]:
-    """Put the rank and its host before an error of a process that is not the first."""
+    """Prefix the errors of other ranks than 0 with the rank and its host."""
     try:
         yield
     except UserError as error:
@@ -92,7 +92,7 @@ def check_shared_folder(group: Group, folder: Path) -> None:
 
 
 def _sees(token: Path, word: str) -> bool:
-    """Return whether the token appears; a network file system may show it late."""
+    """Wait for the token to appear; a network file system may show it late."""
     deadline = time.monotonic() + SHARED_FOLDER_S
     while True:
         with contextlib.suppress(OSError):
@@ -143,7 +143,7 @@ def share_machine(group: Group, probe: Callable[[], Machine]) -> Machine:
 
 @contextlib.contextmanager
 def in_turn(group: Group) -> Iterator[None]:
-    """Run the block on one process of each host first, so that the others find its results in the cache."""
+    """Run the block first on one process of each host, so that the others find its results cached."""
     goes_first = group.ranks.local_rank == 0
     if not goes_first:
         group.meet()
@@ -177,7 +177,7 @@ def check_same_everywhere(group: Group, parts: Mapping[str, Any]) -> None:
 
 
 def _differing_keys(group: Group, part: Mapping[str, Any]) -> str:
-    """Return the keys of a part that differ between the processes, in brackets. Collective."""
+    """Return the keys of a part that differ between the processes, in parentheses. Collective."""
     keys: list[str] = json.loads(group.share(json.dumps(list(part))))
     differing = [key for key in keys if not group.same(_as_text(part.get(key)))]
     more = ", ..." if len(differing) > _SHOWN_KEYS else ""

@@ -62,12 +62,12 @@ def probe_backend(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> Backe
 
 
 def bundled_profiles() -> list[str]:
-    """Return the names of the profiles that have a file of their own."""
+    """Return the names of the profiles that are files."""
     return sorted(path.stem for path in _PROFILES.glob("*.json"))
 
 
 def profile_names() -> list[str]:
-    """Return the names that --machine takes; those with one GPU also with a suffix such as -x2 or -x8."""
+    """Return the names for --machine; one with a GPU may have a suffix such as -x2 or -x8."""
     names = sorted({*bundled_profiles(), *catalog_names()})
     several = [name for name in names if not name.startswith(("apple-", "cpu-"))]
     return [*names, *(f"{name}-x{count}" for name in several for count in NUM_DEVICES)]
@@ -102,7 +102,7 @@ def _profile(name: str) -> Machine:
 
 
 def preference() -> list[str]:
-    """Return the backend names in the order in which `auto` tries them."""
+    """Return the backend names in the order of `auto`."""
     return list(backend_specs())
 
 
@@ -111,13 +111,13 @@ def fastest_backend(machine: Machine) -> str:
 
 
 def typical_machine(backend: str) -> Machine | None:
-    """Return the first profile that has the backend, best as its fastest one; None if no profile has it."""
+    """Return the first profile with the backend, preferably as its fastest; None if there is none."""
     machines = [found for found in map(load_machine, bundled_profiles()) if backend in found.available()]
     return min(machines, key=lambda found: fastest_backend(found) != backend, default=None)
 
 
 def recommend(machine: Machine) -> list[str]:
-    """Return advice on what to run: sentences, each followed by an indented command."""
+    """Return advice: sentences, each followed by an indented command."""
     if not machine.available():
         return ["Nothing here can train yet. Install an engine:", "  pip install 'crosstune[torch]'"]
     reports = {name: report for name, report in machine.backends.items() if report.available}

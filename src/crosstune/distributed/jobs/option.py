@@ -1,4 +1,4 @@
-"""Declare the options of `crosstune launch`: those of every scheduler here, those of one beside its code."""
+"""Declare the options of `crosstune launch` that several schedulers share; others stand beside their scheduler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crosstune.core.errors import UserError, shown
 from crosstune.core.secrets import holds_secret
 
 Check = Callable[[str], str | None]
-"""Return what a value must be instead; None for one that is allowed."""
+"""Return a description of the allowed values; None if the value is allowed."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class JobOption:
     check: Check | None = None
 
     def read(self, raw: Any) -> Any:
-        """Return the value of what was given; raise a UserError for a value that is not allowed."""
+        """Return the parsed value; raise a UserError for a wrong one."""
         if self.repeats:
             return tuple(self._read_one(item) for item in raw or ())
         return self.default if raw is None else self._read_one(raw)
