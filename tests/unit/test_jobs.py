@@ -161,7 +161,6 @@ def _expanded(word: str) -> str:
     ("code", "state", "flags", "requeued"),
     [
         (0, "RUNNING", "", False),
-        (1, "RUNNING", "", False),
         (2, "RUNNING", "", False),
         (3, "RUNNING", "", True),
         (3, "CANCELLED", "", False),

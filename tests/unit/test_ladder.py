@@ -103,22 +103,15 @@ def test_a_gain_within_the_noise_is_none_and_a_loaded_machine_is_named() -> None
 
 def test_on_a_loaded_cpu_processor_time_is_compared() -> None:
     def loaded(rate: float, *, cpu_rate: float, **more: Any) -> Trial:
-        made = trial(rate=rate)
-        rows = [{**row, "cpu_s": 100 / cpu_rate} for row in made.rows]
+        rows = [{**row, "cpu_s": 100 / cpu_rate} for row in trial(rate=rate).rows]
         return trial(rate=rate, **{"rows": rows, "on_one_cpu": True} | more)
 
     base = (loaded(80, cpu_rate=100), loaded(120, cpu_rate=101))
     faster = against(loaded(60, cpu_rate=130), loaded(115, cpu_rate=131), base=base)
     verdict = judge(faster, promise=SameBits(), gain="speed", goal="speed")
-    assert verdict.kept and faster.speed == pytest.approx(130.5 / 100.5)
-    assert "processor time" in verdict.why and "something else uses this machine" in verdict.why
-    assert faster.to_json()["by_cpu_time"]
-    steady = against(loaded(130, cpu_rate=1), loaded(131, cpu_rate=1), base=(trial(), trial()))
-    assert not steady.by_cpu_time and steady.speed == pytest.approx(1.305)
+    assert verdict.kept and faster.speed == pytest.approx(130.5 / 100.5) and "processor time" in verdict.why
     several = against(loaded(60, cpu_rate=999, on_one_cpu=False), loaded(90, cpu_rate=999), base=base)
     assert not several.by_cpu_time, "the processor time of one process of several is not the speed"
-    worse = against(loaded(60, cpu_rate=10), loaded(115, cpu_rate=200), base=base)
-    assert not worse.by_cpu_time, "it repeats itself less than time"
 
 
 def test_steps_that_are_not_finite_are_not_kept() -> None:

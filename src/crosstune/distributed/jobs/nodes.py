@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from crosstune.core.errors import (
@@ -33,7 +34,7 @@ class Node(Protocol):
     """The launcher of one machine."""
 
     host: str
-    lines: Collection[str]
+    lines: deque[str]
     """The last output that was not shown."""
 
     def poll(self) -> int | None:
