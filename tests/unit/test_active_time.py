@@ -19,7 +19,7 @@ from crosstune.data import render_process
 from crosstune.data.render_types import ChatTokens, Rendered, RenderRow
 from crosstune.data.rendering import Renderer
 from crosstune.data.template_limits import Limits
-from crosstune.distributed import channel
+from crosstune.distributed.channel import Channel
 from crosstune.distributed.watchdog import LauncherWatch
 
 
@@ -174,10 +174,10 @@ def test_machines_that_were_suspended_together_have_not_lost_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = Times()
-    monkeypatch.setattr(channel, "ActiveClock", times.clock)
+    monkeypatch.setattr("crosstune.distributed.channel.ActiveClock", times.clock)
     with socket.create_server(("127.0.0.1", 0)) as server, closing(socket.socket()) as silent:
         silent.connect(server.getsockname())
-        with closing(channel.Channel(server.accept()[0])) as launcher:
+        with closing(Channel(server.accept()[0])) as launcher:
             times.wall_s += 3600.0
             assert launcher.silent_s() == 0.0
             times.wall_s, times.cpu_s = times.wall_s + 40.0, times.cpu_s + 40.0

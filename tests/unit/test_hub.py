@@ -18,10 +18,12 @@ from forks import LIMIT_S, Forked, fork
 
 from crosstune.core.errors import UserError
 from crosstune.core.version import __version__
-from crosstune.distributed import hub, links, processes
+from crosstune.distributed import processes
 from crosstune.distributed.channel import LONGEST_LINE, Channel
 from crosstune.distributed.environment import Nodes
+from crosstune.distributed.hub import Coordinator
 from crosstune.distributed.launch import launch, torch_environments
+from crosstune.distributed.links import REPORT_LIMIT
 from crosstune.distributed.master import free_ports
 from crosstune.distributed.processes import Processes
 from crosstune.distributed.reports import Failure, Report
@@ -128,10 +130,10 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for(
         return resolve("127.0.0.1", *place, **more)
 
     monkeypatch.setattr("socket.getaddrinfo", resolve_later)
-    monkeypatch.setattr(hub, "_RESOLVE_S", 0.01)
+    monkeypatch.setattr("crosstune.distributed.hub._RESOLVE_S", 0.01)
     nodes = Nodes(num_nodes=2, master_addr="run-0.run", master_port=port)
     comes = num_failures == 2
-    listening = hub.Coordinator(nodes=nodes, max_restarts=0, connect_s=LIMIT_S if comes else 0.2, lost_s=1.0)
+    listening = Coordinator(nodes=nodes, max_restarts=0, connect_s=LIMIT_S if comes else 0.2, lost_s=1.0)
     if comes:
         listening.start()
         assert len(tried) == 3
@@ -170,10 +172,10 @@ def report(rank: int) -> dict[str, Any]:
 )
 def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the hub's thread, for which all launchers would wait."""
-    monkeypatch.setattr(hub, "_HANG_UP_S", 0.1)
+    monkeypatch.setattr("crosstune.distributed.hub._HANG_UP_S", 0.1)
     place = ("127.0.0.1", free_ports(1)[0])
     nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
-    hub.Coordinator(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
+    Coordinator(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
     first, second = Machine(place, 0), Machine(place, 1)
     for machine in (first, second):
         machine.await_message("go")
@@ -188,8 +190,8 @@ def test_a_bug_in_the_hub_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     place = ("127.0.0.1", free_ports(1)[0])
     nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
     before = set(threading.enumerate())
-    monkeypatch.setattr(hub.Coordinator, "_run", lambda self, attempt, size: 1 // 0)
-    hub.Coordinator(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
+    monkeypatch.setattr(Coordinator, "_run", lambda self, attempt, size: 1 // 0)
+    Coordinator(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
     first, second = Machine(place, 0), Machine(place, 1)
     assert second.await_message("end")["end"] == 1
     second.channel.close()
@@ -204,7 +206,7 @@ def test_the_output_of_many_failed_ranks_fits_into_one_message(tmp_path: Path) -
     lines = Processes(folder=tmp_path, first_rank=1)._tail(0)
     assert lines[-1] == "the end" and sum(map(len, lines)) < 10**5
     failures = [Failure(rank=rank, host="h", code=1, lines=lines * 5) for rank in range(500)]
-    data = Report(codes=dict.fromkeys(range(500), 1), failures=failures).to_json(limit=links.REPORT_LIMIT)
-    assert len(json.dumps(data)) <= links.REPORT_LIMIT
+    data = Report(codes=dict.fromkeys(range(500), 1), failures=failures).to_json(limit=REPORT_LIMIT)
+    assert len(json.dumps(data)) <= REPORT_LIMIT
     read = Report.from_json(json.loads(json.dumps(data)))
     assert len(read.failures) == 500 and list(read.failures[0].lines) == lines * 5
