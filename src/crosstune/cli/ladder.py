@@ -23,9 +23,9 @@ EXAMPLES = """examples:
   crosstune ladder --model_name ./my-model --dataset chats.jsonl --name faster
   crosstune ladder --config run.yaml --steps 50 --goal memory
   crosstune ladder --config run.yaml --rungs larger_batch,fused_optimizer,packing
-  crosstune train --config runs/faster/train.yaml                  (train with what was kept)
+  crosstune train --config runs/faster/train.yaml                  (train with the kept changes)
 
-Each rung is a change of the options. It is measured against what was kept before, in child processes that take turns
+Each rung is a change of the options. It is measured against the changes kept before, in child processes that take turns
 (A B B A), and kept if the loss keeps the rung's promise and speed or memory gain more than the trials differ among
 themselves. Run the same command again to continue a ladder that was stopped. `crosstune ladder --rungs list` lists the
 rungs."""
@@ -52,7 +52,7 @@ def make_parser() -> Parser:
         "--goal",
         choices=("speed", "memory"),
         default="speed",
-        help="what counts more: speed (default) keeps what is faster, or smaller at the same speed; memory keeps what is "
+        help="speed (default) keeps changes that are faster, or smaller at the same speed; memory keeps changes that are "
         "smaller, or faster at the same memory",
     )
     parser.add_argument(
@@ -212,7 +212,7 @@ def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None
     output.line("")
     if found.ends is None:
         tried = any(step.outcome == "rolled back" for step in found.steps)
-        why = "the options were as good as what was tried" if tried else "none of them applies here"
+        why = "no change was better than the options" if tried else "none of them applies here"
         output.line(f"result   no rung was kept: {why}")
     elif (failed := found.ends.failed) is not None:
         output.line(

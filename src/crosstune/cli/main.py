@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_connected(run: Callable[[], int]) -> int:
-    """Return the exit code of this process; end it here if it failed as one of several, see `core.connected`."""
+    """Return the exit code of this process; end it here if it failed as one of several, see `end_at_once`."""
     try:
         code = run()
     except Exception:  # printed as always; only the way in which the process ends differs

@@ -41,7 +41,7 @@ class BackendSpec:
     memory_share: float = 0.9
     """The share of a device's memory that a training step may use."""
     overhead_bytes: int = 0
-    """Memory that the engine takes before the first tensor: its libraries, or the context of a GPU."""
+    """Memory used before the first tensor, by libraries or the context of a GPU."""
     memory_share_variable: str = ""
     """The variable that sets this share in the engine's allocator; 0 there means no limit."""
     clear_cache_every: int = 0

@@ -64,7 +64,7 @@ class BackendReport:
     dtypes: tuple[str, ...] = ()
     """The dtypes in which a small product and its gradient were correct."""
     bf16_speedup: float = 1.0
-    """The time of an fp32 matrix product over that of a bf16 one."""
+    """The speed of a bf16 matrix product relative to fp32."""
     quantizers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Quantizers that run here -> their bit widths."""
     collectives: tuple[str, ...] = ()
@@ -173,13 +173,12 @@ def _backend_from_json(data: Mapping[str, Any], *, place: str, source: str) -> B
         required = tuple(_DEVICE_FIELDS)
         _check(device, _DEVICE_FIELDS, required=required, place=f"{place}devices.", source=source)
     known = {item.name for item in fields(BackendReport)}
-    values = {key: value for key, value in data.items() if key in known}
-    values["devices"] = tuple(
-        Device(**{key: device[key] for key in _DEVICE_FIELDS}) for device in values.get("devices", ())
-    )
+    values = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key in known
+    }
+    devices = ({key: device[key] for key in _DEVICE_FIELDS} for device in values.get("devices", ()))
+    values["devices"] = tuple(Device(**device) for device in devices)
     values["quantizers"] = {name: tuple(bits) for name, bits in values.get("quantizers", {}).items()}
-    for key in ("dtypes", "collectives", "attention", "notes"):
-        values[key] = tuple(values.get(key, ()))
     return BackendReport(**values)
 
 

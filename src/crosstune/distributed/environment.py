@@ -24,7 +24,7 @@ LAUNCH_FOLDER = "CROSSTUNE_LAUNCH_FOLDER"
 ATTEMPT = "CROSSTUNE_ATTEMPT"
 """The variable with the number of restarts by crosstune's own launcher."""
 DEFAULT_PORT = 29500
-"""The port that torchrun takes by default."""
+"""The default port of torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True)

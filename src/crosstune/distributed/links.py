@@ -16,7 +16,7 @@ from crosstune.distributed.reports import AttemptDecision, Outcome, Report, Rest
 
 _WAIT_S = 0.2
 REPORT_LIMIT = LONGEST_LINE // 2
-"""Bytes of a report, which is one message."""
+"""Bytes of a report; it must fit in one message."""
 
 
 @dataclass(frozen=True, kw_only=True)

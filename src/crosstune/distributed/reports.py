@@ -31,7 +31,7 @@ class Failure:
     host: str
     code: int
     lines: Sequence[str] = ()
-    """The last lines of its output; none for rank 0, which has the terminal."""
+    """The last lines of its output; none for rank 0, whose output is the terminal."""
     ended: bool = False
     """True if its launcher stopped it after another failure."""
 
@@ -85,7 +85,7 @@ class Report:
 class Outcome:
     code: int
     lines: tuple[str, ...] = ()
-    """Messages for the user, in addition to those of rank 0."""
+    """Messages for the user, in addition to the output of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

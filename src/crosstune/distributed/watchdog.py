@@ -187,7 +187,7 @@ class Watchdog:
             line = f"rank 0{host} is stopped or its machine is down: it has not answered for {silent_s:.0f} s.{was}"
             self._end([line], EXIT_HUNG)
         elif silent_s > 3 * self.poll_s:
-            return  # the board does not answer: what it said last shows nobody's silence but its own
+            return  # the board does not answer, so its last states prove nothing about other ranks
         elif lines := self._detector.verdict(self._states, now):
             self._end(lines, EXIT_HUNG)
 

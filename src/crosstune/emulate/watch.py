@@ -71,7 +71,7 @@ class Watch:
         self.falls_back = environment.get(self.device.FALLBACK, "0") != "0"
         self.seen = Sightings()
         self.noted: set[torch.dtype] = set()
-        """Result dtypes already recorded for the current call: those of its component operators are not counted again."""
+        """Result dtypes already recorded for the current call, so that component operators do not count again."""
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Watch:
             count(self.seen.refused, (operator, what), operator, where, what=what)
 
     def support(self, operator: Any) -> str:
-        """Return the device's support for an operator: that of `operator_table`, or `own` for another library's kernel."""
+        """Return the support in `operator_table`, or `own` for a kernel of another library."""
         name = operator.name()
         known = operator_table(self.device.KEY).get(name)
         if known is not None:

@@ -1,4 +1,4 @@
-"""Climb the ladder: measure the baseline, try each rung on top of what was kept, and measure both ends again."""
+"""Climb the ladder: measure the baseline, try each rung on top of the kept changes, and measure both ends again."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Comparison:
 
     @property
     def speed(self) -> float:
-        """The speed of the change over that of the baseline."""
+        """The speed of the change relative to the baseline."""
         return _ratio([self.rate(t) for t in self.new], [self.rate(t) for t in self.base])
 
     def rate(self, trial: Trial) -> float:
@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def memory(self) -> float:
-        """The peak memory of the change over that of the baseline."""
+        """The peak memory of the change relative to the baseline."""
         return _ratio([float(t.peak_bytes) for t in self.new], [float(t.peak_bytes) for t in self.base])
 
     @property
@@ -175,7 +175,7 @@ def _weigh(comparison: Comparison, *, gain: Gain, goal: Goal) -> Verdict:
         else ""
     )
     if comparison.by_cpu_time:
-        unsteady += f", so processor time was compared, which differs by {spread:.0%}"
+        unsteady += f", so processor time was compared; it differs by {spread:.0%}"
     faster, slower = speed > 1 + noise, speed < 1 - noise
     smaller, larger = memory < 1 - SMALLEST_SAVING, memory > 1 + SMALLEST_SAVING
     if gain == "safety":

@@ -68,7 +68,7 @@ def _finite(ends: Comparison | None, validation: Trial) -> Criterion:
     what = f"no gradient that is not finite in {FINITE_STEPS_WANTED:,} steps"
     if bad or steps >= FINITE_STEPS_WANTED:
         return Criterion(what, f"{bad} in {steps:,} steps", _answer(not bad))
-    return Criterion(what, f"0 in {steps:,} steps, which is too few to say", "cannot say")
+    return Criterion(what, f"0 in {steps:,} steps, too few to say", "cannot say")
 
 
 def _falling(validation: Trial) -> Criterion:

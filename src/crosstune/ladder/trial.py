@@ -101,7 +101,7 @@ class Trials:
     steps: int
     warmup: int
     limit_s: float
-    """A trial that takes longer is ended."""
+    """Longer trials are ended."""
     should_stop: Callable[[], bool] = lambda: False
 
     def run(self, name: str, options: Mapping[str, Any], **more: Any) -> Trial:

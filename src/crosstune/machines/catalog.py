@@ -41,7 +41,7 @@ def catalog_names() -> list[str]:
 
 
 def split_count(name: str) -> tuple[str, int]:
-    """Return the name of a machine and its number of devices: `h200-x8` has eight of those of `h200`."""
+    """Return the name of a machine and its number of devices: `h200-x8` is eight times `h200`."""
     found = _SEVERAL.fullmatch(name)
     return (found["name"], int(found["count"])) if found else (name, 1)
 

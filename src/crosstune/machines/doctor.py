@@ -17,7 +17,7 @@ from crosstune.machines.probe import preference, probe_machine, recommend
 
 NUM_STEPS = 3
 TOLERANCE = 1e-3
-"""The largest relative difference of a loss from that of the CPU in fp32 that counts as agreement."""
+"""The largest relative difference from the fp32 loss on the CPU that counts as agreement."""
 TIME_LIMIT_S = 300
 
 

@@ -34,7 +34,7 @@ _PROFILES = Path(__file__).parent / "profiles"
 
 
 def probe_machine(*, backends: Sequence[str] | None = None, quantizers: Sequence[str] = ()) -> Machine:
-    """Probe all backends, or the given ones, on this machine, and `quantizers`, which imports their libraries."""
+    """Probe all backends, or the given ones, on this machine, and `quantizers`, whose libraries are imported."""
     specs = backend_specs()
     for name in backends or ():
         if name not in specs:
@@ -88,8 +88,8 @@ def load_machine(name_or_path: str) -> Machine:
     raise UserError(
         f"Unknown machine '{name_or_path}'.",
         why="it is neither a bundled profile nor a file.",
-        do=f"{hint}`crosstune plan --machine list` prints the profiles, and -x4 behind that of a GPU stands for four of "
-        "them. Make a file with: crosstune doctor --json > machine.json",
+        do=f"{hint}`crosstune plan --machine list` prints the profiles, and the suffix -x4 stands for four "
+        "GPUs. Make a file with: crosstune doctor --json > machine.json",
     )
 
 

@@ -69,7 +69,7 @@ class TorchGroup(Group):
     def open_devices(self, device: torch.device, *, collective: str | None = None) -> None:
         """Make the default group of torch.distributed, for the tensors of `device` and of the host.
 
-        `collective` is the plan's communication library; None takes the one of the device.
+        `collective` is the plan's communication library; None means the default of the device.
         """
         name = collective_for(device, asked=collective)
         takes_all = device.type == "cpu" or name == STAGED
@@ -113,7 +113,7 @@ class TorchGroup(Group):
 
 
 def collective_for(device: torch.device, *, asked: str | None = None) -> str:
-    """Return the backend of torch.distributed for a device. gloo takes no MPS tensors, so copies are staged for it."""
+    """Return the backend of torch.distributed for a device. gloo does not support MPS tensors: they are staged through the host."""
     if device.type == "mps":
         prepare_mps()
         return backend_for("mps")

@@ -55,7 +55,7 @@ def shared_store(store: dist.Store) -> dist.Store:
 def use_interface_of(ranks: Ranks, store: dist.Store) -> None:
     """Make gloo and NCCL use the network interface between this machine and the master, unless the user chose one.
 
-    gloo would otherwise take the address of the host's name, which is often loopback or another network.
+    Otherwise gloo uses the address of the host's name, often loopback or another network.
     """
     interface = _interface_between(ranks, store)
     if interface is None:

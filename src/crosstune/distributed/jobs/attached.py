@@ -54,7 +54,7 @@ class AttachedProcess:
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Kill it; what it runs sees its input end."""
+        """Kill it; the input of its command ends."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()

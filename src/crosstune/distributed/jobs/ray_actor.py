@@ -13,7 +13,7 @@ from crosstune.distributed.jobs.job import RANK_VARIABLES
 from crosstune.distributed.master import free_ports
 
 _MAX_LINES = 10_000
-"""Lines that are kept until the driver takes them."""
+"""Lines kept until the driver reads them."""
 
 
 class NodeActor:

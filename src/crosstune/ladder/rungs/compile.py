@@ -11,7 +11,7 @@ def propose(now: Situation) -> list[Change]:
     if now.config.torch_compile:
         raise NotApplicable("the blocks are compiled already")
     if now.config.kernels == "fast":
-        raise NotApplicable("the fast layers have kernels of their own")
+        raise NotApplicable("the fast layers have their own kernels")
     if now.plan.world_size > 1 and shards_weights(now.config.sharding_strategy):
         raise NotApplicable("sharded weights are not compiled")
     if missing := missing_compiler(now.plan.backend.name):

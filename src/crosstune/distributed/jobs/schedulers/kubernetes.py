@@ -16,7 +16,7 @@ IMAGE = JobOption(
     "container image with crosstune in it",
     check=matches(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "a name such as registry.example/team/crosstune:0.1"),
 )
-NAMESPACE = JobOption("namespace", "NAME", "namespace of the job (default: that of kubectl)", check=_LABEL)
+NAMESPACE = JobOption("namespace", "NAME", "namespace of the job (default: kubectl's)", check=_LABEL)
 VOLUME = JobOption(
     "volume",
     "CLAIM:PATH",
@@ -116,7 +116,7 @@ def start(job: Job) -> Started:
 
 
 def object_name(name: str) -> str:
-    """Return the name of a run as a DNS label, which starts with a letter."""
+    """Return the name of a run as a DNS label that starts with a letter."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not label or not label[0].isalpha():
         label = f"run-{label}".rstrip("-")

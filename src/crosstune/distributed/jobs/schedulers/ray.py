@@ -188,7 +188,11 @@ class _RayNode:
             return LOST
         try:
             code, lines = ray.get(self.actor.poll.remote(), timeout=ANSWER_S)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+        except (
+            ray.exceptions.ActorUnavailableError,
+            ray.exceptions.RayActorError,
+            ray.exceptions.GetTimeoutError,
+        ) as error:
             if isinstance(
                 error, ray.exceptions.ActorUnavailableError
             ):  # Ray does not know yet whether it is gone

@@ -30,7 +30,7 @@ OPTIONS = (HOSTS, HOSTFILE, ADDRESS, PORT, BEFORE, RESTARTS)
 _HOST = re.compile(
     r"(?:[A-Za-z0-9_][\w.-]*@)?(?P<name>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?"
 )
-# No question for a password, which nobody would see; a connection that hangs ends after a minute.
+# Do not ask for a password, which nobody would see; end a connection that hangs after a minute.
 _WORDS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 LOGIN_S = 20
 """Seconds for a machine to answer."""
@@ -70,9 +70,7 @@ def check(job: Job) -> list[UserError]:
 
 def write(job: Job) -> str:
     """Return the lines that a person would type, one terminal each."""
-    lines = [
-        f"# {job.num_nodes} machines: type each line in a terminal of its own. They wait for each other."
-    ]
+    lines = [f"# {job.num_nodes} machines: type each line in a separate terminal. They wait for each other."]
     if job.num_nodes > 1:
         lines.append("# Ctrl-C in any of them stops the run with a checkpoint; the same lines continue it.")
     for place, host in enumerate(_hosts(job)):
@@ -136,7 +134,7 @@ class _SshNode(AttachedProcess):
 
     def __init__(self, job: Job, place: int, host: str) -> None:
         self.host = host
-        # In a session of its own: Ctrl-C reaches it through us.
+        # In a new session: Ctrl-C reaches it through us.
         command = ["ssh", *_WORDS, *_target(host), _remote(job, place, attached=True)]
         super().__init__(command, shown=place == 0, max_lines=NUM_LINES, start_new_session=True)
 
