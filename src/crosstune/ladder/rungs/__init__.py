@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from crosstune.config.check_compiler import missing_compiler
 from crosstune.config.conditions import shards_weights
 from crosstune.config.time_limits import LONGEST_S, SHORTEST_S, limits_of
 from crosstune.core.errors import UserError
@@ -31,6 +32,7 @@ _RUNGS: Mapping[str, tuple[int, str, Gain, LossPromise, Change]] = {
     "data_loading": (20, "data loading", "speed", SameBits(), {}),
     "attention": (30, "fused attention", "speed", Within(bound=1e-2), {"use_flash_attention": True}),
     "fast_layers": (45, "fast layers", "speed", Within(bound=1e-2), {"kernels": "fast"}),
+    "compile": (47, "compiled blocks", "speed", Within(bound=1e-2), {"torch_compile": True}),
     "fp8_base": (47, "fp8 base", "speed", AsGood(bound=0.02), {"base_precision": "fp8"}),
     "recomputation_off": (
         60,
@@ -58,7 +60,7 @@ def _why_not(name: str, now: Situation) -> str:
     """Return why a rung does not apply; empty if it does."""
     config, plan, backend = now.config, now.plan, now.plan.backend
     sharded = plan.world_size > 1 and shards_weights(config.sharding_strategy)
-    limits = limits_of(config)
+    limits, missing = limits_of(config), missing_compiler(backend.name)
     ends_a_hang = SHORTEST_S <= limits.collective_s <= LONGEST_S and limits.heartbeat_s <= LONGEST_S
     reasons = {
         "time_limits": {
@@ -76,6 +78,13 @@ def _why_not(name: str, now: Situation) -> str:
             ),
             "the fast layers are used already": config.kernels == "fast",
             "the fast layers need whole weights": sharded,
+        },
+        "compile": {
+            "torch.compile belongs to torch; MLX compiles its steps itself on a GPU": plan.engine != "torch",
+            "the blocks are compiled already": config.torch_compile,
+            "the fast layers have their own kernels": config.kernels == "fast",
+            "sharded weights are not compiled": sharded,
+            f"torch.compile needs {missing} on {backend.name}": missing,
         },
         "fp8_base": {
             "fp8 products need an NVIDIA GPU": backend.name != "cuda",
