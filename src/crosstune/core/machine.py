@@ -173,7 +173,7 @@ def _backend_from_json(data: Mapping[str, Any], *, place: str, source: str) -> B
         required = tuple(_DEVICE_FIELDS)
         _check(device, _DEVICE_FIELDS, required=required, place=f"{place}devices.", source=source)
     known = {item.name for item in fields(BackendReport)}
-    values = {
+    values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key in known
     }
     devices = ({key: device[key] for key in _DEVICE_FIELDS} for device in values.get("devices", ()))

@@ -62,7 +62,7 @@ def _why_not(name: str, now: Situation) -> str:
     sharded = plan.world_size > 1 and shards_weights(config.sharding_strategy)
     limits, missing = limits_of(config), missing_compiler(backend.name)
     ends_a_hang = SHORTEST_S <= limits.collective_s <= LONGEST_S and limits.heartbeat_s <= LONGEST_S
-    reasons = {
+    reasons: dict[str, dict[str, object]] = {
         "time_limits": {
             "one process waits for no other": plan.world_size == 1,
             f"the timeout of a collective is {limits.collective_s:g} s already": ends_a_hang,
