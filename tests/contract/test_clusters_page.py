@@ -9,14 +9,8 @@ import pytest
 from pages import Page
 
 from crosstune.cli.main import main
-from crosstune.distributed.jobs.make import options_of_schedulers, scheduler_names
 
 PAGE = Page("clusters.md")
-
-
-def test_every_scheduler_has_a_command() -> None:
-    asked = [shlex.split(command)[3] for command in PAGE.commands()]
-    assert sorted(asked) == scheduler_names()
 
 
 @pytest.mark.parametrize("command", PAGE.commands(), ids=lambda command: shlex.split(command)[3])
@@ -30,12 +24,3 @@ def test_the_command_prints_a_job(
     out = capsys.readouterr().out
     assert "ORG/MODEL" in out and "--resume" in out
     assert not list(tmp_path.iterdir())
-
-
-def test_the_help_names_every_option_with_its_schedulers(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["launch", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    for option, names in options_of_schedulers().items():
-        assert f"--{option.name}" in text
-        assert names == scheduler_names() or f"{', '.join(names)}: " in text

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from crosstune.compat.torch_parts import fsdp_model  # noqa: E402
-from crosstune.distributed.free_ports import free_ports  # noqa: E402
+from crosstune.distributed.master import free_ports  # noqa: E402
 from mps_fsdp_wrapper import (  # noqa: E402
     MPSFSDPConfig,
     MPSFSDPWrapper,

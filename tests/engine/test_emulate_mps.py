@@ -15,7 +15,6 @@ from torch import nn
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
-from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
 from crosstune.emulate.operators import operator_table
 from crosstune.emulate.verdict import Verdict, emulate
@@ -84,15 +83,9 @@ class WithoutKernel(InDouble):
     ("operator", "support"),
     [
         ("aten::mm", "kernel"),  # by the kernel of mm.out
-        ("aten::mm.out", "kernel"),
-        ("aten::linear", "kernel"),  # composite elsewhere
-        ("aten::_fused_adamw_", "kernel"),
         ("aten::_fused_adamw", "composite"),  # generated from the one above
-        ("aten::_foreach_add_.List", "composite"),
         ("aten::dropout", "composite"),  # has no entry
         ("aten::reshape", "view"),
-        ("aten::geqrf", "none"),
-        ("aten::_linalg_eigh", "none"),
         (WITHOUT_KERNEL, "none"),
     ],
 )
@@ -114,9 +107,8 @@ def test_table_agrees_with_the_dispatcher_where_both_know() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("train_type", ["lora", "full"])
-def test_ordinary_training_passes(tiny_model: Path, tmp_path: Path, train_type: str) -> None:
-    verdict = judge(tiny_model, train_type=train_type, output_dir=str(tmp_path / "runs"))
+def test_ordinary_training_passes(tiny_model: Path, tmp_path: Path) -> None:
+    verdict = judge(tiny_model, train_type="lora", output_dir=str(tmp_path / "runs"))
     assert verdict.works and verdict.sentence() == "this run should work on MPS"
     assert len(verdict.tried.losses) == 3 and verdict.tried.num_answers == 2
     assert verdict.plan.backend.name == "mps" and verdict.plan.backend.device == "mps"
@@ -163,12 +155,11 @@ def test_float64_in_the_backward_pass_is_seen(tiny_model: Path, plant: Callable[
     assert verdict.refused[0]["where"].startswith("step 1, backward: near model.layers.1.mlp.")
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 def test_what_is_computed_again_for_the_backward_pass_is_seen(
-    tiny_model: Path, plant: Callable[[Wrap], None], reentrant: bool
+    tiny_model: Path, plant: Callable[[Wrap], None]
 ) -> None:
     plant(WithoutKernel)
-    options = {"use_gradient_checkpointing": True, "reentrant_checkpointing": reentrant}
+    options = {"use_gradient_checkpointing": True, "reentrant_checkpointing": True}
     verdict = judge(tiny_model, skip_eval=True, max_steps=1, **options)
     assert verdict.works and verdict.fallen_back[0]["calls"] == 2
 
@@ -268,23 +259,10 @@ def test_as_a_user_types_it(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_cannot_work_ends_with_code_2(
-    tiny_model: Path, plant: Callable[[Wrap], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    plant(InDouble)
-    words = ["--emulate", "mps", "--model_name", str(tiny_model), "--max_steps", "1", "--skip_eval"]
-    assert main(["train", *words]) == 2
-    out = capsys.readouterr().out
-    assert "verdict      this run will not work on MPS: aten::_to_copy in float64" in out
-    assert "returns float64, which MPS does not have" in out
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--emulate", "cuda"], "emulate cannot be 'cuda'"),
         (["--emulate", "mps", "--backend", "cuda"], "--emulate mps and --backend cuda contradict each other"),
-        (["--machine", "apple-m1-16gb"], "--machine only works with --emulate"),
         (["--emulate", "mps", "--machine", "cpu-laptop"], "Backend 'mps' is not available"),
         (["--emulate", "mps", "--model_name", "smolm2-135m"], "Unknown model 'smolm2-135m' (--model_name)."),
     ],
@@ -292,18 +270,3 @@ def test_a_run_that_cannot_work_ends_with_code_2(
 def test_requests_that_make_no_sense(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *words]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_missing_library_is_named_before_anything_is_loaded(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from crosstune.emulate import verdict
-
-    find = verdict.importlib.util.find_spec
-    monkeypatch.setattr(
-        verdict.importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "hqq" else find(name, *rest),
-    )
-    with pytest.raises(UserError, match=r"pip install 'crosstune\[hqq\]'"):
-        judge(tiny_model, train_type="hqq_lora")

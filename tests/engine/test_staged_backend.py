@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import warm
 
-from crosstune.distributed.free_ports import free_ports
+from crosstune.distributed.master import free_ports
 
 pytest.importorskip("torch", reason="the torch extra")
 

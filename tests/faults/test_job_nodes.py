@@ -133,7 +133,7 @@ def test_a_wrong_request_is_not_tried_again(launch) -> None:  # type: ignore[no-
     assert out.count("node 0 of 2") == 1 and "no such option" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_reaches_every_machine_by_its_name(launch, tmp_path: Path, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
     process = launch("until_signalled(); sys.exit(3)")
     wait_for(tmp_path / "ready-0", tmp_path / "ready-1")

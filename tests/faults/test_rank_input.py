@@ -16,8 +16,8 @@ from crosstune.config.load import make_config
 from crosstune.core.errors import EXIT_PORT_TAKEN, UserError
 from crosstune.core.ranks import Ranks, SingleProcess
 from crosstune.distributed.environment import ranks_in, with_options
-from crosstune.distributed.free_ports import free_ports
 from crosstune.distributed.group import check_versions
+from crosstune.distributed.master import free_ports
 
 
 @pytest.fixture(scope="module")

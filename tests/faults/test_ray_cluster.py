@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,8 @@ from clusters import (
     write_sums,
 )
 from injection.pacing import paced
+
+from crosstune.distributed.master import free_ports
 
 pytestmark = [
     pytest.mark.slow,
@@ -79,16 +81,8 @@ class RayCluster:
 
 @pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
-    import tempfile
-
-    with (
-        socket.socket() as free,
-        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as name,
-    ):
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
-        free.close()
-        started = RayCluster(folder=Path(name), port=port, nodes=[])
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as name:
+        started = RayCluster(folder=Path(name), port=free_ports(1)[0], nodes=[])
         with killed_at_the_end(started.nodes):
             started.add(num_cpus=1)
             yield started

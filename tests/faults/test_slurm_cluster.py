@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import secrets
@@ -28,6 +29,8 @@ from clusters import (
     write_sums,
 )
 from injection.pacing import paced
+
+from crosstune.distributed.master import free_ports
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 NUM_NODES = 2
@@ -95,31 +98,15 @@ class Slurm:
         return found[1]
 
     def submit(self, words: list[str], folder: Path, **variables: str) -> str:
-        out = self.run(
-            sys.executable,
-            "-m",
-            "crosstune",
-            "launch",
-            "--on",
-            "slurm",
-            "--nnodes",
-            str(NUM_NODES),
-            *words,
-            cwd=folder,
-            **variables,
-        )
+        command = f"-m crosstune launch --on slurm --nnodes {NUM_NODES}".split()
+        out = self.run(sys.executable, *command, *words, cwd=folder, **variables)
         found = re.search(r"submitted job (\d+)", out)
         assert found is not None, out
         return found[1]
 
     def ended(self, job: str) -> bool:
-        return self.field(job, "JobState") not in (
-            "PENDING",
-            "RUNNING",
-            "COMPLETING",
-            "PREEMPTED",
-            "CONFIGURING",
-        )
+        waiting = ("PENDING", "RUNNING", "COMPLETING", "PREEMPTED", "CONFIGURING")
+        return self.field(job, "JobState") not in waiting
 
 
 @pytest.fixture(scope="module")
@@ -137,18 +124,15 @@ def slurm() -> Iterator[Slurm]:
             key.chmod(0o600)
             folder.chmod(0o755)
             (folder / "munge").chmod(0o755)
-            files = {
-                "socket": "socket",
-                "pid-file": "pid",
-                "log-file": "log",
-                "seed-file": "seed",
-                "key-file": "key",
-            }
-            options = [f"--{option}={folder}/munge/{file}" for option, file in files.items()]
+            options = [f"--{name}-file={folder}/munge/{name}" for name in ("pid", "log", "seed", "key")]
+            options.append(f"--socket={folder}/munge/socket")
             _start(daemons, started, ["munged", "--foreground", "--force", *options])
             wait_until((folder / "munge" / "socket").exists, what="munged")
             text = CONFIG.format(
-                host=socket.gethostname().split(".")[0], user=_user(), folder=folder, ports=_ports(3)
+                host=socket.gethostname().split(".")[0],
+                user=getpass.getuser(),
+                folder=folder,
+                ports=free_ports(3),
             )
             (folder / "slurm.conf").write_text(text)
             _start(daemons, started, ["slurmctld", "-D"])
@@ -178,22 +162,6 @@ def _num_idle(slurm: Slurm) -> int:
         check=False,
     )
     return int(done.stdout.strip() or 0) if done.returncode == 0 else 0
-
-
-def _user() -> str:
-    import getpass
-
-    return getpass.getuser()
-
-
-def _ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for found in sockets:
-        found.bind(("127.0.0.1", 0))
-    ports = [int(found.getsockname()[1]) for found in sockets]
-    for found in sockets:
-        found.close()
-    return ports
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,8 @@ from clusters import (
 )
 from injection.pacing import paced
 
+from crosstune.distributed.master import free_ports
+
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 pytestmark = [
     pytest.mark.slow,
@@ -75,13 +77,11 @@ class Machines:
 
     def sessions(self, node: int) -> list[psutil.Process]:
         """The processes that sshd has started for one machine: a session of its own each."""
-        found = []
-        for process in psutil.Process(self.daemon.pid).children():
-            commands = [" ".join(child.cmdline()) for child in process.children(recursive=True)]
-            if any(f"NODE_RANK={node}" in _environment(child) for child in process.children(recursive=True)):
-                assert commands
-                found.append(process)
-        return found
+        return [
+            process
+            for process in psutil.Process(self.daemon.pid).children()
+            if any(f"NODE_RANK={node}" in _environment(child) for child in process.children(recursive=True))
+        ]
 
 
 def _environment(process: psutil.Process) -> str:
@@ -94,11 +94,8 @@ def _environment(process: psutil.Process) -> str:
 @pytest.fixture
 def machines() -> Iterator[Machines]:
     assert SSHD is not None
-    with tempfile.TemporaryDirectory(prefix="sshd-") as name, socket.socket() as free:
-        folder = Path(name)
-        free.bind(("127.0.0.1", 0))
-        port = int(free.getsockname()[1])
-        free.close()
+    with tempfile.TemporaryDirectory(prefix="sshd-") as name:
+        folder, [port] = Path(name), free_ports(1)
         for key in ("host_key", "key"):
             subprocess.run(
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True

@@ -8,8 +8,8 @@ from contextlib import closing
 import pytest
 
 from crosstune.core.active_time import GAP_S, ActiveClock
-from crosstune.distributed import channel
-from crosstune.distributed.boards import State
+from crosstune.core.ranks import RankState
+from crosstune.distributed.channel import Channel
 from crosstune.distributed.watchdog import LauncherWatch
 
 
@@ -39,10 +39,10 @@ def test_machines_that_were_suspended_together_have_not_lost_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = Times()
-    monkeypatch.setattr(channel, "ActiveClock", times.clock)
+    monkeypatch.setattr("crosstune.distributed.channel.ActiveClock", times.clock)
     with socket.create_server(("127.0.0.1", 0)) as server, closing(socket.socket()) as silent:
         silent.connect(server.getsockname())
-        with closing(channel.Channel(server.accept()[0])) as launcher:
+        with closing(Channel(server.accept()[0])) as launcher:
             times.wall_s += 3600.0
             assert launcher.silent_s() == 0.0
             times.wall_s, times.cpu_s = times.wall_s + 40.0, times.cpu_s + 40.0
@@ -51,10 +51,10 @@ def test_machines_that_were_suspended_together_have_not_lost_each_other(
 
 def test_a_job_that_was_suspended_as_a_whole_has_no_rank_that_hangs() -> None:
     times = Times()
-    state = State(rank=0, host="here", beat=1, doing="step 3", at="", still_s=0.0, waits=False)
+    state = RankState(rank=0, host="here", beat=1, doing="step 3", at="", still_s=0.0, waits=False)
 
     class Board:
-        def read(self) -> dict[int, State]:
+        def read(self) -> dict[int, RankState]:
             return {0: state}
 
     watch = LauncherWatch(Board(), limit_s=60.0, clock=times.clock().now)  # type: ignore[arg-type]

@@ -8,14 +8,10 @@ from pathlib import Path
 import pytest
 
 from crosstune.backends import _host
-from crosstune.cli import doctor
-from crosstune.cli.units import ratio
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.machine import BackendReport, Machine, auto_order, auto_reason, choose_backend
-from crosstune.core.quantizers import read_quantizers
 from crosstune.machines import probe
-from crosstune.machines.doctor import Diagnosis
 
 ORDER = ["cuda", "rocm", "xpu", "mlx", "mps", "cpu"]
 
@@ -35,28 +31,6 @@ def make_machine(**devices: str) -> Machine:
     return Machine(name="m", system="s", processor="p", num_cores=4, memory_total_bytes=1, backends=reports)
 
 
-def test_specs_are_in_the_order_of_auto_and_named_like_their_files() -> None:
-    specs = backend_specs()
-    assert list(specs) == ORDER
-    assert all(spec.install.startswith("It needs") and spec.title for spec in specs.values())
-    assert {spec.engine for spec in specs.values()} == {"torch", "mlx"}
-    assert len({spec.preference for spec in specs.values()}) == len(ORDER)
-
-
-def test_cuda_and_rocm_share_a_device_but_not_a_build() -> None:
-    specs = backend_specs()
-    assert specs["cuda"].device == specs["rocm"].device == "cuda"
-    assert (specs["cuda"].torch_build, specs["rocm"].torch_build) == ("cuda", "hip")
-
-
-def test_mps_asks_for_its_fallback_and_watermarks() -> None:
-    assert dict(backend_specs()["mps"].environment) == {
-        "PYTORCH_ENABLE_MPS_FALLBACK": "1",
-        "PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.7",
-        "PYTORCH_MPS_LOW_WATERMARK_RATIO": "0.5",
-    }
-
-
 HIGH, LOW = "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO"
 
 
@@ -64,13 +38,10 @@ HIGH, LOW = "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO
     ("given", "high", "low"),
     [
         ({}, "0.7", "0.5"),
-        ({HIGH: "0.9"}, None, "0.5"),
         ({HIGH: "0.3"}, None, "0.3"),
         ({HIGH: "0.0"}, None, "0.5"),  # no limit at all
-        ({LOW: "0.2"}, "0.7", None),
         ({LOW: "0.9"}, "0.9", None),
         ({HIGH: "0.3", LOW: "0.9"}, None, None),  # the user's own words stay, wrong or not
-        ({HIGH: "much"}, None, "0.5"),
     ],
 )
 def test_mps_watermarks_stay_in_order_when_the_user_sets_one(
@@ -90,27 +61,13 @@ def test_mlx_cuts_its_buffers_on_linux_alone(system: str, wanted: dict[str, str]
     assert backend_specs()["mlx"].missing_environment({}, system=system) == wanted
 
 
-def test_mps_says_how_memory_and_data_are_handled() -> None:
-    specs = backend_specs()
-    mps = specs["mps"]
-    assert (mps.clear_cache_every, mps.pinned_memory) == (100, False)
-    assert [name for name, spec in specs.items() if spec.clear_cache_every] == ["mps"]
-    assert [name for name, spec in specs.items() if spec.pinned_memory] == ["cuda", "rocm"]
-
-
 @pytest.mark.parametrize(
     ("devices", "chosen"),
     [
         ({"cuda": "cuda", "cpu": "cpu"}, "cuda"),
-        ({"cuda": "cuda", "mlx": "gpu", "cpu": "cpu"}, "cuda"),
-        ({"rocm": "cuda", "cpu": "cpu"}, "rocm"),
-        ({"xpu": "xpu", "cpu": "cpu"}, "xpu"),
         ({"mlx": "gpu", "mps": "mps", "cpu": "cpu"}, "mlx"),
-        ({"mps": "mps", "cpu": "cpu"}, "mps"),
         ({"mlx": "cpu", "cpu": "cpu"}, "cpu"),
         ({"mlx": "cpu", "mps": "mps", "cpu": "cpu"}, "mps"),
-        ({"mlx": "cpu"}, "mlx"),
-        ({"cpu": "cpu"}, "cpu"),
     ],
 )
 def test_auto_takes_the_first_available_with_a_device_of_its_own(
@@ -133,38 +90,10 @@ def test_auto_says_why_and_in_which_order() -> None:
     assert "only" in auto_reason(make_machine(cpu="cpu"), preference=ORDER)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.00123, "1/810 of the speed"),
-        (0.5, "1/2.0 of the speed"),
-        (1.0, "the speed"),
-        (7.8, "7.8 times the speed"),
-    ],
-)
-def test_a_ratio_of_speeds_is_never_zero(value: float, text: str) -> None:
-    assert ratio(value) == text
-
-
-def test_doctor_lists_backends_in_the_order_of_auto() -> None:
-    machine = make_machine(mlx="cpu", cpu="cpu")
-    lines = doctor.diagnosis_lines(Diagnosis(machine=machine, checks=(), advice=("train",)))
-    printed = "\n".join(line if isinstance(line, str) else line[0] for line in lines)
-    assert (
-        printed.index("cpu   available") < printed.index("mlx   available") < printed.index("not available")
-    )
-    assert "`auto` chooses it: mlx would compute on the CPU" in printed
-
-
 def test_no_backend_at_all_says_why_for_each() -> None:
     with pytest.raises(UserError, match="mps: not here") as caught:
         choose_backend(make_machine(), preference=ORDER)
     assert "pip install 'crosstune[torch]'" in str(caught.value)
-
-
-def test_profiles_are_the_promised_ones() -> None:
-    promised = ["a100-80gb", "apple-m1-16gb", "apple-m2-max-64gb", "cpu-laptop", "h200", "rtx-4090"]
-    assert probe.bundled_profiles() == promised
 
 
 @pytest.mark.parametrize("name", probe.bundled_profiles())
@@ -189,8 +118,6 @@ def test_profile_covers_every_backend(name: str) -> None:
         ("apple-m1-16gb", "mlx", ("fp32", "fp16")),
         ("apple-m2-max-64gb", "mlx", ("fp32", "fp16", "bf16")),
         ("rtx-4090", "cuda", ()),
-        ("a100-80gb", "cuda", ()),
-        ("h200", "cuda", ()),
         ("cpu-laptop", "cpu", ()),
     ],
 )
@@ -217,13 +144,6 @@ def test_the_machine_that_a_move_assumes(backend: str, name: str | None) -> None
     assert found is None or backend in found.available()
 
 
-def test_profiles_are_tried_by_name_for_a_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "bundled_profiles", lambda: ["h200", "a100-80gb", "apple-m1-16gb"])
-    assert probe.typical_machine("cuda") == probe.load_machine("h200")
-    assert probe.typical_machine("cpu") == probe.load_machine("h200")  # the fastest of none of them
-    assert probe.typical_machine("mlx") == probe.load_machine("apple-m1-16gb")
-
-
 def test_a_machine_survives_its_json(tmp_path: Path) -> None:
     machine = probe.load_machine("apple-m2-max-64gb")
     file = tmp_path / "machine.json"
@@ -240,16 +160,10 @@ def test_unknown_machine_names_near_profiles_and_the_list() -> None:
     assert "crosstune plan --machine list" in text and "apple-m1-16gb" not in text
 
 
-def test_unknown_backend_names_those_that_exist() -> None:
-    with pytest.raises(UserError, match="Unknown backend 'cude'"):
-        probe.probe_machine(backends=["cude"])
-
-
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
         ("h200", ["--backend cuda --train_type lora"]),
-        ("a100-80gb", ["--backend cuda --train_type lora"]),
         ("rtx-4090", ["--backend cuda --train_type qlora --quantization_backend bnb"]),
         ("apple-m1-16gb", ["--backend mlx --train_type qlora", "--backend mps --train_type lora"]),
         (
@@ -281,21 +195,3 @@ def test_container_limit_counts_when_there_is_one(tmp_path: Path, limit: str, us
         assert (total, free > 0) == (_host.memory_bytes(cgroup=tmp_path / "none")[0], True)
     else:
         assert (total, free <= 1_500_000_000) == (2_000_000_000, True)
-
-
-def test_host_has_a_name_and_cores() -> None:
-    assert _host.processor_name()
-    assert _host.num_cores() >= 1
-
-
-@pytest.mark.parametrize("name", probe.bundled_profiles())
-def test_profiles_have_every_bit_width_of_mlx(name: str) -> None:
-    report = probe.load_machine(name).backends["mlx"]
-    if report.available:
-        assert report.quantizers["mlx"] == tuple(sorted(read_quantizers()["mlx"].bits)) == (2, 3, 4, 5, 6, 8)
-
-
-def test_low_memory_releases_the_cache_of_a_gpu_after_every_step() -> None:
-    intervals = {name: spec.cache_interval(low_memory=True) for name, spec in backend_specs().items()}
-    assert intervals == {"cuda": 1, "rocm": 1, "xpu": 1, "mlx": 1, "mps": 1, "cpu": 0}
-    assert backend_specs()["mps"].cache_interval(low_memory=False) == 100

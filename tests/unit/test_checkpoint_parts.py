@@ -17,7 +17,7 @@ from crosstune.checkpoint.read import open_checkpoint
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.checkpoint.write_parts import write_divided
 from crosstune.core.protocols import SessionState, StatePart
-from crosstune.core.ranks import Ranks
+from crosstune.core.ranks import Group, Ranks
 
 WHOLE = {
     "even": np.arange(24, dtype=np.float32).reshape(8, 3),
@@ -27,30 +27,19 @@ WHOLE = {
 }
 
 
-class Threads:
+class Threads(Group):
     """The processes of a run as threads."""
 
     def __init__(self, ranks: Ranks, barrier: threading.Barrier, said: dict[int, Any]) -> None:
+        super().__init__()
         self.ranks, self._barrier, self._said = ranks, barrier, said
 
-    def _gather(self, value: Any) -> list[Any]:
-        self._said[self.ranks.rank] = value
+    def gather(self, data: bytes) -> list[bytes]:
+        self._said[self.ranks.rank] = data
         self._barrier.wait(600)
         found = [self._said[rank] for rank in range(self.ranks.size)]
         self._barrier.wait(600)
         return found
-
-    def any(self, flag: bool) -> bool:
-        return any(self._gather(flag))
-
-    def same(self, text: str) -> bool:
-        return len(set(self._gather(text))) == 1
-
-    def share(self, text: str) -> str:
-        return str(self._gather(text)[0])
-
-    def meet(self) -> None:
-        self._gather(None)
 
 
 def part_state(number: int, count: int) -> SessionState:

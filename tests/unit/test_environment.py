@@ -9,7 +9,6 @@ import pytest
 
 from crosstune.core.errors import UserError
 from crosstune.distributed.environment import nodes_in, ranks_in
-from crosstune.distributed.slurm import first_host
 
 TORCHRUN = {
     "RANK": "3",
@@ -62,7 +61,6 @@ def test_a_process_on_its_own_is_no_rank(tmp_path: Path) -> None:
         ("{", "0", "is not a host file"),
         ('[{"ssh": "mac1"}, {"ssh": "mac2"}]', "0", "is not a host file"),
         ('[["a:1"], ["b:1"]]', "2", "MLX_RANK cannot be '2'"),
-        ('[["a:1"], ["b:1"]]', "-1", "MLX_RANK cannot be '-1'"),
         (None, "0", "Cannot read the host file"),
         ("", "0", "do not form a ring"),
     ],
@@ -90,16 +88,6 @@ def test_rank_zero_serves_the_store_where_no_agent_does() -> None:
     assert first is not None and not first.serves_store
 
 
-def test_ranks_on_machines_of_their_own_have_a_local_rank_of_zero() -> None:
-    ranks = ranks_in({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"})
-    assert ranks is not None and (ranks.local_rank, ranks.local_size, ranks.node_rank) == (0, 1, 1)
-
-
-def test_one_process_is_no_rank() -> None:
-    assert ranks_in({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert ranks_in({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
-
-
 def test_a_task_of_srun_learns_its_place() -> None:
     ranks = ranks_in(SRUN)
     assert ranks is not None
@@ -112,25 +100,6 @@ def test_a_task_of_srun_learns_its_place() -> None:
 def test_the_script_of_sbatch_is_no_task() -> None:
     script = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
     assert ranks_in(script | {"SLURM_PROCID": "0"}) is None
-
-
-def test_torchrun_inside_srun_has_the_word() -> None:
-    ranks = ranks_in(SRUN | TORCHRUN)
-    assert ranks is not None and ranks.rank == 3
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu[003-005,9],login1", "gpu003"),
-        ("n1", "n1"),
-        ("a-b,c", "a-b"),
-        ("rack[2,4]-x", "rack2-x"),
-        ("tux[7-9]", "tux7"),
-    ],
-)
-def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
 
 
 def test_the_variables_of_the_guides_are_for_a_launcher() -> None:
@@ -149,26 +118,17 @@ def test_the_variables_of_the_guides_are_for_a_launcher() -> None:
     ("variables", "words"),
     [
         (TORCHRUN | {"RANK": "4"}, "RANK cannot be '4'"),
-        (TORCHRUN | {"RANK": "-1"}, "RANK cannot be '-1'"),
-        (TORCHRUN | {"RANK": "one"}, "RANK cannot be 'one'"),
-        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE cannot be '0'"),
         (TORCHRUN | {"WORLD_SIZE": "4.0"}, "WORLD_SIZE cannot be '4.0'"),
         (TORCHRUN | {"WORLD_SIZE": ""}, "RANK is set, but WORLD_SIZE is not"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK cannot be '2'"),
         (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         (TORCHRUN | {"MASTER_ADDR": "10.0.0.1:29500"}, "MASTER_ADDR cannot be '10.0.0.1:29500'"),
-        (TORCHRUN | {"MASTER_ADDR": "a b"}, "MASTER_ADDR cannot be 'a b'"),
-        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT cannot be '0'"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT cannot be '70000'"),
-        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT cannot be 'x'"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but RANK is not set"),
         (SRUN | {"SLURM_PROCID": "8"}, "SLURM_PROCID cannot be '8'"),
-        (SRUN | {"SLURM_NTASKS": "many"}, "SLURM_NTASKS cannot be 'many'"),
         (SRUN | {"SLURM_TASKS_PER_NODE": "4x2"}, "SLURM_TASKS_PER_NODE cannot be"),
         (SRUN | {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
-        (SRUN | {"SLURM_JOB_NODELIST": "gpu[001-"}, "is not a list of SLURM nodes"),
         (SRUN | {"SLURM_JOB_NODELIST": "gpu[001-]"}, "is not a list of SLURM nodes"),
-        (SRUN | {"SLURM_JOB_NODELIST": "gpu1,gpu[2"}, "is not a list of SLURM nodes"),
     ],
 )
 def test_variables_that_cannot_be_meant_are_refused(variables: dict[str, str], words: str) -> None:
@@ -180,10 +140,7 @@ def test_variables_that_cannot_be_meant_are_refused(variables: dict[str, str], w
     ("variables", "words"),
     [
         ({"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "a"}, "NODE_RANK is not set"),
-        ({"NNODES": "2", "NPROC_PER_NODE": "1", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
-        ({"NNODES": "two"}, "NNODES cannot be 'two'"),
         ({"NNODES": "0"}, "NNODES cannot be '0'"),
-        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE cannot be '0'"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK cannot be '2'"),
         ({"NNODES": "1", "NPROC_PER_NODE": "2", "WORLD_SIZE": "3"}, "WORLD_SIZE is 3, but NNODES x"),
     ],

@@ -18,11 +18,13 @@ from forks import LIMIT_S, Forked, fork
 
 from crosstune.core.errors import UserError
 from crosstune.core.version import __version__
-from crosstune.distributed import hub, links, processes
+from crosstune.distributed import processes
 from crosstune.distributed.channel import LONGEST_LINE, Channel
 from crosstune.distributed.environment import Nodes
-from crosstune.distributed.free_ports import free_ports
-from crosstune.distributed.launch import launch_node, torch_environments
+from crosstune.distributed.hub import Coordinator
+from crosstune.distributed.launch import launch, torch_environments
+from crosstune.distributed.links import REPORT_LIMIT
+from crosstune.distributed.master import free_ports
 from crosstune.distributed.processes import Processes
 from crosstune.distributed.reports import Failure, Report
 
@@ -42,10 +44,9 @@ def start(node: int, code: str, folder: Path, port: int, **more: Any) -> Forked:
 
 def _launch(command: list[str], nodes: Nodes, **options: Any) -> int:
     processes.PATIENCE_S = 0.5
-    environments = functools.partial(torch_environments, nodes=nodes)
     say = functools.partial(print, "said:")
     try:
-        outcome = launch_node(command, nodes, environments=environments, say=say, **options)
+        outcome = launch(command, nodes=nodes, environments=torch_environments, say=say, **options)
     except UserError as error:
         print(*error.lines(), sep="\n")
         return error.exit_code
@@ -83,7 +84,7 @@ while attempt == "0":
 def test_a_machine_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     code = "(folder / str(rank)).touch(); time.sleep(3600)"
     [port] = free_ports(1)
-    first, second = (start(node, code, tmp_path, port, collective_s=10.0) for node in (0, 1))
+    first, second = (start(node, code, tmp_path, port, collective_s=5.0) for node in (0, 1))
     while len(list(tmp_path.iterdir())) < 2:
         time.sleep(0.02)
         assert first.process.is_alive() and second.process.is_alive()
@@ -99,12 +100,6 @@ def test_a_machine_that_does_not_come_is_named(tmp_path: Path) -> None:
     [port] = free_ports(1)
     code, said = start(0, "pass", tmp_path, port, connect_s=1.0).end()
     assert code == 2 and "NODE_RANK 1 did not come within 1 s" in said
-
-
-def test_a_first_machine_that_is_not_there_is_named(tmp_path: Path) -> None:
-    [port] = free_ports(1)
-    code, said = start(1, "pass", tmp_path, port, connect_s=1.0).end()
-    assert code == 2 and f"cannot be reached at 127.0.0.1:{port}" in said
 
 
 def test_two_machines_with_the_same_number_are_refused(tmp_path: Path) -> None:
@@ -135,10 +130,10 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for(
         return resolve("127.0.0.1", *place, **more)
 
     monkeypatch.setattr("socket.getaddrinfo", resolve_later)
-    monkeypatch.setattr(hub, "RESOLVE_S", 0.01)
+    monkeypatch.setattr("crosstune.distributed.hub._RESOLVE_S", 0.01)
     nodes = Nodes(num_nodes=2, master_addr="run-0.run", master_port=port)
     comes = num_failures == 2
-    listening = hub.Hub(nodes=nodes, max_restarts=0, connect_s=LIMIT_S if comes else 0.2, lost_s=1.0)
+    listening = Coordinator(nodes=nodes, max_restarts=0, connect_s=LIMIT_S if comes else 0.2, lost_s=1.0)
     if comes:
         listening.start()
         assert len(tried) == 3
@@ -169,21 +164,18 @@ def report(rank: int) -> dict[str, Any]:
     "sent",
     [
         json.dumps({"report": {"codes": "none"}}).encode(),
-        json.dumps({"report": [1, 2]}).encode(),
         json.dumps({"report": {"codes": {"0": 0}, "failures": [], "signals": []}}).encode(),
-        json.dumps({"report": {"codes": {"1": "x"}, "failures": [{}], "signals": 3}}).encode(),
-        b"[" * 100_000,
         b"\xff not JSON",
         b"x" * (LONGEST_LINE + 10),
     ],
-    ids=["codes", "list", "other rank", "types", "nested", "bytes", "long"],
+    ids=["codes", "other rank", "bytes", "long"],
 )
 def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the hub's thread, for which all launchers would wait."""
-    monkeypatch.setattr(hub, "_HANG_UP_S", 0.1)
+    monkeypatch.setattr("crosstune.distributed.hub._HANG_UP_S", 0.1)
     place = ("127.0.0.1", free_ports(1)[0])
     nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
-    hub.Hub(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
+    Coordinator(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
     first, second = Machine(place, 0), Machine(place, 1)
     for machine in (first, second):
         machine.await_message("go")
@@ -198,8 +190,8 @@ def test_a_bug_in_the_hub_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     place = ("127.0.0.1", free_ports(1)[0])
     nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
     before = set(threading.enumerate())
-    monkeypatch.setattr(hub.Hub, "_begin", lambda self, attempt: 1 // 0)
-    hub.Hub(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
+    monkeypatch.setattr(Coordinator, "_run", lambda self, attempt, size: 1 // 0)
+    Coordinator(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
     first, second = Machine(place, 0), Machine(place, 1)
     assert second.await_message("end")["end"] == 1
     second.channel.close()
@@ -214,7 +206,7 @@ def test_the_output_of_many_failed_ranks_fits_into_one_message(tmp_path: Path) -
     lines = Processes(folder=tmp_path, first_rank=1)._tail(0)
     assert lines[-1] == "the end" and sum(map(len, lines)) < 10**5
     failures = [Failure(rank=rank, host="h", code=1, lines=lines * 5) for rank in range(500)]
-    data = Report(codes=dict.fromkeys(range(500), 1), failures=failures).to_json(limit=links.REPORT_LIMIT)
-    assert len(json.dumps(data)) <= links.REPORT_LIMIT
+    data = Report(codes=dict.fromkeys(range(500), 1), failures=failures).to_json(limit=REPORT_LIMIT)
+    assert len(json.dumps(data)) <= REPORT_LIMIT
     read = Report.from_json(json.loads(json.dumps(data)))
     assert len(read.failures) == 500 and list(read.failures[0].lines) == lines * 5

@@ -71,15 +71,15 @@ def test_a_configuration_file_travels_in_the_manifest(
     assert job["metadata"]["name"] == config["metadata"]["name"] == "from-file"
 
 
-@pytest.mark.parametrize("version", ["1.31", "1.37"])
 def test_the_manifest_fits_the_schema_of_kubernetes(
-    version: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     validator = pytest.importorskip("kubernetes_validate", reason="the test extra is not installed")
     (tmp_path / "run.yaml").write_text("lr: 1e-3\n")
     full = "--config run.yaml --gpus 8 --cpus 16 --memory 200G --namespace team --secret hub"
     for document in manifest(f"{BASE['kubernetes']} {full}", capsys):
-        validator.validate(document, version, strict=True)
+        for version in ("1.31", "1.37"):
+            validator.validate(document, version, strict=True)
     wrong = manifest(BASE["kubernetes"], capsys)[-1]
     wrong["spec"]["completion"] = 2
     with pytest.raises(validator.ValidationError):
@@ -91,9 +91,7 @@ def test_the_manifest_fits_the_schema_of_kubernetes(
     [
         ("My Run_2", "my-run-2"),
         ("20261116-x", "run-20261116-x"),
-        ("☃", "run"),
         ("a" * 80, "a" * 52),
-        ("-x-", "x"),
     ],
 )
 def test_the_name_of_a_run_as_a_host_name(name: str, expected: str) -> None:

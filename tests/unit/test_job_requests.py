@@ -34,15 +34,9 @@ def test_no_secret_is_written(
 ) -> None:
     token = "hf_" + "aB3" * 12
     monkeypatch.setenv("HF_TOKEN", token)
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
-    text = printed(BASE[scheduler], capsys)
-    assert token not in text and "0123456789" * 4 not in text
-    for flags in (
-        f"--dataset https://user:{token}@host/x",
-        f"--python /opt/{token}/python",
-        "--config run.yaml",
-    ):
-        (tmp_path / "run.yaml").write_text(f"lr: 1e-3  # {token}\n")
+    assert token not in printed(BASE[scheduler], capsys)
+    (tmp_path / "run.yaml").write_text(f"lr: 1e-3  # {token}\n")
+    for flags in (f"--dataset https://user:{token}@host/x", "--config run.yaml"):
         error = refused(f"{BASE[scheduler]} {flags}", capsys)
         assert "token" in error and token not in error
 
@@ -51,34 +45,20 @@ def test_no_secret_is_written(
     ("words", "expected"),
     [
         ("--on slurm --nnodes 0", "--nnodes cannot be '0'"),
-        ("--on slurm --nnodes two", "--nnodes cannot be 'two'"),
-        ("--on slurm", "--nnodes"),
         ("--on sulrm --nnodes 2", "slurm"),
-        ("--nnodes 2", "--on"),
         ("--on slurm --nnodes 2 --backend cpu --gpus 2", "--gpus 2 does not go with --backend cpu"),
         ("--on ssh --nnodes 2", "needs the machines"),
-        ("--on ssh --nnodes 2 --hosts alpha", "--nnodes is 2, but 1 machine is named"),
         ("--on ssh --nnodes 1 --hosts a,b", "--nnodes is 1, but 2 machines are named"),
-        ("--on ssh --nnodes 1 --hosts=-oProxyCommand=x", "is not a machine"),
         ("--on ssh --nnodes 1 --hosts 'a;b'", "is not a machine"),
-        ("--on ssh --nnodes 1 --hostfile nowhere", "Cannot read the list of machines"),
-        ("--on kubernetes --nnodes 2 --volume a:/b", "needs --image"),
         ("--on kubernetes --nnodes 2 --image x", "needs --volume"),
-        ("--on kubernetes --nnodes 2 --image 'x y' --volume a:/b", "--image cannot be"),
         ("--on slurm --nnodes 2 --image x", "--image is an option of kubernetes"),
         ("--on slurm --nnodes 2 --partition 'a b'", "--partition cannot be"),
-        ("--on slurm --nnodes 2 --time soon", "--time cannot be 'soon'"),
-        ("--on slurm --nnodes 2 --sbatch '--wrap=x y'", "--sbatch cannot be"),
         ("--on slurm --nnodes 2 --gpus 1 --nproc_per_node 2", "--gpus 1 is too few"),
-        ("--on slurm --nnodes 2 --learning_rat 1", "learning_rat"),
         ("--on slurm --nnodes 2 -- --lr fast", "lr"),
         ("--on slurm --nnodes 2 --world_size 3", "make 2 processes"),
         ("--on slurm --nnodes 2 --overwrite", "--overwrite does not go with launch"),
-        ("--on slurm --nnodes 2 --resume none", "--resume none does not go with launch"),
         ("--on slurm --nnodes 2 --resume runs/x/checkpoints/step-00000020", "does not go with launch"),
         ("--on slurm --nnodes 2 --backend mlx", "mlx.launch"),
-        ("--on slurm --nnodes 2 --emulate mps", "does not emulate"),
-        ("--on slurm --nnodes 2 --config nowhere.yaml", "nowhere.yaml"),
     ],
 )
 def test_a_bad_request_is_refused_before_anything_is_submitted(
@@ -130,21 +110,6 @@ def test_a_machine_without_the_folder_is_named(
     assert main(["launch", *shlex.split("--on ssh --nnodes 1 --hosts alpha")]) == 2
     error = capsys.readouterr().err
     assert f"alpha does not have the folder {tmp_path}" in error and "cd: no such folder" in error
-
-
-def test_a_file_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    error = refused(f"{BASE['slurm']} --print --output nowhere/script", capsys)
-    assert "nowhere/script cannot be read or written" in error and "do:" in error
-
-
-def test_ray_is_named_when_it_is_missing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    from crosstune.distributed.jobs.schedulers import ray
-
-    with pytest.raises(Exception, match=r"pip install 'crosstune\[ray\]'"):
-        ray.start(None)  # type: ignore[arg-type]
 
 
 @needs_bash

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,26 +119,17 @@ def test_flags_may_follow_two_dashes_and_keep_their_own_name(
 
 @needs_bash
 @pytest.mark.parametrize("scheduler", BASE)
-@pytest.mark.parametrize("value", NASTY)
-def test_values_inject_nothing(
-    scheduler: str, value: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    text = written(scheduler, ["--dataset", value])
-    assert _train_words(scheduler, text)[:2] == ["--dataset", value]
+def test_values_inject_nothing(scheduler: str, tmp_path: Path) -> None:
+    text = written(scheduler, ["--dataset", *NASTY])
+    assert _train_words(scheduler, text)[: 1 + len(NASTY)] == ["--dataset", *NASTY]
     if scheduler == "slurm":
         assert "partition" not in directives(text)
-        script = text.replace(shlex.quote(_python()), str(tmp_path / "tools" / "python"))
+        script = text.replace(shlex.quote(sys.executable), str(tmp_path / "tools" / "python"))
         assert run_script(script, tmp_path)[0] == 0
         seen = (tmp_path / "seen").read_bytes().decode().split("\0")
         assert seen[:4] == ["1", "2", "1", "10.0.0.1"] and 20000 <= int(seen[4]) < 32000
-        assert seen[8:10] == ["--dataset", value]
+        assert seen[8 : 9 + len(NASTY)] == ["--dataset", *NASTY]
     assert not (tmp_path / "injected").exists()
-
-
-def _python() -> str:
-    import sys
-
-    return sys.executable
 
 
 def _train_words(scheduler: str, text: str) -> list[str]:
@@ -169,7 +161,6 @@ def _expanded(word: str) -> str:
     ("code", "state", "flags", "requeued"),
     [
         (0, "RUNNING", "", False),
-        (1, "RUNNING", "", False),
         (2, "RUNNING", "", False),
         (3, "RUNNING", "", True),
         (3, "CANCELLED", "", False),
@@ -248,20 +239,9 @@ def test_the_lines_for_ssh(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         assert wanted <= set(words)
 
 
-def test_machines_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("alpha  # the first\n\nbeta\n")
-    text = printed("--on ssh --nnodes 2 --hostfile hosts --master_addr 10.0.0.1", capsys)
-    assert "ssh -t alpha " in text and "ssh -t beta " in text and "MASTER_ADDR=10.0.0.1" in text
-
-
 def test_the_line_for_ray_is_accepted_by_launch(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(f"{BASE['ray']} --gpus 2 --cpus 8 --lr 1e-3", capsys)
     submit = shlex.split(text.splitlines()[-1])
     inner = shlex.split(submit[-1])
     again = printed(inner[inner.index("launch") + 1 :], capsys)
     assert again == text and "2 bundles of {'CPU': 8.0, 'GPU': 2.0}" in text
-
-
-def test_the_text_is_written_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert printed(f"{BASE['slurm']} --name x --output job.sh", capsys) == ""
-    assert (tmp_path / "job.sh").read_text() == printed(f"{BASE['slurm']} --name x", capsys)

@@ -10,21 +10,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from crosstune.cli.ladder import _Progress
 from crosstune.config.load import make_config
 from crosstune.config.resolve import resolve
 from crosstune.core.errors import UserError
 from crosstune.core.machine import Machine
-from crosstune.ladder.climb import Ladder
 from crosstune.ladder.compare import Comparison, broken_promise, judge
-from crosstune.ladder.criteria import check_criteria, met
+from crosstune.ladder.criteria import check_criteria
 from crosstune.ladder.request import check_request, check_same_ladder, make_request
-from crosstune.ladder.rung import AsGood, NotHere, SameBits, Situation, Within, load_rung, rung_names
+from crosstune.ladder.rung import AsGood, NotApplicable, SameBits, Situation, Within
+from crosstune.ladder.rungs import all_rungs
 from crosstune.ladder.trial import _FOLLOWING, Trial, Trials
 from crosstune.planner.gather import gather
 
@@ -50,25 +48,15 @@ def against(*new: Trial, base: Sequence[Trial] = (trial(), trial())) -> Comparis
     return Comparison(base=base, new=new)
 
 
-def test_speed_is_that_of_the_steps_after_the_warmup_without_the_slowest() -> None:
-    made = trial()
-    rows = [dict(row) for row in made.rows]
-    rows[0]["step_s"], rows[-1]["step_s"] = 1000.0, 1000.0
-    assert Trial(name="t", status="finished", warmup=1, rows=rows).tokens_per_s == pytest.approx(100)
-
-
 @pytest.mark.parametrize(
     ("promise", "losses", "kept"),
     [
         (SameBits(), LOSSES, True),
         (SameBits(), [*LOSSES[:-1], math.nextafter(1.3, 2)], False),
-        (Within(bound=1e-3), [value * 1.0009 for value in LOSSES], True),
         (Within(bound=1e-3), [*LOSSES[:5], 1.7 * 1.002, *LOSSES[6:]], False),
         (Within(bound=1e-3), [*LOSSES[:-1], math.nan], False),
-        (Within(bound=1e-3), LOSSES[:-1], False),
         (AsGood(bound=0.05), [9.0, *LOSSES[1:]], True),
         (AsGood(bound=0.05), [*LOSSES[:7], 1.7, 1.7, 1.7], False),
-        (AsGood(bound=0.05), [*LOSSES[:7], 0.1, 0.1, 0.1], True),
     ],
 )
 def test_a_promise_about_the_loss(promise: Any, losses: list[float], kept: bool) -> None:
@@ -90,23 +78,15 @@ def test_other_rows_per_step_are_compared_at_equal_tokens() -> None:
     assert "instead of" in broken_promise(against(trial([3.0] * 5, weight=20)), AsGood(bound=0.1))
 
 
-def test_a_metric_that_was_not_measured_breaks_the_promise() -> None:
-    promise = AsGood(bound=0.1, metric="latent_cosine", higher_is_better=True)
-    assert "not measured" in broken_promise(against(trial()), promise)
-
-
 @pytest.mark.parametrize(
     ("goal", "gain", "rate", "peak", "kept"),
     [
         ("speed", "speed", 130, 1000, True),
-        ("speed", "speed", 130, 2000, True),
         ("speed", "speed", 101, 1000, False),
         ("speed", "speed", 70, 500, False),
         ("speed", "memory", 100, 500, True),
         ("memory", "memory", 70, 500, True),
         ("memory", "speed", 130, 2000, False),
-        ("memory", "speed", 130, 1000, True),
-        ("speed", "safety", 100, 1000, True),
         ("speed", "safety", 80, 1000, False),
     ],
 )
@@ -123,28 +103,15 @@ def test_a_gain_within_the_noise_is_none_and_a_loaded_machine_is_named() -> None
 
 def test_on_a_loaded_cpu_processor_time_is_compared() -> None:
     def loaded(rate: float, *, cpu_rate: float, **more: Any) -> Trial:
-        made = trial(rate=rate)
-        rows = [{**row, "cpu_s": 100 / cpu_rate} for row in made.rows]
+        rows = [{**row, "cpu_s": 100 / cpu_rate} for row in trial(rate=rate).rows]
         return trial(rate=rate, **{"rows": rows, "on_one_cpu": True} | more)
 
     base = (loaded(80, cpu_rate=100), loaded(120, cpu_rate=101))
     faster = against(loaded(60, cpu_rate=130), loaded(115, cpu_rate=131), base=base)
     verdict = judge(faster, promise=SameBits(), gain="speed", goal="speed")
-    assert verdict.kept and faster.speed == pytest.approx(130.5 / 100.5)
-    assert "processor time" in verdict.why and "something else uses this machine" in verdict.why
-    assert faster.to_json()["by_cpu_time"]
-    steady = against(loaded(130, cpu_rate=1), loaded(131, cpu_rate=1), base=(trial(), trial()))
-    assert not steady.by_cpu_time and steady.speed == pytest.approx(1.305)
+    assert verdict.kept and faster.speed == pytest.approx(130.5 / 100.5) and "processor time" in verdict.why
     several = against(loaded(60, cpu_rate=999, on_one_cpu=False), loaded(90, cpu_rate=999), base=base)
     assert not several.by_cpu_time, "the processor time of one process of several is not the speed"
-    worse = against(loaded(60, cpu_rate=10), loaded(115, cpu_rate=200), base=base)
-    assert not worse.by_cpu_time, "it repeats itself less than time"
-
-
-def test_a_crash_is_a_result() -> None:
-    made = against(Trial(name="t", status="out_of_memory", error="2 GiB were asked for"))
-    verdict = judge(made, promise=SameBits(), gain="speed", goal="speed")
-    assert not verdict.kept and verdict.why == "out of memory: 2 GiB were asked for"
 
 
 def test_steps_that_are_not_finite_are_not_kept() -> None:
@@ -167,10 +134,10 @@ def test_every_rung_proposes_options_that_exist_or_says_why_not(cpu_laptop: Mach
     ]
     proposed: set[str] = set()
     for options in shapes:
-        for name in rung_names():
+        for name, rung in all_rungs().items():
             try:
-                changes = load_rung(name).propose(situation(cpu_laptop, **options))
-            except NotHere as reason:
+                changes = rung.propose(situation(cpu_laptop, **options))
+            except NotApplicable as reason:
                 assert str(reason)
                 continue
             proposed.add(name)
@@ -182,24 +149,24 @@ def test_every_rung_proposes_options_that_exist_or_says_why_not(cpu_laptop: Mach
 
 def test_a_gpu_has_fused_adamw_without_the_rung(cpu_laptop: Machine) -> None:
     now = situation(cpu_laptop, optimizer="adamw")
-    assert load_rung("fused_optimizer").propose(now) == [{"optimizer": "fused_adamw"}]
+    assert all_rungs()["fused_optimizer"].propose(now) == [{"optimizer": "fused_adamw"}]
     on_gpu = replace(now, plan=replace(now.plan, backend=replace(now.plan.backend, device="cuda")))
-    with pytest.raises(NotHere, match="fused on a GPU already"):
-        load_rung("fused_optimizer").propose(on_gpu)
+    with pytest.raises(NotApplicable, match="fused on a GPU already"):
+        all_rungs()["fused_optimizer"].propose(on_gpu)
 
 
 def test_micro_batches_grow_while_a_step_keeps_its_rows(cpu_laptop: Machine) -> None:
-    changes = load_rung("larger_batch").propose(
+    changes = all_rungs()["larger_batch"].propose(
         situation(cpu_laptop, batch_size=3, gradient_accumulation_steps=4)
     )
     assert [c["batch_size"] * c["gradient_accumulation_steps"] for c in changes] == [12, 12]
 
 
 def test_packed_rows_hold_about_a_step_and_never_less_than_the_longest_example(cpu_laptop: Machine) -> None:
-    (change,) = load_rung("packing").propose(situation(cpu_laptop, batch_size=8))
+    (change,) = all_rungs()["packing"].propose(situation(cpu_laptop, batch_size=8))
     assert change["context_length"] == 512 and change["batch_size"] == 1
-    with pytest.raises(NotHere, match="same length"):
-        load_rung("packing").propose(situation(cpu_laptop, mean=399.0))
+    with pytest.raises(NotApplicable, match="same length"):
+        all_rungs()["packing"].propose(situation(cpu_laptop, mean=399.0))
 
 
 def test_the_criteria_say_when_there_is_too_little_to_go_by(tmp_path: Path) -> None:
@@ -212,7 +179,8 @@ def test_the_criteria_say_when_there_is_too_little_to_go_by(tmp_path: Path) -> N
     assert found["no"].met == "cannot say" and "too few" in found["no"].measured
     assert found["several"].measured == "2 processes trained"
     assert found["checkpoints"].met == "no"
-    assert met(check_criteria(None, trial(LOSSES[::-1]), validated=tmp_path)) == 1
+    rising = check_criteria(None, trial(LOSSES[::-1]), validated=tmp_path)
+    assert [criterion.met for criterion in rising].count("yes") == 1
 
 
 def request(steps: int, **options: Any) -> dict[str, Any]:
@@ -292,17 +260,6 @@ def test_a_finished_trial_is_read_and_a_damaged_one_is_not(tmp_path: Path) -> No
         (folder / name).write_text(text)
 
 
-def test_rungs_get_the_batch_size_that_the_baseline_found(tmp_path: Path) -> None:
-    from crosstune.core.json_files import write_json
-
-    (tmp_path / "baseline").mkdir()
-    write_json(tmp_path / "baseline" / "plan.json", {"options": {"batch_size": 48}})
-    trials = Trials(folder=tmp_path, steps=3, warmup=1, limit_s=1.0)
-    ladder = Ladder(asked={"batch_size": "auto", "lr": 0.1}, rungs=(), trials=trials)
-    ladder._take_batch_size(Trial(name="baseline", status="finished"))
-    assert ladder.asked == {"batch_size": 48, "lr": 0.1}
-
-
 def test_the_page_shows_what_each_rung_led_to_and_escapes_what_was_said() -> None:
     from crosstune.report.ladder_page import render_ladder, waterfall
 
@@ -324,13 +281,3 @@ def test_the_page_shows_what_each_rung_led_to_and_escapes_what_was_said() -> Non
     )
     assert "&lt;b&gt;" in page and "<x>" not in page and "141 tok/s" in page
     assert "No change was kept" in render_ladder({"rungs": "damaged"}, name="x", command="y")
-
-
-def test_trials_that_were_read_do_not_shorten_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, lines = [0.0], list[str]()
-    monkeypatch.setattr("crosstune.cli.ladder.time.monotonic", lambda: now[0])
-    shown = _Progress(SimpleNamespace(line=lines.append))
-    for took in (0.0, 0.0, 60.0, 120.0):
-        now[0] += took
-        shown.trial("one", 10)
-    assert lines[:3] == ["trial    one"] * 3 and lines[3] == "trial    one, at most 15m00s left"

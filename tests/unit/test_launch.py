@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from crosstune.cli.start_ranks import remark_on_crowd
 from crosstune.core.errors import EXIT_HUNG, EXIT_PORT_TAKEN, EXIT_USER_MUST_ACT
 from crosstune.distributed import processes as running
-from crosstune.distributed.free_ports import free_ports
 from crosstune.distributed.launch import launch, ring_environments
+from crosstune.distributed.master import free_ports
 from crosstune.distributed.reports import Outcome
 
 FOREVER = "time.sleep(3600)"
@@ -28,12 +27,12 @@ START = "import os, signal, sys, time, pathlib; rank = int(os.environ['MLX_RANK'
 
 def run(code: str, *words: str, size: int = 2, **options: Any) -> Outcome:
     command = [sys.executable, "-S", "-c", START + code, *words]
-    return launch(command, size=size, environments=ring_environments, **options)
+    return launch(command, num_local=size, environments=ring_environments, **options)
 
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [("pass", 0), ("sys.exit(3)", 3), ("sys.exit(2)", 2), ("sys.exit(0 if rank else 3)", 3)],
+    [("pass", 0), ("sys.exit(2)", 2), ("sys.exit(0 if rank else 3)", 3)],
 )
 def test_the_code_of_a_family_that_ends_in_order(code: str, expected: int) -> None:
     assert run(code) == Outcome(code=expected)
@@ -204,8 +203,3 @@ def _is_running(pid: int) -> bool:
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def test_many_more_processes_than_processors_are_remarked_on() -> None:
-    assert "64 processes share the 2 processors" in remark_on_crowd("cpu", 64, cores=2)
-    assert not remark_on_crowd("cpu", 8, cores=2) and not remark_on_crowd("cuda", 64, cores=2)

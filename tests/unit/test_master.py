@@ -12,8 +12,8 @@ import pytest
 from crosstune.core.errors import UserError
 from crosstune.distributed import master
 from crosstune.distributed.environment import Nodes
-from crosstune.distributed.free_ports import free_ports
 from crosstune.distributed.links import SeveralMachines
+from crosstune.distributed.master import free_ports
 
 
 @pytest.fixture
@@ -43,14 +43,6 @@ def test_the_first_machine_listens_where_the_others_look(names: dict[str, list[s
         assert address == "127.0.1.1"
     with listening("127.0.0.1", several=True) as address:  # a trial on one machine
         assert address == "127.0.0.1"
-
-
-@pytest.mark.parametrize("other", ["10.0.0.7", "fd00::7"])
-def test_an_address_of_another_network_comes_before_loopback(other: str, names: dict[str, list[str]]) -> None:
-    names["first"] = ["127.0.1.1", other]
-    assert [entry[4][0] for entry in master.resolve("first", 0)] == [other, "127.0.1.1"]
-    assert master.leads_back("first") is None
-    master.check_master("first", node_rank=1)
 
 
 def test_a_machine_that_would_connect_to_itself_is_told(names: dict[str, list[str]]) -> None:

@@ -1,1 +1,1 @@
-"""The backends, one file each, found by name: what a backend is called, its device, its settings."""
+"""The backends, one file each, found by name: title, device and settings."""

@@ -26,7 +26,7 @@ def processor_name() -> str:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use, which a container or taskset may limit."""
+    """Return the number of cores that this process may use, within the limits of a container or taskset."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -23,16 +23,16 @@ EXAMPLES = """examples:
   crosstune ladder --model_name ./my-model --dataset chats.jsonl --name faster
   crosstune ladder --config run.yaml --steps 50 --goal memory
   crosstune ladder --config run.yaml --rungs larger_batch,fused_optimizer,packing
-  crosstune train --config runs/faster/train.yaml                  (train with what was kept)
+  crosstune train --config runs/faster/train.yaml                  (train with the kept changes)
 
-Each rung is a change of the options. It is measured against what was kept before, in child processes that take turns
+Each rung is a change of the options. It is measured against the changes kept before, in child processes that take turns
 (A B B A), and kept if the loss keeps the rung's promise and speed or memory gain more than the trials differ among
 themselves. Run the same command again to continue a ladder that was stopped. `crosstune ladder --rungs list` lists the
 rungs."""
 READ_S = 1.0
-"""A trial that took less was read from an earlier start, and says nothing about those that are left."""
+"""A shorter trial was read from an earlier start, so it does not predict the rest."""
 FEW_STEPS = 15
-"""Fewer measured steps than this give no verdict that would hold."""
+"""Fewer measured steps give no reliable verdict."""
 
 
 def make_parser() -> Parser:
@@ -51,7 +51,7 @@ def make_parser() -> Parser:
         "--goal",
         choices=("speed", "memory"),
         default="speed",
-        help="what counts more: speed (default) keeps what is faster, or smaller at the same speed; memory keeps what is "
+        help="speed (default) keeps changes that are faster, or smaller at the same speed; memory keeps changes that are "
         "smaller, or faster at the same memory",
     )
     parser.add_argument(
@@ -66,12 +66,13 @@ def make_parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     own, config = parse_config(make_parser(), words)
-    from crosstune.ladder.rung import rung_names
+    from crosstune.ladder.rungs import all_rungs
 
     if own.rungs == "list":
-        _print_rungs()
+        for name, rung in all_rungs().items():
+            print(f"{name:<24} {rung.title} ({rung.gain}; {rung.promise.text})")
         return EXIT_DONE
-    names = _chosen(own.rungs, rung_names())
+    names = _chosen(own.rungs, list(all_rungs()))
     from crosstune.core.record import move_aside
     from crosstune.core.run_lock import hold
     from crosstune.ladder.request import check_request, check_same_ladder, make_request
@@ -86,7 +87,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], folder: Path) -> int:
-    """Measure, print and write what was found; return the exit code. The caller holds the lock of the folder."""
+    """Measure, print and write the result; return the exit code. The caller holds the lock of the folder."""
     from crosstune.cli.output import Output
     from crosstune.ladder.climb import STATE, Ladder
     from crosstune.ladder.trial import Trials
@@ -136,7 +137,7 @@ def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], fol
 
 
 class _Progress:
-    """Print what is tried and how long the rest may take."""
+    """Print the current trial and the time left."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -184,14 +185,6 @@ def _chosen(text: str | None, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _print_rungs() -> None:
-    from crosstune.ladder.rung import load_rung, rung_names
-
-    for name in rung_names():
-        rung = load_rung(name)
-        print(f"{name:<24} {rung.title} ({rung.gain}; {rung.promise.text})")
-
-
 def _folder(config: Config) -> Path:
     return Path(config.output_dir).expanduser() / (config.name or "ladder")
 
@@ -218,7 +211,7 @@ def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None
     output.line("")
     if found.ends is None:
         tried = any(step.outcome == "rolled back" for step in found.steps)
-        why = "the options were as good as what was tried" if tried else "none of them applies here"
+        why = "no change was better than the options" if tried else "none of them applies here"
         output.line(f"result   no rung was kept: {why}")
     elif (failed := found.ends.failed) is not None:
         output.line(

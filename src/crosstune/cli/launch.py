@@ -20,7 +20,7 @@ EXAMPLES = """examples:
   crosstune launch --on ray --nnodes 2 --gpus 1 --name first-try --train_type qlora
   crosstune launch --on ssh --hosts alpha,beta --nnodes 2 --gpus 4 --config run.yaml
 
-All other options are those of train, and are checked before anything is submitted; they may follow `--`. The run gets
+All other options belong to train and are checked before anything is submitted; they may follow `--`. The run gets
 a name and --resume auto, so that a start after a preemption or a failure continues it. All machines need crosstune,
 the data, and one shared folder for the runs. --print shows the script, the manifest or the lines, and starts nothing."""
 
@@ -30,10 +30,10 @@ def make_parser() -> Parser:
     names = scheduler_names()
     parser.add_argument("--on", required=True, choices=names, help="what starts the processes")
     parser.add_argument(
-        "--print", action="store_true", help="print what would be submitted, and submit nothing"
+        "--print", action="store_true", help="print the script or manifest, and submit nothing"
     )
     parser.add_argument(
-        "--output", type=read_path, metavar="FILE", help="write what is submitted to this file"
+        "--output", type=read_path, metavar="FILE", help="write the script or manifest to this file"
     )
     parser.add_argument("--config", type=read_path, metavar="FILE", help="YAML file with options of train")
     for option, takers in options_of_schedulers().items():

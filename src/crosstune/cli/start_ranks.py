@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 from collections.abc import Sequence
@@ -13,14 +12,14 @@ from crosstune.config.schema import Config
 from crosstune.config.time_limits import limits_of
 from crosstune.core.errors import UserError
 from crosstune.distributed.environment import Nodes
-from crosstune.distributed.launch import launch, launch_node, ring_environments, torch_environments
+from crosstune.distributed.launch import launch, ring_environments, torch_environments
 
 CROWD = 4
-"""Processes per processor from which on a remark is made."""
+"""Processes per processor above which we remark on it."""
 
 
 def processes_here(config: Config, nodes: Nodes | None) -> int:
-    """Return the number of processes to start on this machine: of --world_size, or of the variables of the guides."""
+    """Return the number of processes to start on this machine, from --world_size or the guides' variables."""
     from crosstune.run import num_processes
 
     if nodes is None:
@@ -42,7 +41,7 @@ def processes_here(config: Config, nodes: Nodes | None) -> int:
 
 
 def remark_on_crowd(backend: str, num_local: int, *, cores: int) -> str:
-    """Return a remark on many more processes than processors, each of which holds all libraries; else an empty text."""
+    """Return a remark if there are many more processes than processors; else an empty text."""
     if backend != "cpu" or num_local <= CROWD * cores:
         return ""
     return (
@@ -60,35 +59,23 @@ def start_ranks(words: Sequence[str], config: Config, *, nodes: Nodes | None, nu
     engine = plan.engine
     if remark := remark_on_crowd(plan.backend.name, num_local, cores=num_cores()):
         Output().line(remark, style=WARNING)
-    if nodes is None or nodes.num_nodes == 1:
-        environments = ring_environments if engine == "mlx" else torch_environments
-        port = config.master_port if "master_port" in config.asked else None
-        outcome = launch(
-            command,
-            size=num_local,
-            environments=environments,
-            max_restarts=config.max_restarts,
-            collective_s=limits.collective_s,
-            port=port,
-            say=print_error,
-        )
-    elif engine == "mlx":
+    if engine == "mlx" and nodes is not None and nodes.num_nodes > 1:
         raise UserError(
             "MLX does not train on several machines with NNODES and NODE_RANK.",
             do="start the processes with mlx.launch, which knows the machines of the ring",
         )
-    else:
-        outcome = launch_node(
-            command,
-            nodes,
-            num_local=num_local,
-            environments=functools.partial(torch_environments, nodes=nodes),
-            max_restarts=config.max_restarts,
-            connect_s=limits.connect_s,
-            collective_s=limits.collective_s,
-            say=print_error,
-        )
+    outcome = launch(
+        command,
+        num_local=num_local,
+        environments=ring_environments if engine == "mlx" else torch_environments,
+        nodes=nodes,
+        max_restarts=config.max_restarts,
+        connect_s=limits.connect_s,
+        collective_s=limits.collective_s,
+        port=config.master_port if "master_port" in config.asked else None,
+        say=print_error,
+    )
     if outcome.lines:
         print_error(outcome.lines)
-    gc.freeze()  # Python would take seconds to collect torch's objects, which the plan has loaded, before this process ends
+    gc.freeze()  # otherwise collecting torch's objects at exit takes seconds
     return outcome.code

@@ -1,4 +1,4 @@
-"""Define the declaration that each file in `backends` makes; probes and the resolver read it."""
+"""Define the declaration in each file of `backends`, for probes and the resolver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BACKENDS_PACKAGE = "crosstune.backends"
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSpec:
-    """A backend. These values are the same everywhere; what differs between machines is in its BackendReport."""
+    """A backend; values that differ between machines are in its BackendReport."""
 
     name: str
     title: str
@@ -41,12 +41,11 @@ class BackendSpec:
     memory_share: float = 0.9
     """The share of a device's memory that a training step may use."""
     overhead_bytes: int = 0
-    """Memory that the engine takes before the first tensor: its libraries, or the context of a GPU."""
+    """Memory used before the first tensor, by libraries or the context of a GPU."""
     memory_share_variable: str = ""
     """The variable that sets this share in the engine's allocator; 0 there means no limit."""
     clear_cache_every: int = 0
-    """Release the engine's cached memory every this many steps; 0 for never. With --low_memory, a GPU's is released after
-    every step."""
+    """Release the engine's cached memory every this many steps, 0 for never; with --low_memory, a GPU's after each step."""
     pinned_memory: bool = False
     """True if host memory may be pinned to speed up copies to the device."""
 
@@ -60,8 +59,7 @@ class BackendSpec:
         return {**self.environment, **self.environment_on.get(parts[0] if parts else "", {})}
 
     def check_environment(self, given: Mapping[str, str]) -> None:
-        """Raise a UserError for a variable of this backend that the user set to no valid number: its engine would not
-        start."""
+        """Raise a UserError if the user set a variable of this backend to an invalid number: its engine would not start."""
         for name, usual in self.wanted_environment().items():
             value, most = _number(given.get(name)), self.highest.get(name, math.inf)
             if name in given and _number(usual) is not None and (value is None or not 0 <= value <= most):
@@ -105,7 +103,7 @@ def _number(text: str | None) -> float | None:
 
 
 def backend_specs() -> dict[str, BackendSpec]:
-    """Return all backends in the order in which `auto` tries them."""
+    """Return all backends in the order of `auto`."""
     names = plugin_names(BACKENDS_PACKAGE)
     specs: list[BackendSpec] = [load_plugin(BACKENDS_PACKAGE, name, kind="backend").SPEC for name in names]
     return {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.preference)}

@@ -48,7 +48,7 @@ _FAST_IN_FP8 = ("H200", "H100")
 def find_speed(name: str) -> DeviceSpeed | None:
     """Return the speeds of a device by its name, such as "NVIDIA H200"; None for an unknown device."""
     words = f" {name} "
-    for part, (tflops, memory, link, network) in _DEVICES.items():
+    for part, numbers in _DEVICES.items():
         if f" {part} " in words or f" {part}-" in words:
-            return DeviceSpeed(tflops, memory, link, network, fp8=part in _FAST_IN_FP8)
+            return DeviceSpeed(*numbers, fp8=part in _FAST_IN_FP8)
     return None

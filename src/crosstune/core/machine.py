@@ -1,4 +1,4 @@
-"""Describe what a machine can do: one report per backend, made by a probe or read from a file."""
+"""Describe a machine: one report per backend, made by a probe or read from a file."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class BackendReport:
-    """One backend on one machine: whether it is available, and what the probe found to work."""
+    """One backend on one machine: its availability, and the features that worked in the probe."""
 
     name: str
     engine: str
     available: bool
     reason: str = ""
-    """The reason that it is not available, and the way to make it so."""
+    """Why it is not available, and how to make it so."""
     device: str = "cpu"
     """The engine's name for the device."""
     devices: tuple[Device, ...] = ()
@@ -64,7 +64,7 @@ class BackendReport:
     dtypes: tuple[str, ...] = ()
     """The dtypes in which a small product and its gradient were correct."""
     bf16_speedup: float = 1.0
-    """The time of an fp32 matrix product over that of a bf16 one."""
+    """The speed of a bf16 matrix product relative to fp32."""
     quantizers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Quantizers that run here -> their bit widths."""
     collectives: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ class Machine:
 
 
 def choose_backend(machine: Machine, *, preference: Sequence[str]) -> str:
-    """Return the backend that `auto` takes: the first of `preference` that is available.
+    """Return the backend of `auto`: the first available one of `preference`.
 
     An accelerator backend whose device is the CPU (MLX on Linux) comes last, since the cpu backend is faster there.
     """
@@ -145,13 +145,13 @@ def choose_backend(machine: Machine, *, preference: Sequence[str]) -> str:
 
 
 def auto_order(machine: Machine, *, preference: Sequence[str]) -> list[str]:
-    """Return the available backends in the order in which `auto` takes them."""
+    """Return the available backends in the order of `auto`."""
     available = [name for name in preference if name in machine.available()]
     return sorted(available, key=lambda name: _is_emulated(machine.backends[name]))
 
 
 def auto_reason(machine: Machine, *, preference: Sequence[str]) -> str:
-    """Return why `auto` takes the backend it takes."""
+    """Return why `auto` chooses its backend."""
     chosen = choose_backend(machine, preference=preference)
     available = [name for name in preference if name in machine.available()]
     passed = available[: available.index(chosen)]
@@ -173,13 +173,12 @@ def _backend_from_json(data: Mapping[str, Any], *, place: str, source: str) -> B
         required = tuple(_DEVICE_FIELDS)
         _check(device, _DEVICE_FIELDS, required=required, place=f"{place}devices.", source=source)
     known = {item.name for item in fields(BackendReport)}
-    values = {key: value for key, value in data.items() if key in known}
-    values["devices"] = tuple(
-        Device(**{key: device[key] for key in _DEVICE_FIELDS}) for device in values.get("devices", ())
-    )
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key in known
+    }
+    devices = ({key: device[key] for key in _DEVICE_FIELDS} for device in values.get("devices", ()))
+    values["devices"] = tuple(Device(**device) for device in devices)
     values["quantizers"] = {name: tuple(bits) for name, bits in values.get("quantizers", {}).items()}
-    for key in ("dtypes", "collectives", "attention", "notes"):
-        values[key] = tuple(values.get(key, ()))
     return BackendReport(**values)
 
 

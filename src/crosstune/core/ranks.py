@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from crosstune.core.activity import Activity
@@ -15,7 +18,7 @@ class Ranks:
     """The rank of one process in a run."""
 
     engine: str = ""
-    """The engine whose collectives the processes use."""
+    """The engine whose collectives are used."""
     rank: int = 0
     size: int = 1
     local_rank: int = 0
@@ -33,9 +36,9 @@ class Ranks:
     """The number of restarts by the launcher."""
     master_addr: str = ""
     master_port: int = 0
-    """The address of the rendezvous store of the first process or its launcher."""
+    """Address of the store through which the processes find each other."""
     serves_store: bool = False
-    """Whether this process serves the store; torchrun's agent does it for its processes."""
+    """Whether this process serves the store; under torchrun, the agent does."""
 
     @property
     def first(self) -> bool:
@@ -50,7 +53,7 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long the processes of a run wait for each other, in seconds."""
+    """Timeouts between the processes of a run, in seconds."""
 
     connect_s: float = 300.0
     """Until all have found each other."""
@@ -59,52 +62,107 @@ class Limits:
     heartbeat_s: float = 1800.0
     """Until NCCL's own watchdog thread counts as hung."""
     debug: bool = False
-    """Whether operation, shape and dtype of each collective are compared between the processes first."""
+    """Whether to compare operation, shape and dtype of each collective across ranks first."""
 
 
-class Group(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """The last post of a rank about itself."""
+
+    rank: int
+    host: str
+    beat: int
+    """Grows with every post; a beat that stays the same means a stopped process."""
+    doing: str
+    at: str
+    """The innermost place in the code."""
+    still_s: float
+    """Seconds that the main thread has been at this place."""
+    waits: bool
+    """True if it waits for another rank, in a collective."""
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> RankState:
+        return cls(**json.loads(text))
+
+    def sentence(self) -> str:
+        return f"rank {self.rank} (host {self.host}): {self.doing}{f', {self.at}' if self.at else ''}"
+
+
+class Board(Protocol):
+    """Where ranks post their state for the others."""
+
+    def post(self, state: RankState) -> None: ...
+
+    def read(self) -> Mapping[int, RankState]:
+        """Return the last state of each rank that posted."""
+        ...
+
+
+class BoardLost(Exception):
+    """The board is gone with the process that served it."""
+
+
+class Group:
     """The connected processes of a run. Every rank makes the same calls in the same order."""
 
-    ranks: Ranks
-    activity: Activity
-    """What this process does now, for the watchdog."""
-
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
-        ...
-
-    def same(self, text: str) -> bool:
-        """Return whether all ranks have the same text."""
-        ...
-
-    def share(self, text: str) -> str:
-        """Return the text of rank 0."""
-        ...
-
-    def meet(self) -> None:
-        """Wait until all ranks have called this."""
-        ...
-
-
-class SingleProcess:
-    """The group of a run with one process."""
-
-    ranks = Ranks()
+    ranks: Ranks = Ranks()
 
     def __init__(self) -> None:
         self.activity = Activity()
+        """The current work of this process, for the watchdog."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, all of the same length."""
+        raise NotImplementedError
 
     def any(self, flag: bool) -> bool:
-        return flag
+        """Return whether the flag is set on any rank."""
+        return any(part != b"\0" for part in self.gather(b"\1" if flag else b"\0"))
 
     def same(self, text: str) -> bool:
-        return True
+        """Return whether all ranks have the same text."""
+        return len(set(self.gather(hashlib.sha256(text.encode()).digest()))) == 1
 
     def share(self, text: str) -> str:
-        return text
+        """Return the text of rank 0."""
+        data = text.encode() if self.ranks.first else b""
+        length = int(self.sum_numbers(len(data))[0])
+        return self.gather(data.ljust(length, b"\0"))[0].decode()
 
     def meet(self) -> None:
+        """Wait until all ranks have called this."""
+        self.any(False)
+
+    def sum_numbers(self, *numbers: float) -> list[float]:
+        """Sum each number over the ranks in double precision, bitwise equal on every rank."""
+        layout = f"<{len(numbers)}d"
+        rows = [struct.unpack(layout, part) for part in self.gather(struct.pack(layout, *numbers))]
+        return [sum_exactly(column) for column in zip(*rows, strict=True)]
+
+    def open_board(self) -> Board | None:
+        """Return the board that all ranks read; None where they have none."""
         return None
+
+    def remember(self, text: str) -> None:
+        """Keep a text for the next attempt, where another program than crosstune's launcher starts it."""
+
+    def recall(self) -> str:
+        """Return the text that rank 0 kept in an earlier attempt; empty if none."""
+        return ""
+
+    def close(self) -> None:
+        """Leave the group, with no collective under way. Every rank calls this."""
+
+
+class SingleProcess(Group):
+    """The group of a run with one process."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
 
 
 def sum_exactly(numbers: Sequence[float]) -> float:

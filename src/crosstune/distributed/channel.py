@@ -1,4 +1,4 @@
-"""Send and receive messages between the launchers of several machines: lines of JSON with heartbeats over TCP."""
+"""Exchange messages between the launchers of several machines: lines of JSON with heartbeats over TCP."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Channel:
             threading.Thread(target=act, daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Send a message; a connection that is gone is noticed by `silent_s`."""
+        """Send a message; `silent_s` tells of a lost connection."""
         line = json.dumps(message).encode() + b"\n"
         assert len(line) <= LONGEST_LINE, f"a message of {len(line):,} bytes"
         with self._sending:
@@ -59,7 +59,7 @@ class Channel:
         self._socket.close()
 
     def _receive(self) -> None:
-        """Take lines until the other side hangs up, or sends what no launcher sends."""
+        """Read lines until the other side hangs up or sends something else."""
         try:
             with contextlib.suppress(OSError, ValueError), self._socket.makefile("rb") as lines:
                 while (line := lines.readline(LONGEST_LINE)).endswith(b"\n"):

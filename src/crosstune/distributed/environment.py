@@ -1,4 +1,4 @@
-"""Read the rank of this process, or the processes to start on this machine, from the launcher's environment variables."""
+"""Read from environment variables the rank of this process, or the processes to start on this machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LAUNCH_FOLDER = "CROSSTUNE_LAUNCH_FOLDER"
 ATTEMPT = "CROSSTUNE_ATTEMPT"
 """The variable with the number of restarts by crosstune's own launcher."""
 DEFAULT_PORT = 29500
-"""The port that torchrun takes by default."""
+"""The default port of torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The machines of a run, each with its own launcher (the variables NNODES, NODE_RANK and NPROC_PER_NODE)."""
+    """The machines of a run, from NNODES, NODE_RANK and NPROC_PER_NODE."""
 
     num_nodes: int = 1
     node_rank: int = 0
@@ -45,12 +45,12 @@ def read_ranks(config: Config | None = None) -> Ranks | None:
 
 
 def read_nodes(config: Config | None = None) -> Nodes | None:
-    """Return the machines on which processes are to be started; None where nobody set the variables."""
+    """Return the machines of the run; None if the variables are not set."""
     return nodes_in(with_options(os.environ, config))
 
 
 def with_options(environment: Mapping[str, str], config: Config | None) -> Mapping[str, str]:
-    """Return the variables with the master's address and port that were given as options."""
+    """Return the variables, with --master_addr and --master_port added."""
     asked = config.options_asked() if config is not None else {}
     options = {name.upper(): str(asked[name]) for name in ("master_addr", "master_port") if name in asked}
     for name, value in options.items():
@@ -82,7 +82,7 @@ def ranks_in(environment: Mapping[str, str]) -> Ranks | None:
 
 
 def nodes_in(environment: Mapping[str, str]) -> Nodes | None:
-    """Return the machines in these variables; None where they are not set, or where the process has a rank already."""
+    """Return the machines in these variables; None if they are not set or the process already has a rank."""
     if has(environment, "RANK") or not (has(environment, "NNODES") or has(environment, "NPROC_PER_NODE")):
         return None
     num_nodes = read_number(environment, "NNODES", low=1, default=1)
@@ -120,7 +120,7 @@ def nodes_in(environment: Mapping[str, str]) -> Nodes | None:
 
 
 def _torch_ranks(environment: Mapping[str, str]) -> Ranks | None:
-    """Return the rank as torchrun, crosstune's launcher and schedulers set it: RANK, WORLD_SIZE and the master."""
+    """Return the rank in the variables of torchrun, crosstune's launcher and schedulers."""
     if not has(environment, "WORLD_SIZE"):
         raise UserError(
             "RANK is set, but WORLD_SIZE is not.",

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
@@ -22,27 +22,12 @@ from crosstune.core.json_files import finite
 from crosstune.core.machine import Machine
 from crosstune.core.ranks import Group, Limits, Ranks, SingleProcess
 from crosstune.core.version import __version__
-from crosstune.distributed.boards import Board, FolderBoard
-from crosstune.distributed.watchdog import Watchdog
+from crosstune.distributed.watchdog import FolderBoard, Watchdog
 
 SHARED_FOLDER_S = 20.0
 """Time for a file to appear on another machine."""
 _TOKEN = ".shared"
 _OPTIONS, _SHOWN_KEYS = "options", 8
-
-
-@runtime_checkable
-class HasBoard(Protocol):
-    """A group whose processes can all read what each of them posts."""
-
-    def open_board(self) -> Board: ...
-
-
-@runtime_checkable
-class Closes(Protocol):
-    """A group with threads and connections of its own, which end when all processes leave it."""
-
-    def close(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -55,33 +40,27 @@ def connected(config: Config, ranks: Ranks | None) -> Iterator[Group]:
         return
     note_connected()
     check_versions(group)
-    watchdog = _watchdog(group, limits)
+    folder = group.ranks.launch_folder
+    watchdog = Watchdog(
+        group.ranks,
+        group.activity,
+        limit_s=limits.collective_s,
+        own=FolderBoard(Path(folder)) if folder is not None else None,
+        shared=group.open_board(),
+    )
     watchdog.start()
     try:
         yield group
     finally:
         stopped = watchdog.stop()
-    # After an error the others may wait for us in a collective, and closing could wait for them.
-    if isinstance(group, Closes):
-        group.close()
+    group.close()  # not after an error: the others may wait for us in a collective, and we would wait for them
     if stopped:
         note_left()
 
 
-def _watchdog(group: Group, limits: Limits) -> Watchdog:
-    folder = group.ranks.launch_folder
-    return Watchdog(
-        group.ranks,
-        group.activity,
-        limit_s=limits.collective_s,
-        own=[FolderBoard(Path(folder))] if folder is not None else [],
-        shared=group.open_board() if isinstance(group, HasBoard) else None,
-    )
-
-
 @contextlib.contextmanager
 def naming_rank(group: Group) -> Iterator[None]:
-    """Put the rank and its host before an error of a process that is not the first."""
+    """Prefix the errors of other ranks than 0 with the rank and its host."""
     try:
         yield
     except UserError as error:
@@ -113,7 +92,7 @@ def check_shared_folder(group: Group, folder: Path) -> None:
 
 
 def _sees(token: Path, word: str) -> bool:
-    """Return whether the token appears; a network file system may show it late."""
+    """Wait for the token to appear; a network file system may show it late."""
     deadline = time.monotonic() + SHARED_FOLDER_S
     while True:
         with contextlib.suppress(OSError):
@@ -164,7 +143,7 @@ def share_machine(group: Group, probe: Callable[[], Machine]) -> Machine:
 
 @contextlib.contextmanager
 def in_turn(group: Group) -> Iterator[None]:
-    """Run the block on one process of each host first, so that the others find its results in the cache."""
+    """Run the block first on one process of each host, so that the others find its results cached."""
     goes_first = group.ranks.local_rank == 0
     if not goes_first:
         group.meet()
@@ -198,7 +177,7 @@ def check_same_everywhere(group: Group, parts: Mapping[str, Any]) -> None:
 
 
 def _differing_keys(group: Group, part: Mapping[str, Any]) -> str:
-    """Return the keys of a part that differ between the processes, in brackets. Collective."""
+    """Return the keys of a part that differ between the processes, in parentheses. Collective."""
     keys: list[str] = json.loads(group.share(json.dumps(list(part))))
     differing = [key for key in keys if not group.same(_as_text(part.get(key)))]
     more = ", ..." if len(differing) > _SHOWN_KEYS else ""

@@ -1,6 +1,6 @@
 """Keep the launchers of several machines in step: all start an attempt together, and all end it together.
 
-The hub runs in a thread of the first machine's launcher; every launcher, the first one too, connects to it.
+The coordinator runs in a thread of the first machine's launcher; every launcher, the first one too, connects to it.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from crosstune.core.errors import EXIT_OUR_FAULT, EXIT_USER_MUST_ACT, PortTaken, UserError, readable
 from crosstune.core.version import __version__
 from crosstune.distributed.channel import Channel, Message
 from crosstune.distributed.environment import Nodes
-from crosstune.distributed.free_ports import free_ports
-from crosstune.distributed.master import listen
-from crosstune.distributed.reports import PORT_ATTEMPTS, Outcome, Report, Verdict, judge
+from crosstune.distributed.master import free_ports, listen
+from crosstune.distributed.reports import Outcome, Report, RestartPolicy
 from crosstune.distributed.variables import MOST_PROCESSES
 
-POLL_S = 0.05
+_POLL_S = 0.05
 _HANG_UP_S = 2.0
-RESOLVE_S = 1.0
-"""Time between two looks for the name of the first machine."""
+_RESOLVE_S = 0.5
+"""Time between two lookups of the first machine's name."""
 
 
 @dataclass
@@ -37,15 +35,20 @@ class Member:
     num_local: int
     channel: Channel
     first_rank: int = 0
-    report: Report | None = None
 
     @property
     def name(self) -> str:
         return f"machine {self.node} (host {self.host})"
 
 
+class _RunEnded(Exception):
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+
 @dataclass(kw_only=True)
-class Hub:
+class Coordinator:
     """The first machine's side of the launchers' conversation."""
 
     nodes: Nodes
@@ -57,11 +60,10 @@ class Hub:
 
     def start(self) -> None:
         """Listen at the master's address, and coordinate in a thread."""
-        place = (self.nodes.master_addr, self.nodes.master_port)
+        where = f"{self.nodes.master_addr}:{self.nodes.master_port}"
         try:
-            self._listening = self._listen(place)
+            listening = self._listen()
         except OSError as error:
-            where = f"{place[0]}:{place[1]}"
             if error.errno == errno.EADDRINUSE:
                 raise PortTaken(
                     f"The launcher cannot listen on {where}.",
@@ -73,26 +75,23 @@ class Hub:
                 why=f"{error}.",
                 do="set MASTER_ADDR to an address of the machine with NODE_RANK 0, or NODE_RANK to another number here",
             ) from error
-        for act in (self._accept, self._coordinate):
-            threading.Thread(target=act, daemon=True).start()
+        threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
+        threading.Thread(target=self._coordinate, daemon=True).start()
 
-    def _listen(self, place: tuple[str, int]) -> socket.socket:
-        """Listen at an address. The name of a Kubernetes pod resolves only some seconds after the pod has started."""
-        deadline = time.monotonic() + self.connect_s
+    def _listen(self) -> socket.socket:
+        """Listen; the name of a Kubernetes pod resolves only some seconds after the pod has started."""
+        nodes, deadline = self.nodes, time.monotonic() + self.connect_s
         while True:
             try:
-                return listen(*place, several=self.nodes.num_nodes > 1, backlog=self.nodes.num_nodes + 16)
+                return listen(nodes.master_addr, nodes.master_port, several=nodes.num_nodes > 1)
             except socket.gaierror:
                 if time.monotonic() > deadline:
                     raise
-            time.sleep(RESOLVE_S)
+            time.sleep(min(_RESOLVE_S, self.connect_s))
 
-    def _accept(self) -> None:
+    def _accept(self, listening: socket.socket) -> None:
         while True:
-            try:
-                connected, _ = self._listening.accept()
-            except OSError:
-                return
+            connected, _ = listening.accept()
             threading.Thread(target=self._greet, args=(Channel(connected),), daemon=True).start()
 
     def _greet(self, channel: Channel) -> None:
@@ -108,29 +107,23 @@ class Hub:
         )
         try:
             outcome = self._lead()
+        except _RunEnded as ended:
+            outcome = ended.outcome
         finally:
-            self._finish({"end": outcome.code, "lines": list(outcome.lines)})
+            self._finish(outcome)
 
     def _lead(self) -> Outcome:
-        """Run attempts until one succeeds, or no other may help; return how the run ended."""
-        outcome = self._join()
-        attempt = restarts = taken = 0
-        while outcome is None:
-            self._begin(attempt)
-            outcome = self._run(attempt)
-            if outcome is not None:
-                break
-            verdict = self._judge(self.max_restarts - restarts)
-            taken += verdict.other_port
-            if not verdict.again and not (verdict.other_port and taken < PORT_ATTEMPTS):
-                return verdict.outcome
-            restarts += verdict.again
-            attempt += 1
-            self._tell({"again": restarts, "lines": list(verdict.outcome.lines)})
-        return outcome
+        """Run attempts until one succeeds or a restart would not help."""
+        policy = RestartPolicy(size=self._join(), max_restarts=self.max_restarts)
+        while True:
+            decision = policy.decide(self._run(policy.attempt, size=policy.size))
+            if not decision.again:
+                return decision.outcome
+            self._tell({"again": decision.restarts, "lines": list(decision.outcome.lines)})
 
-    def _finish(self, message: Message) -> None:
-        """Tell the other machines first and let them hang up: the process of this one ends when it hears it."""
+    def _finish(self, outcome: Outcome) -> None:
+        """Tell the other machines first and let them hang up: this process ends when our own launcher is told."""
+        message = {"end": outcome.code, "lines": list(outcome.lines)}
         while 0 not in self._members:  # our own launcher connects right after us
             channel, hello = self._arrived.get()
             if hello.get("node") == 0:
@@ -140,129 +133,112 @@ class Hub:
             member.channel.send(message)
         deadline = time.monotonic() + _HANG_UP_S
         while not all(member.channel.closed for member in others) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
         self._members[0].channel.send(message)
 
-    def _join(self) -> Outcome | None:
-        """Wait for the launcher of every machine; return the reason to end if one does not come or does not fit."""
+    def _join(self) -> int:
+        """Wait for the launcher of every machine, number the ranks, and return how many there are."""
         deadline = time.monotonic() + self.connect_s
         while missing := [node for node in range(self.nodes.num_nodes) if node not in self._members]:
             try:
-                channel, hello = self._arrived.get(timeout=max(0.0, deadline - time.monotonic()))
+                self._admit(*self._arrived.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:
                 numbers = ", ".join(str(node) for node in missing[:8])
-                return _refused(
-                    f"Of the {self.nodes.num_nodes} machines, NODE_RANK {numbers} did not come within {self.connect_s:g} s.",
-                    do="start the command on every machine, with the same NNODES, MASTER_ADDR and MASTER_PORT",
-                )
-            problem = self._take(channel, hello)
-            if problem is not None:
-                return problem
-        first = 0
+                raise _RunEnded(
+                    _refusal(
+                        f"Of the {self.nodes.num_nodes} machines, NODE_RANK {numbers} did not come within {self.connect_s:g} s.",
+                        do="start the command on every machine, with the same NNODES, MASTER_ADDR and MASTER_PORT",
+                    )
+                ) from None
+        size = 0
         for _, member in sorted(self._members.items()):
-            member.first_rank, first = first, first + member.num_local
-        self._size = first
-        return None
+            member.first_rank, size = size, size + member.num_local
+        return size
 
-    def _take(self, channel: Channel, hello: Message) -> Outcome | None:
-        node, host = hello.get("node"), readable(str(hello.get("host")))
-        num_local, version = hello.get("num_local"), hello.get("version")
+    def _admit(self, channel: Channel, hello: Message) -> None:
+        """Add the launcher that said hello; end the run if it does not fit."""
+        node, host, num_local = hello.get("node"), readable(str(hello.get("host"))), hello.get("num_local")
         if type(node) is not int or type(num_local) is not int or not 1 <= num_local <= MOST_PROCESSES:
             channel.close()  # not a launcher of ours
-            return None
+            return
         member = Member(node=node, host=host, num_local=num_local, channel=channel)
-        if version != __version__:
-            return self._refuse(
-                member,
-                f"{member.name} has crosstune {version}, the first machine has {__version__}.",
+        if hello.get("version") != __version__:
+            refusal = _refusal(
+                f"{member.name} has crosstune {hello.get('version')}, the first machine has {__version__}.",
                 do="install the same version on every machine",
             )
-        if hello.get("nodes") != self.nodes.num_nodes or not 0 <= node < self.nodes.num_nodes:
-            return self._refuse(
-                member,
+        elif hello.get("nodes") != self.nodes.num_nodes or not 0 <= node < self.nodes.num_nodes:
+            refusal = _refusal(
                 f"{member.name} has NNODES {hello.get('nodes')}, the first machine has {self.nodes.num_nodes}.",
                 do="set the same NNODES on every machine",
             )
-        if node in self._members:
-            return self._refuse(
-                member,
+        elif node in self._members:
+            refusal = _refusal(
                 f"{self._members[node].host} and {host} both have NODE_RANK {node}.",
                 do="set NODE_RANK to 0, 1, ... on the machines",
             )
-        self._members[node] = member
-        return None
+        else:
+            self._members[node] = member
+            return
+        channel.send({"end": refusal.code, "lines": list(refusal.lines)})
+        raise _RunEnded(refusal)
 
-    def _refuse(self, member: Member, problem: str, *, do: str) -> Outcome:
-        outcome = _refused(problem, do=do)
-        member.channel.send({"end": outcome.code, "lines": list(outcome.lines)})
-        return outcome
-
-    def _begin(self, attempt: int) -> None:
+    def _run(self, attempt: int, *, size: int) -> list[Report]:
+        """Run one attempt; return the reports, of the machine that failed first first. A failure on one stops all."""
         [port] = free_ports(1, address=self.nodes.master_addr)
         for member in self._members.values():
-            member.report = None
-            member.channel.send(
-                {"go": attempt, "first_rank": member.first_rank, "size": self._size, "port": port}
-            )
-
-    def _run(self, attempt: int) -> Outcome | None:
-        """Wait for the reports of all machines; return how the run ended if one is lost. A failure on one machine stops
-        all."""
-        stopped = False
-        self._order: list[Member] = []
-        while any(member.report is None for member in self._members.values()):
-            for member in self._members.values():
+            member.channel.send({"go": attempt, "first_rank": member.first_rank, "size": size, "port": port})
+        reports: dict[int, Report] = {}
+        failed: list[int] = []
+        while len(reports) < len(self._members):
+            for node, member in self._members.items():
                 while not member.channel.inbox.empty():
                     message = member.channel.inbox.get()
-                    try:
-                        has_failed = self._read(member, message, attempt)
-                    except ValueError as error:
-                        return _lost(member, f"it sent a report that cannot be read: {error}.")
-                    if has_failed and member not in self._order:
-                        self._order.append(member)
-                if member.report is None and member.channel.silent_s() > self.lost_s:
-                    return _lost(
-                        member,
-                        f"it was not heard for {self.lost_s:g} s: it is down, its launcher was killed, or the network is cut.",
+                    if "report" in message:
+                        reports[node] = _read_report(member, message["report"])
+                    has_failed = message.get("failed") == attempt or (
+                        node in reports and reports[node].failures
                     )
-            if self._order and not stopped:
-                self._tell({"stop": attempt})
-                stopped = True
-            time.sleep(POLL_S)
-        return None
-
-    def _read(self, member: Member, message: Message, attempt: int) -> bool:
-        """Keep the report in a message; return whether it tells of a failure. Raises ValueError for no report."""
-        if "report" in message:
-            member.report = Report.from_json(message["report"])
-            if missing := set(range(member.first_rank, member.first_rank + member.num_local)) - set(
-                member.report.codes
-            ):
-                raise ValueError(f"rank {min(missing)} is not in it")
-            return bool(member.report.failures)
-        return message.get("failed") == attempt
-
-    def _judge(self, restarts_left: int) -> Verdict:
-        ordered = [*self._order, *(m for m in self._members.values() if m not in self._order)]
-        reports = [member.report for member in ordered if member.report is not None]
-        return judge(reports, size=self._size, restarts_left=restarts_left)
+                    if has_failed and node not in failed:
+                        failed.append(node)
+                        if len(failed) == 1:
+                            self._tell({"stop": attempt})
+                if node not in reports and member.channel.silent_s() > self.lost_s:
+                    raise _lost(
+                        member,
+                        f"it was silent for {self.lost_s:g} s: it is down, its launcher was killed, or the network is cut.",
+                    )
+            time.sleep(_POLL_S)
+        return [reports[node] for node in (*failed, *(node for node in reports if node not in failed))]
 
     def _tell(self, message: Message) -> None:
         for member in self._members.values():
             member.channel.send(message)
 
 
-def _lost(member: Member, why: str) -> Outcome:
-    return Outcome(
-        code=EXIT_OUR_FAULT,
-        lines=(
-            f"the connection to {member.name} was lost, so the run was ended.",
-            f"  why: {why}",
-            "  do:  run the same command with --resume auto on every machine to continue from the newest checkpoint",
-        ),
+def _read_report(member: Member, data: object) -> Report:
+    try:
+        report = Report.from_json(data)
+    except ValueError as error:
+        raise _lost(member, f"it sent a report that cannot be read: {error}.") from error
+    ranks = range(member.first_rank, member.first_rank + member.num_local)
+    if missing := set(ranks) - set(report.codes):
+        raise _lost(member, f"it sent a report without rank {min(missing)}.")
+    return report
+
+
+def _lost(member: Member, why: str) -> _RunEnded:
+    return _RunEnded(
+        Outcome(
+            code=EXIT_OUR_FAULT,
+            lines=(
+                f"the connection to {member.name} was lost, so the run was ended.",
+                f"  why: {why}",
+                "  do:  run the same command with --resume auto on every machine to continue from the newest checkpoint",
+            ),
+        )
     )
 
 
-def _refused(problem: str, *, do: str) -> Outcome:
-    lines: Sequence[str] = UserError(problem, do=do).lines()
-    return Outcome(code=EXIT_USER_MUST_ACT, lines=tuple(lines))
+def _refusal(problem: str, *, do: str) -> Outcome:
+    return Outcome(code=EXIT_USER_MUST_ACT, lines=tuple(UserError(problem, do=do).lines()))

@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from crosstune.core.signals import taken_signals
-from crosstune.distributed.boards import FolderBoard
+from crosstune.core.signals import handling
 from crosstune.distributed.environment import ATTEMPT, Nodes
-from crosstune.distributed.free_ports import free_ports
-from crosstune.distributed.hub import Hub
-from crosstune.distributed.links import Begin, Link, OneMachine, SeveralMachines
+from crosstune.distributed.hub import Coordinator
+from crosstune.distributed.links import Begin, OneMachine, SeveralMachines
+from crosstune.distributed.master import free_ports
 from crosstune.distributed.processes import Processes
 from crosstune.distributed.reports import Outcome
-from crosstune.distributed.watchdog import LauncherWatch
+from crosstune.distributed.watchdog import FolderBoard, LauncherWatch
 
 LOST_S = 30.0
 """The longest silence of another machine's launcher."""
@@ -29,84 +28,63 @@ ORPHAN_S = 300.0
 """Time for a rank to save and exit after its launcher was killed."""
 
 Environments = Callable[[Path, Begin], list[dict[str, str]]]
-"""(private folder, what to start) -> the environment variables of each rank on this machine."""
+"""(private folder, attempt) -> the environment variables of each rank on this machine."""
 Say = Callable[[Sequence[str]], None]
 
 
 def launch(
     command: Sequence[str],
     *,
-    size: int,
+    num_local: int,
     environments: Environments,
+    nodes: Nodes | None = None,
     max_restarts: int = 0,
+    connect_s: float = 300.0,
     collective_s: float = 1800.0,
     port: int | None = None,
     say: Say = lambda lines: None,
 ) -> Outcome:
-    """Run `command` as `size` processes on this machine. Rank 0 has our terminal; the output of the others is shown if
-    they fail. A restart is told with `say`. `port` is the one at which the ranks meet; None takes a free one."""
-    link = OneMachine(size=size, max_restarts=max_restarts, port=port)
-    return _run(command, link, environments, max_restarts=max_restarts, limit_s=collective_s, say=say)
+    """Run `command` as the ranks of this machine, and start them again after a failure.
 
-
-def launch_node(
-    command: Sequence[str],
-    nodes: Nodes,
-    *,
-    num_local: int,
-    environments: Environments,
-    max_restarts: int,
-    connect_s: float,
-    collective_s: float,
-    say: Say,
-) -> Outcome:
-    """Run this machine's processes of a run on several machines, each of which has a launcher."""
-    lost_s = min(LOST_S, collective_s)
-    if nodes.node_rank == 0:
-        Hub(nodes=nodes, max_restarts=max_restarts, connect_s=connect_s, lost_s=lost_s).start()
-    link = SeveralMachines(nodes, num_local=num_local, connect_s=connect_s, lost_s=lost_s)
-    return _run(command, link, environments, max_restarts=max_restarts, limit_s=collective_s, say=say)
-
-
-def _run(
-    command: Sequence[str],
-    link: Link,
-    environments: Environments,
-    *,
-    max_restarts: int,
-    limit_s: float,
-    say: Say,
-) -> Outcome:
+    With `nodes`, each machine of the run has a launcher. Rank 0 has our terminal; the output of the others is shown if
+    they fail. `say` is told of a restart. Ranks of one machine meet at `port`, or a free one.
+    """
+    link: OneMachine | SeveralMachines
+    if nodes is None or nodes.num_nodes == 1:
+        link = OneMachine(size=num_local, max_restarts=max_restarts, port=port)
+    else:
+        lost_s = min(LOST_S, collective_s)
+        if nodes.node_rank == 0:
+            Coordinator(nodes=nodes, max_restarts=max_restarts, connect_s=connect_s, lost_s=lost_s).start()
+        link = SeveralMachines(nodes, num_local=num_local, connect_s=connect_s, lost_s=lost_s)
     signals: list[int] = []
-    with tempfile.TemporaryDirectory(prefix="crosstune-ranks-") as name, _passing(signals) as current:
+    with tempfile.TemporaryDirectory(prefix="crosstune-ranks-") as name, _passing(signals) as started:
         folder = Path(name)
         while True:
             begin = link.begin(lambda: bool(signals))
             if begin is None:
-                name = signal.Signals(signals[0]).name
-                return Outcome(
-                    code=128 + signals[0], lines=(f"stopped by {name} before the processes were started.",)
-                )
+                line = f"stopped by {signal.Signals(signals[0]).name} before the processes were started."
+                return Outcome(code=128 + signals[0], lines=(line,))
             if isinstance(begin, Outcome):
                 return begin
             processes = Processes(folder=folder, first_rank=begin.first_rank, signals=signals)
-            current.append(processes)
+            started.append(processes)
             board = FolderBoard(folder)
             board.clear()
             processes.start(command, environments(folder, begin))
-            processes.wait(link.should_stop, LauncherWatch(board, limit_s=limit_s).verdict)
-            settled = link.settle(processes.report())
-            if not settled.again:
-                return settled.outcome
-            if settled.restarts and settled.outcome.lines:
-                cause, *rest = settled.outcome.lines
-                again = f"Starting again from the newest checkpoint (restart {settled.restarts} of {max_restarts})."
+            processes.wait(link.should_stop, LauncherWatch(board, limit_s=collective_s).verdict)
+            decision = link.decide(processes.report())
+            if not decision.again:
+                return decision.outcome
+            if decision.restarts and decision.outcome.lines:
+                cause, *rest = decision.outcome.lines
+                again = f"Starting again from the newest checkpoint (restart {decision.restarts} of {max_restarts})."
                 say([f"{cause} {again}", *(line for line in rest if not line.startswith("  do:"))])
 
 
 @contextlib.contextmanager
 def _passing(signals: list[int]) -> Iterator[list[Processes]]:
-    """Forward the stop signals to the processes of the newest attempt; kill those left when the block ends."""
+    """Forward stop signals to the processes of the newest attempt; kill the remaining ones at the end."""
     started: list[Processes] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -114,14 +92,12 @@ def _passing(signals: list[int]) -> Iterator[list[Processes]]:
         for processes in started[-1:]:
             processes.send(number)
 
-    previous = {number: signal.signal(number, pass_on) for number in taken_signals()}
-    try:
-        yield started
-    finally:
-        for processes in started:
-            processes.end(signal.SIGKILL)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with handling(pass_on):
+        try:
+            yield started
+        finally:
+            for processes in started:
+                processes.end(signal.SIGKILL)
 
 
 def ring_environments(folder: Path, begin: Begin) -> list[dict[str, str]]:
@@ -135,17 +111,16 @@ def ring_environments(folder: Path, begin: Begin) -> list[dict[str, str]]:
     ]
 
 
-def torch_environments(folder: Path, begin: Begin, *, nodes: Nodes | None = None) -> list[dict[str, str]]:
+def torch_environments(folder: Path, begin: Begin) -> list[dict[str, str]]:
     """Return the variables of torch ranks, as torchrun sets them."""
-    nodes = nodes if nodes is not None else Nodes()
     return [
         {
             "RANK": str(begin.first_rank + place),
             "WORLD_SIZE": str(begin.size),
             "LOCAL_RANK": str(place),
             "LOCAL_WORLD_SIZE": str(begin.num_local),
-            "GROUP_RANK": str(nodes.node_rank),
-            "GROUP_WORLD_SIZE": str(nodes.num_nodes),
+            "GROUP_RANK": str(begin.node_rank),
+            "GROUP_WORLD_SIZE": str(begin.num_nodes),
             "MASTER_ADDR": begin.master_addr,
             "MASTER_PORT": str(begin.port),
             ATTEMPT: str(begin.attempt),
@@ -155,7 +130,7 @@ def torch_environments(folder: Path, begin: Begin, *, nodes: Nodes | None = None
 
 
 def follow(launcher: int) -> None:
-    """Send this process SIGTERM when its launcher is gone, and end it if it does not come to its end by then."""
+    """Send this process SIGTERM when its launcher is gone, and SIGKILL `ORPHAN_S` later."""
 
     def watch() -> None:
         while os.getppid() == launcher:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import queue
 import socket
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from crosstune.core.errors import EXIT_OUR_FAULT, UserError
 from crosstune.core.version import __version__
 from crosstune.distributed.channel import LONGEST_LINE, Channel, Message
 from crosstune.distributed.environment import Nodes
-from crosstune.distributed.free_ports import free_ports
-from crosstune.distributed.master import check_master, explain_refusal
-from crosstune.distributed.reports import PORT_ATTEMPTS, Outcome, Report, judge
+from crosstune.distributed.master import check_master, free_ports, reach
+from crosstune.distributed.reports import AttemptDecision, Outcome, Report, RestartPolicy
 
-_RETRY_S = 0.2
+_WAIT_S = 0.2
 REPORT_LIMIT = LONGEST_LINE // 2
-"""Bytes of a report, which is one message."""
+"""Bytes of a report; it must fit in one message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,74 +24,42 @@ class Begin:
     """The place of this machine's ranks in an attempt."""
 
     attempt: int
-    first_rank: int
     size: int
     num_local: int
-    master_addr: str
     port: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settled:
-    """The decision of all launchers after an attempt: start again, or end with an outcome."""
-
-    outcome: Outcome
-    restarts: int = 0
-    """The number of restarts after a failure."""
-    again: bool = False
-
-
-class Link(Protocol):
-    def begin(self, stopped: Callable[[], bool]) -> Begin | Outcome | None:
-        """Wait until all machines are ready for an attempt; return how the run ended if they are not, and None if the
-        user has stopped it meanwhile."""
-        ...
-
-    def should_stop(self, *, failed: bool) -> bool:
-        """Return whether another machine has failed; `failed` tells that this one has."""
-        ...
-
-    def settle(self, report: Report) -> Settled:
-        """Return what follows, once the processes of every machine have ended."""
-        ...
+    first_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    node_rank: int = 0
+    num_nodes: int = 1
 
 
 class OneMachine:
     """Decide alone."""
 
     def __init__(self, *, size: int, max_restarts: int, port: int | None = None) -> None:
-        self._size, self._max_restarts, self._port = size, max_restarts, port
-        self._attempt = self._restarts = self._taken = 0
+        self._port = port
+        self._policy = RestartPolicy(size=size, max_restarts=max_restarts, port_is_fixed=port is not None)
 
     def begin(self, stopped: Callable[[], bool]) -> Begin | None:
+        """Return the next attempt; None if the user has stopped the run."""
         if stopped():
             return None
-        return Begin(
-            attempt=self._attempt,
-            first_rank=0,
-            size=self._size,
-            num_local=self._size,
-            master_addr="127.0.0.1",
-            port=self._port if self._port is not None else free_ports(1)[0],
-        )
+        size, port = self._policy.size, self._port if self._port is not None else free_ports(1)[0]
+        return Begin(attempt=self._policy.attempt, size=size, num_local=size, port=port)
 
-    def should_stop(self, *, failed: bool) -> bool:
+    def should_stop(self, failed: bool) -> bool:
         return False
 
-    def settle(self, report: Report) -> Settled:
-        verdict = judge([report], size=self._size, restarts_left=self._max_restarts - self._restarts)
-        self._taken += verdict.other_port
-        self._restarts += verdict.again
-        self._attempt += 1
-        again = verdict.again or (verdict.other_port and self._port is None and self._taken < PORT_ATTEMPTS)
-        return Settled(outcome=verdict.outcome, restarts=self._restarts, again=again)
+    def decide(self, report: Report) -> AttemptDecision:
+        return self._policy.decide([report])
 
 
 class SeveralMachines:
-    """Do as the hub in the first machine's launcher says."""
+    """Follow the coordinator in the first machine's launcher."""
 
     def __init__(self, nodes: Nodes, *, num_local: int, connect_s: float, lost_s: float) -> None:
         self._nodes, self._num_local, self._lost_s = nodes, num_local, lost_s
+        self._place = f"{nodes.master_addr}:{nodes.master_port}"
         check_master(nodes.master_addr, node_rank=nodes.node_rank)
         self._channel = self._connect(connect_s)
         self._channel.send(
@@ -107,16 +72,17 @@ class SeveralMachines:
             }
         )
         self._attempt = 0
-        self._told = False
-        self._stop = False
+        self._told = self._stop = False
 
     def begin(self, stopped: Callable[[], bool]) -> Begin | Outcome | None:
+        """Wait until all machines are ready for an attempt; return the outcome if the run ends instead, and None if the
+        user has stopped it meanwhile."""
         self._told = self._stop = False
         message = self._await("go", "end", stopped=stopped)
         if message is None:
             return None if stopped() else self._lost()
         if "end" in message:
-            return _ending(message)
+            return _outcome(message)
         self._attempt = message["go"]
         return Begin(
             attempt=message["go"],
@@ -125,55 +91,51 @@ class SeveralMachines:
             num_local=self._num_local,
             master_addr=self._nodes.master_addr,
             port=message["port"],
+            node_rank=self._nodes.node_rank,
+            num_nodes=self._nodes.num_nodes,
         )
 
-    def should_stop(self, *, failed: bool) -> bool:
+    def should_stop(self, failed: bool) -> bool:
+        """Return whether another machine has failed; report it when a rank here has."""
         if failed and not self._told:
             self._channel.send({"failed": self._attempt})
             self._told = True
-        if not self._stop and self._channel.silent_s() > self._lost_s:
-            self._stop = True
-        while not self._stop:
-            try:
-                message = self._channel.inbox.get_nowait()
-            except queue.Empty:
-                break
+        self._stop = self._stop or self._channel.silent_s() > self._lost_s
+        while not self._stop and not self._channel.inbox.empty():
+            message = self._channel.inbox.get()
             self._stop = message.get("stop") == self._attempt or "end" in message
             if "end" in message:
-                self._channel.inbox.put(message)  # `settle` reads it
+                self._channel.inbox.put(message)  # for `decide`
         return self._stop
 
-    def settle(self, report: Report) -> Settled:
-        self._channel.send({"report": report.to_json(limit=REPORT_LIMIT), "attempt": self._attempt})
+    def decide(self, report: Report) -> AttemptDecision:
+        """Return the decision of the coordinator, once the ranks of every machine have ended."""
+        self._channel.send({"report": report.to_json(limit=REPORT_LIMIT)})
         message = self._await("again", "end")
         if message is None:
-            return Settled(outcome=self._lost())
-        return Settled(outcome=_ending(message), restarts=message.get("again", 0), again="again" in message)
+            return AttemptDecision(outcome=self._lost())
+        restarts = message.get("again", 0)
+        return AttemptDecision(outcome=_outcome(message), restarts=restarts, again="again" in message)
 
     def _connect(self, connect_s: float) -> Channel:
-        place, deadline = (self._nodes.master_addr, self._nodes.master_port), time.monotonic() + connect_s
-        while True:
-            try:
-                found = socket.create_connection(place, timeout=max(0.1, deadline - time.monotonic()))
-                if found.getpeername() != found.getsockname():
-                    return Channel(found)
-                found.close()  # a port of our own, taken by chance before the hub listens
-            except OSError as error:
-                if time.monotonic() + _RETRY_S > deadline:
-                    more = explain_refusal(place[0]) if self._nodes.node_rank else ""
-                    raise UserError(
-                        f"The first machine cannot be reached at {place[0]}:{place[1]}.",
-                        why=f"nothing answered within {connect_s:g} s ({error}){more}.",
-                        do="set MASTER_ADDR and MASTER_PORT to the address of the machine with NODE_RANK 0, start the command "
-                        "there too, and let the port through the firewall",
-                    ) from error
-            time.sleep(_RETRY_S)
+        nodes = self._nodes
+        try:
+            return Channel(
+                reach(nodes.master_addr, nodes.master_port, limit_s=connect_s, node_rank=nodes.node_rank)
+            )
+        except OSError as error:
+            raise UserError(
+                f"The first machine cannot be reached at {self._place}.",
+                why=str(error),
+                do="set MASTER_ADDR and MASTER_PORT to the address of the machine with NODE_RANK 0, start the command "
+                "there too, and let the port through the firewall",
+            ) from error
 
     def _await(self, *kinds: str, stopped: Callable[[], bool] = lambda: False) -> Message | None:
         """Return the next message of these kinds; None when the first machine is lost, or the user has stopped us."""
         while self._channel.silent_s() <= self._lost_s and not stopped():
             try:
-                message = self._channel.inbox.get(timeout=_RETRY_S)
+                message = self._channel.inbox.get(timeout=_WAIT_S)
             except queue.Empty:
                 continue
             if any(kind in message for kind in kinds):
@@ -181,17 +143,16 @@ class SeveralMachines:
         return None
 
     def _lost(self) -> Outcome:
-        place = f"{self._nodes.master_addr}:{self._nodes.master_port}"
         return Outcome(
             code=EXIT_OUR_FAULT,
             lines=(
-                f"the connection to the first machine at {place} was lost, so the processes here were ended.",
-                f"  why: it was not heard for {self._lost_s:g} s: it is down, its launcher was killed, or the network is cut.",
+                f"the connection to the first machine at {self._place} was lost, so the processes here were ended.",
+                f"  why: it was silent for {self._lost_s:g} s: it is down, its launcher was killed, or the network is cut.",
                 "  do:  run the same command with --resume auto on every machine to continue from the newest checkpoint",
             ),
         )
 
 
-def _ending(message: Message) -> Outcome:
-    lines: Sequence[str] = message.get("lines") or ()
-    return Outcome(code=int(message.get("end", EXIT_OUR_FAULT)), lines=tuple(str(line) for line in lines))
+def _outcome(message: Message) -> Outcome:
+    lines = tuple(str(line) for line in message.get("lines") or ())
+    return Outcome(code=int(message.get("end", EXIT_OUR_FAULT)), lines=lines)

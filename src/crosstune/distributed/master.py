@@ -1,23 +1,25 @@
-"""Resolve the name of a run's first machine: where it listens, and whether the others can reach it.
+"""Listen on a run's first machine, and reach it from the others.
 
-Debian's installer lets a host name resolve to 127.0.1.1 on its own machine, so a first machine that listened where its name
-leads would be reached by nobody else, and a machine with a copied /etc/hosts would look for the first one in itself.
+Debian's installer maps a host's own name to 127.0.1.1: a first machine that listened there would be unreachable, and a
+machine with a copied /etc/hosts would connect to itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
+import time
 from typing import Any
 
 from crosstune.core.errors import UserError
 
-_LOCAL = "localhost"
+_RETRY_S = 0.2
 
 
 def is_loopback(address: str) -> bool:
     """Return whether a numeric address, or the name localhost, means the machine itself."""
-    if address == _LOCAL:
+    if address == "localhost":
         return True
     try:
         return ipaddress.ip_address(plain_address(address)).is_loopback
@@ -26,8 +28,7 @@ def is_loopback(address: str) -> bool:
 
 
 def plain_address(address: str) -> str:
-    """Return a numeric address without its interface, and one of IPv4 that is written as IPv6 in its own form; any other
-    text as it is."""
+    """Return a numeric address without its interface, IPv4 mapped to IPv6 as IPv4; any other text unchanged."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -36,14 +37,14 @@ def plain_address(address: str) -> str:
 
 
 def resolve(name: str, port: int) -> list[tuple[Any, ...]]:
-    """Return the addresses of a name as `socket.getaddrinfo` does, those of other machines before loopback."""
+    """Return `socket.getaddrinfo` of a name, loopback addresses last."""
     found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     return sorted(found, key=lambda entry: is_loopback(str(entry[4][0])))
 
 
 def listen(name: str, port: int, *, several: bool, backlog: int = 1024) -> socket.socket:
-    """Listen at the address of the first machine, at none beside it. With `several` machines and a name that only leads
-    back to this one, listen at all addresses: the others resolve the name to one of them."""
+    """Listen at the address of the first machine only. With `several` machines and a name that leads to loopback here,
+    listen at all addresses: the others resolve the name to one of them."""
     problem = OSError(f"{name} has no address")
     for family, kind, protocol, _, address in resolve(name, port):
         if several and is_loopback(str(address[0])) and not is_loopback(name):
@@ -62,10 +63,10 @@ def listen(name: str, port: int, *, several: bool, backlog: int = 1024) -> socke
 
 
 def check_master(name: str, *, node_rank: int) -> None:
-    """Raise a UserError on a machine that would look for the first one in itself."""
+    """Raise a UserError on a machine that would connect to itself instead of the first one."""
     own = socket.gethostname().partition(".")[0]
     if node_rank == 0 or is_loopback(name) or name.partition(".")[0] == own:
-        return  # several launchers on one machine, for a trial, are told so by localhost or their own name
+        return  # several launchers on one machine, for a trial, use localhost or its name
     if (address := leads_back(name)) is not None:
         raise UserError(
             f"{name} is the first machine of the run (MASTER_ADDR), but leads back to {own}, which is not the first one.",
@@ -84,7 +85,28 @@ def leads_back(name: str) -> str | None:
     return first if is_loopback(first) else None
 
 
-def explain_refusal(name: str) -> str:
-    """Return what to add to the error of a machine that did not reach the first one; empty if its address is fine."""
-    address = leads_back(name)
-    return f"; {name} leads to {address}, which is this machine itself" if address is not None else ""
+def reach(name: str, port: int, *, limit_s: float, node_rank: int) -> socket.socket:
+    """Connect to the first machine as soon as it listens; raise an OSError with the reason after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            found = socket.create_connection((name, port), timeout=max(0.1, deadline - time.monotonic()))
+            if found.getpeername() != found.getsockname():
+                return found
+            found.close()  # connected to itself: nobody listens yet, and the system chose the same port for this end
+        except OSError as error:
+            if time.monotonic() + _RETRY_S > deadline:
+                back = leads_back(name) if node_rank else None
+                more = f"; {name} leads to {back}, which is this machine itself" if back else ""
+                raise OSError(f"nothing answered within {limit_s:g} s ({error}){more}.") from error
+        time.sleep(_RETRY_S)
+
+
+def free_ports(count: int, *, address: str = "127.0.0.1") -> list[int]:
+    """Return free ports; each stays bound until all are found, so that they differ."""
+    with contextlib.ExitStack() as stack:
+        family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+        sockets = [stack.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(count)]
+        for found in sockets:
+            found.bind((address, 0))
+        return [int(found.getsockname()[1]) for found in sockets]

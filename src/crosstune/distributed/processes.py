@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from crosstune.config.load import child_environment
 from crosstune.core.errors import (
@@ -35,12 +34,6 @@ TAIL_LINES, TAIL_BYTES = 15, 2**16
 _ORDERLY = (EXIT_DONE, EXIT_STOPPED)
 
 
-class ShouldStop(Protocol):
-    def __call__(self, *, failed: bool) -> bool:
-        """Return whether a process of another machine has failed; `failed` tells that one here has."""
-        ...
-
-
 @dataclass(kw_only=True)
 class Processes:
     """The ranks of one attempt on this machine."""
@@ -55,7 +48,7 @@ class Processes:
     ended: set[int] = field(default_factory=set)
     """Places of members that we stopped."""
     hung: list[str] = field(default_factory=list)
-    """The words of the launcher's own watchdog about a rank that hangs."""
+    """Lines of the launcher's own watchdog about a rank that hangs."""
 
     def start(self, command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> None:
         """Start one process for each mapping of environment variables. Rank 0 has our terminal."""
@@ -80,18 +73,18 @@ class Processes:
     def codes(self) -> list[int | None]:
         return [member.poll() for member in self.members]
 
-    def wait(self, should_stop: ShouldStop, hangs: Callable[[], Sequence[str]] = tuple) -> None:
+    def wait(self, should_stop: Callable[[bool], bool], hangs: Callable[[], Sequence[str]] = tuple) -> None:
         """Wait until all processes have ended.
 
-        When one fails, the others get some time, then SIGTERM, then SIGKILL. A second signal from the user or a port in
-        use at the start shortens this; after a hang they are killed, and soon after a failure on another machine.
-        `hangs` names a rank that hangs.
+        After a failure the others get `PATIENCE_S`, then SIGTERM, and SIGKILL after `GRACE_S`. A second Ctrl-C or a
+        port in use shortens this; a hang (`hangs` names the rank) or a failure on another machine kills them sooner.
+        `should_stop` is told whether a process failed here, and tells whether one failed elsewhere.
         """
         ending_at: float | None = None
         while None in self.codes():
             self._note_failures()
-            elsewhere = should_stop(failed=bool(self.failures))
-            again = self.stopped_again()
+            elsewhere = should_stop(bool(self.failures))
+            again = self.signals.count(signal.SIGINT) > 1  # schedulers send several signals for one stop
             self.hung = list(hangs())
             if self.hung or EXIT_HUNG in self.codes():
                 self.end(signal.SIGKILL)
@@ -108,40 +101,31 @@ class Processes:
 
     def report(self) -> Report:
         """Return how the processes ended."""
-        codes = [code if code is not None else 0 for code in self.codes()]
-        named = {self.first_rank + place: code for place, code in enumerate(codes)}
+        codes = {self.first_rank + place: code or 0 for place, code in enumerate(self.codes())}
+        host = socket.gethostname()
         if self.hung:
-            failure = Failure(
-                rank=self.first_rank, host=socket.gethostname(), code=EXIT_HUNG, lines=self.hung
-            )
-            return Report(codes=named, failures=[failure], signals=list(self.signals))
-        return Report(
-            codes=named,
-            failures=[
+            failures = [Failure(rank=self.first_rank, host=host, code=EXIT_HUNG, lines=self.hung)]
+        else:
+            failures = [
                 Failure(
                     rank=self.first_rank + place,
-                    host=socket.gethostname(),
-                    code=codes[place],
+                    host=host,
+                    code=codes[self.first_rank + place],
                     lines=self._tail(place),
                     ended=place in self.ended,
                 )
                 for place in self.failures
-            ],
-            signals=list(self.signals),
-        )
+            ]
+        return Report(codes=codes, failures=failures, signals=list(self.signals))
 
     def end(self, number: int) -> None:
-        """Send a signal to the processes that run still, SIGTERM only once; wait for those that were killed."""
+        """Send a signal to running processes, SIGTERM only once; wait for killed ones."""
         for place, member in enumerate(self.members):
             if member.poll() is None and (number == signal.SIGKILL or place not in self.ended):
                 member.send_signal(number)
                 self.ended.add(place)
                 if number == signal.SIGKILL:
                     member.wait()
-
-    def stopped_again(self) -> bool:
-        """Return whether the user asked twice. A scheduler may send several signals for one stop."""
-        return self.signals.count(signal.SIGINT) > 1
 
     def send(self, number: int) -> None:
         for member in self.members:

@@ -1,4 +1,4 @@
-"""Judge how the ranks of an attempt ended: which one failed first, what to tell the user, whether to start again."""
+"""Decide after an attempt: which rank failed first, the message for the user, and whether to start again."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from crosstune.core.errors import (
     EXIT_PEER_LOST,
     EXIT_PORT_TAKEN,
     EXIT_USER_MUST_ACT,
-    shown,
 )
 
 PORT_ATTEMPTS = 4
-"""The number of starts at other ports, when one that was free is taken by another program."""
+"""Starts with another port when a program takes one that was free."""
 _CONTINUE = "  do:  if a checkpoint was saved, run the same command with --resume auto to continue from it"
 
 
@@ -32,12 +31,12 @@ class Failure:
     host: str
     code: int
     lines: Sequence[str] = ()
-    """The last lines of its output; none for rank 0, which has the terminal."""
+    """The last lines of its output; none for rank 0, whose output is the terminal."""
     ended: bool = False
-    """True if its launcher stopped it, after another one had failed."""
+    """True if its launcher stopped it after another failure."""
 
     def sentence(self, size: int) -> str:
-        how = f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
+        how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
         if self.code == EXIT_PEER_LOST:
             how = "lost the connection to the others"
         return f"process {self.rank} of {size} (counted from 0, host {self.host}) {how}"
@@ -53,12 +52,12 @@ class Report:
 
     codes: dict[int, int]
     failures: list[Failure] = field(default_factory=list)
-    """By the order in which they failed; those that only lost the others come last."""
+    """In the order of failure; ranks that only lost their peers come last."""
     signals: list[int] = field(default_factory=list)
     """The stop signals that the launcher received."""
 
     def to_json(self, *, limit: int) -> dict[str, Any]:
-        """Return the report as JSON of at most `limit` bytes: the output of the ranks that failed last is left out."""
+        """Return the report as at most `limit` bytes of JSON, without the output of the last failures if need be."""
         data = dataclasses.asdict(self)
         lines = [failure.pop("lines") for failure in data["failures"]]
         left = limit - len(json.dumps(data))
@@ -71,70 +70,69 @@ class Report:
     def from_json(cls, data: Any) -> Report:
         """Return the report of another machine; raise ValueError for anything else."""
         try:
-            failures = [_read_failure(failure) for failure in data["failures"]]
-            codes = {int(rank): _integer(code) for rank, code in data["codes"].items()}
-            return cls(codes=codes, failures=failures, signals=[_integer(one) for one in data["signals"]])
+            return cls(
+                codes={int(rank): int(code) for rank, code in data["codes"].items()},
+                failures=[
+                    Failure(**{**failure, "code": int(failure["code"])}) for failure in data["failures"]
+                ],
+                signals=[int(number) for number in data["signals"]],
+            )
         except (TypeError, AttributeError, LookupError) as error:
             raise ValueError(f"it is no report: {error!r}") from error
-
-
-def _read_failure(data: Any) -> Failure:
-    return Failure(
-        rank=_integer(data["rank"]),
-        host=str(data["host"]),
-        code=_integer(data["code"]),
-        lines=[str(line) for line in data["lines"]],
-        ended=data["ended"] is True,
-    )
-
-
-def _integer(value: Any) -> int:
-    if not isinstance(value, int):
-        raise ValueError(f"{shown(value)} is not an integer")
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     code: int
     lines: tuple[str, ...] = ()
-    """Messages for the user, in addition to those of rank 0."""
+    """Messages for the user, in addition to the output of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The decision after an attempt."""
+class AttemptDecision:
+    """The decision of all launchers after an attempt: start again, or end with an outcome."""
 
     outcome: Outcome
-    cause: Failure | None = None
     again: bool = False
-    """True to start the ranks again, from the newest checkpoint."""
-    other_port: bool = False
-    """True to start them again because a port was taken, before anything happened."""
+    restarts: int = 0
+    """The number of restarts after a failure so far."""
 
 
-def judge(reports: Sequence[Report], *, size: int, restarts_left: int) -> Verdict:
-    """Return what follows from the reports of all machines; the machine that reported a failure first comes first."""
-    codes = {rank: code for report in reports for rank, code in report.codes.items()}
-    signals = [number for report in reports for number in report.signals]
-    failures = [failure for report in reports for failure in report.failures]
-    if not failures:
-        return Verdict(outcome=Outcome(code=max(codes.values())))
-    cause = _first_cause(failures)
-    outcome = _outcome(cause, signals, size=size)
-    if EXIT_PORT_TAKEN in codes.values() and not signals:
-        return Verdict(outcome=outcome, cause=cause, other_port=True)
-    again = not signals and restarts_left > 0 and is_restartable(cause.code)
-    return Verdict(outcome=outcome, cause=cause, again=again)
+@dataclass(kw_only=True)
+class RestartPolicy:
+    """Decide after each attempt, and count them."""
+
+    size: int
+    max_restarts: int
+    port_is_fixed: bool = False
+    attempt: int = 0
+    restarts: int = 0
+    taken_ports: int = 0
+
+    def decide(self, reports: Sequence[Report]) -> AttemptDecision:
+        """Return the decision; the report of the machine that failed first comes first.
+
+        Start again after a kill, a lost connection or a crash, but not after a user's mistake, a hang or a signal.
+        """
+        self.attempt += 1
+        codes = [code for report in reports for code in report.codes.values()]
+        signals = [number for report in reports for number in report.signals]
+        failures = [failure for report in reports for failure in report.failures]
+        if not failures:
+            return AttemptDecision(outcome=Outcome(code=max(codes)))
+        cause = _first_cause(failures)
+        again = False
+        if EXIT_PORT_TAKEN in codes and not signals:
+            self.taken_ports += 1
+            again = not self.port_is_fixed and self.taken_ports < PORT_ATTEMPTS
+        elif not signals and (cause.code < 0 or cause.code in (EXIT_PEER_LOST, EXIT_OUR_FAULT)):
+            again = self.restarts < self.max_restarts
+            self.restarts += again
+        outcome = _outcome(cause, signals, size=self.size)
+        return AttemptDecision(outcome=outcome, again=again, restarts=self.restarts)
 
 
-def is_restartable(code: int) -> bool:
-    """Return whether starting again may help: after a kill, a lost connection or a crash, not after a user's mistake or
-    a hang."""
-    return code < 0 or code in (EXIT_PEER_LOST, EXIT_OUR_FAULT)
-
-
-def signal_name(number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -153,7 +151,7 @@ def _outcome(cause: Failure, signals: Sequence[int], *, size: int) -> Outcome:
         return Outcome(code=EXIT_AT_ONCE, lines=("stopped at once.",))
     if -cause.code in signals:
         return Outcome(
-            code=cause.shell_code, lines=(f"stopped by {signal_name(-cause.code)} before it began.",)
+            code=cause.shell_code, lines=(f"stopped by {_signal_name(-cause.code)} before it began.",)
         )
     if cause.rank == 0 and cause.code in (EXIT_USER_MUST_ACT, EXIT_PORT_TAKEN):
         return Outcome(code=EXIT_USER_MUST_ACT)  # it has printed the reason

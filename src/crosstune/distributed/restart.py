@@ -1,10 +1,10 @@
-"""Continue a run in its folder after its processes were restarted: remember the folder, and change the request."""
+"""Continue a run in its folder after a restart: remember the folder, and change the request."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from crosstune.config.schema import Config
 from crosstune.core.ranks import Group
@@ -12,21 +12,12 @@ from crosstune.core.ranks import Group
 _NOTE = "run-folder"
 
 
-@runtime_checkable
-class Remembers(Protocol):
-    """A group that keeps a text over restarts: the store of torchrun's agent outlives the processes."""
-
-    def remember(self, text: str) -> None: ...
-
-    def recall(self) -> str: ...
-
-
 def remember_folder(group: Group, folder: Path) -> None:
-    """Remember the folder of the run for the next attempt; with crosstune's own launcher, in its private folder."""
-    if group.ranks.launch_folder is not None and group.ranks.first:
-        (Path(group.ranks.launch_folder) / _NOTE).write_text(str(folder.absolute()), encoding="utf-8")
-    elif group.ranks.launch_folder is None and isinstance(group, Remembers):
+    """Remember the run folder for the next attempt."""
+    if group.ranks.launch_folder is None:
         group.remember(str(folder.absolute()))
+    elif group.ranks.first:
+        (Path(group.ranks.launch_folder) / _NOTE).write_text(str(folder.absolute()), encoding="utf-8")
 
 
 def recall_folder(group: Group) -> Path | None:
@@ -35,7 +26,7 @@ def recall_folder(group: Group) -> Path | None:
     if ranks.attempt == 0:
         return None
     if ranks.launch_folder is None:
-        text = group.recall() if isinstance(group, Remembers) else ""
+        text = group.recall()
     else:
         note = Path(ranks.launch_folder) / _NOTE
         text = group.share(note.read_text(encoding="utf-8") if ranks.first and note.is_file() else "")

@@ -16,7 +16,7 @@ _ENTRY = re.compile(r"([^\[\],]+)(?:\[([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)
 
 
 def ranks_in_slurm(environment: Mapping[str, str]) -> Ranks | None:
-    """Return the rank that srun gave this process; None for one that it did not start, or started alone."""
+    """Return the rank that srun gave this process; None if srun did not start it, or started it alone."""
     if not has(environment, "SLURM_PROCID") or _is_batch_script(environment):
         return None
     name = "SLURM_STEP_NUM_TASKS" if has(environment, "SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
@@ -77,7 +77,7 @@ def _master(environment: Mapping[str, str]) -> str:
 
 
 def _port_of_job(environment: Mapping[str, str]) -> int:
-    """Return a port that all processes of a job know and another job is not likely to have."""
+    """Return a port that all processes of a job compute alike and other jobs are unlikely to use."""
     job = read_number(environment, "SLURM_JOB_ID", high=2**40, default=0)
     step = read_number(environment, "SLURM_STEP_ID", high=2**40, default=0)
     return _PORTS_FROM + (job * 7 + step) % _NUM_PORTS

@@ -1,24 +1,27 @@
-"""End a job whose rank hangs, and name the rank, its host and what it waits in.
+"""End a run when a rank hangs, and name the rank, its host and its place in the code.
 
-A thread in each rank posts what the rank does and since when its main thread has not moved. Every rank reads what the others
-posted; so does the launcher, which also notices when all of them are stopped.
+A thread in each rank posts the rank's current work and how long its main thread has not moved. Every rank reads the posts of
+the others; so does the launcher, which also notices when all of them are stopped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import itertools
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 
 from crosstune.core.active_time import ActiveClock
 from crosstune.core.activity import Activity
 from crosstune.core.errors import EXIT_HUNG, EXIT_PEER_LOST
-from crosstune.core.ranks import Ranks
-from crosstune.distributed.boards import Board, BoardLost, State
+from crosstune.core.ranks import Board, BoardLost, Ranks, RankState
 
 _COLLECTIVE = ("torch/distributed/", "torch/autograd/graph.py", "_engine/group.py", "_engine/sharding/")
 """Parts of file names in which a rank waits for the others."""
@@ -29,14 +32,41 @@ _LOST_S = 10.0
 """Time for a rank to notice by itself that the board's process is gone."""
 
 
-class Judge:
-    """Find the rank that hangs, from what all ranks posted."""
+class FolderBoard:
+    """A board for the ranks of one machine and their launcher, in the launcher's private folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def post(self, state: RankState) -> None:
+        path = self._folder / f"rank-{state.rank}.state"
+        staged = path.with_suffix(".new")
+        with contextlib.suppress(OSError):  # the launcher has removed its folder, or the disk is full
+            staged.write_text(state.to_text(), encoding="utf-8")
+            staged.replace(path)
+
+    def read(self) -> dict[int, RankState]:
+        states: dict[int, RankState] = {}
+        for path in self._folder.glob("rank-*.state"):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                state = RankState.from_text(path.read_text(encoding="utf-8"))
+                states[state.rank] = state
+        return states
+
+    def clear(self) -> None:
+        """Forget the ranks of an earlier attempt."""
+        for path in self._folder.glob("rank-*.state"):
+            path.unlink(missing_ok=True)
+
+
+class HangDetector:
+    """Find the rank that hangs, from the states that all ranks posted."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._beats: dict[int, tuple[int, float]] = {}
 
-    def verdict(self, states: Mapping[int, State], now: float) -> list[str]:
+    def verdict(self, states: Mapping[int, RankState], now: float) -> list[str]:
         """Return the lines that name the hung rank; none while no rank hangs."""
         silent = {rank: self._silent_s(state, now) for rank, state in states.items()}
         stopped = [state for rank, state in states.items() if silent[rank] > self._limit_s]
@@ -54,7 +84,7 @@ class Judge:
         others = [state for state in states.values() if state not in blamed]
         return lines + [f"  {state.sentence()}" for state in others[:8]]
 
-    def _silent_s(self, state: State, now: float) -> float:
+    def _silent_s(self, state: RankState, now: float) -> float:
         beat, since = self._beats.get(state.rank, (-1, now))
         if beat != state.beat:
             since = now
@@ -71,22 +101,22 @@ class Watchdog:
         activity: Activity,
         *,
         limit_s: float,
-        own: Sequence[Board],
+        own: Board | None = None,
         shared: Board | None = None,
     ) -> None:
         self._ranks, self._activity = ranks, activity
         self._own, self._shared = own, shared
         self.poll_s = min(1.0, limit_s / 20)
         # A little before the limit, at which the collective itself gives up without naming anybody.
-        self._judge = Judge(limit_s - 3 * self.poll_s)
+        self._detector = HangDetector(limit_s - 3 * self.poll_s)
         self._limit_s = limit_s
         self._main = threading.main_thread().ident
         self._place: object = None
         self._clock = ActiveClock()  # a job that is suspended as a whole has no rank that hangs
         self._moved = self._answered = self._clock.now()
         self._beat = 0
-        self._latest: State | None = None
-        self._states: Mapping[int, State] = {}
+        self._latest: RankState | None = None
+        self._states: Mapping[int, RankState] = {}
         self._lost = False
         self._done = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -104,14 +134,14 @@ class Watchdog:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def state(self) -> State:
-        """Return what this rank does now."""
+    def state(self) -> RankState:
+        """Return the current state of this rank."""
         frame = sys._current_frames().get(self._main) if self._main is not None else None
         place, now = (self._activity.name, *_places(frame)), self._clock.now()
         if place != self._place:
             self._place, self._moved = place, now
         self._beat += 1
-        return State(
+        return RankState(
             rank=self._ranks.rank,
             host=self._ranks.host,
             beat=self._beat,
@@ -122,7 +152,7 @@ class Watchdog:
         )
 
     def _exchange(self) -> None:
-        """Post to the shared board and read it. In a thread of its own: the board may be in a stopped process."""
+        """Post to the shared board and read it, in a separate thread: the board may be in a stopped process."""
         assert self._shared is not None
         while not self._done.wait(self.poll_s):
             try:
@@ -135,23 +165,20 @@ class Watchdog:
             self._answered = self._clock.now()
 
     def _watch(self) -> None:
-        lost_at: float | None = None
         while not self._done.wait(self.poll_s):
-            state, now = self.state(), self._clock.now()
-            self._latest = state
-            for board in self._own:
-                board.post(state)
-            if self._lost:
-                lost_at = lost_at if lost_at is not None else now
-                if now - lost_at > _LOST_S and state.still_s > _LOST_S:
-                    self._end(
-                        [f"rank 0 is gone, and rank {state.rank} still waits: {state.sentence()}"],
-                        EXIT_PEER_LOST,
-                    )
-            elif self._shared is not None:
-                self._judge_shared(now)
+            self._latest = state = self.state()
+            now = self._clock.now()
+            if self._own is not None:
+                self._own.post(state)
+            if self._shared is None:
+                continue
+            if not self._lost:
+                self._check_ranks(now)
+            elif now - self._answered > _LOST_S and state.still_s > _LOST_S:
+                line = f"rank 0 is gone, and rank {state.rank} still waits: {state.sentence()}"
+                self._end([line], EXIT_PEER_LOST)
 
-    def _judge_shared(self, now: float) -> None:
+    def _check_ranks(self, now: float) -> None:
         silent_s = now - self._answered
         if silent_s > self._limit_s - 3 * self.poll_s:
             last = self._states.get(0)
@@ -160,8 +187,8 @@ class Watchdog:
             line = f"rank 0{host} is stopped or its machine is down: it has not answered for {silent_s:.0f} s.{was}"
             self._end([line], EXIT_HUNG)
         elif silent_s > 3 * self.poll_s:
-            return  # the board does not answer: what it said last shows nobody's silence but its own
-        elif lines := self._judge.verdict(self._states, now):
+            return  # the board does not answer, so its last states prove nothing about other ranks
+        elif lines := self._detector.verdict(self._states, now):
             self._end(lines, EXIT_HUNG)
 
     def _end(self, lines: Sequence[str], code: int) -> None:
@@ -178,11 +205,11 @@ class Watchdog:
 
 
 class LauncherWatch:
-    """The launcher's look at the ranks of its machine, which also sees when all of them are stopped."""
+    """The launcher's check of the ranks on its machine; it also notices when all of them are stopped."""
 
     def __init__(self, board: Board, *, limit_s: float, clock: Callable[[], float] | None = None) -> None:
         self._board, self._clock = board, clock or ActiveClock().now
-        self._judge = Judge(limit_s + 1.0)  # the ranks themselves see more, and come first
+        self._detector = HangDetector(limit_s + 1.0)  # after the ranks, which see more
         self._next = 0.0
 
     def verdict(self) -> list[str]:
@@ -191,34 +218,25 @@ class LauncherWatch:
         if now < self._next:
             return []
         self._next = now + 0.5
-        return self._judge.verdict(self._board.read(), now)
-
-
-def _frames(frame: FrameType | None) -> list[FrameType]:
-    found = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
+        return self._detector.verdict(self._board.read(), now)
 
 
 def _places(frame: FrameType | None) -> list[tuple[int, int]]:
-    return [(id(one.f_code), one.f_lasti) for one in _frames(frame)]
+    return [(id(one.f_code), one.f_lasti) for one, _ in traceback.walk_stack(frame)] if frame else []
 
 
 def _where(frame: FrameType | None) -> str:
     """Return the innermost function of ours or of torch.distributed, with the one it called, and its line."""
-    frames = _frames(frame)
-    for one in frames:
+    for one, line in traceback.walk_stack(frame) if frame else ():
         path = one.f_code.co_filename.replace(os.sep, "/")
         if any(part in path for part in _OWN):
-            inner = frames[0].f_code.co_name if frames[0] is not one else ""
-            name = one.f_code.co_name + (f" > {inner}" if inner else "")
-            return f"{name} ({'/'.join(path.split('/')[-2:])}:{one.f_lineno})"
+            inner = f" > {frame.f_code.co_name}" if frame and frame is not one else ""
+            return f"{one.f_code.co_name}{inner} ({'/'.join(path.split('/')[-2:])}:{line})"
     return ""
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Return whether the innermost frames are those of a collective."""
-    paths = [one.f_code.co_filename.replace(os.sep, "/") for one in _frames(frame)[:12]]
+    """Return whether the innermost frames belong to a collective."""
+    innermost = itertools.islice(traceback.walk_stack(frame), 12) if frame else ()
+    paths = [one.f_code.co_filename.replace(os.sep, "/") for one, _ in innermost]
     return any(part in path for path in paths for part in _COLLECTIVE)

@@ -1,4 +1,4 @@
-"""Emulate a run for another device: plan it for that machine, run a few steps on this CPU, report what would fail."""
+"""Emulate a run for another device: plan it for that machine, run a few steps on this CPU, report the failures."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from crosstune.runs.open_parts import find_model, open_recipe, open_session
 from crosstune.runs.resume import read_request
 
 NUM_STEPS = 3
-# The set of operators does not depend on the number of rows: two cover batching and gradient accumulation.
+# The set of operators does not depend on the number of rows; two cover batching and gradient accumulation.
 MOST_ROWS = 2
 MOST_EVALUATED = 4
 MOST_NEW_TOKENS = 8
 
 Row = dict[str, Any]
-"""An operator's name, first location, finding and number of calls."""
+"""A `Sighting` as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +107,16 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
     name = config.emulate
     assert name is not None, "ask for --emulate"
     screen = Observers(list(observers))
-    device = _device(name)
-    _check_backend(config, device.BACKEND)
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(
+            f"--emulate {name} needs torch on this computer.", do="pip install 'crosstune[torch]'"
+        )
+    device = load_plugin(EMULATED_PACKAGE, name, kind="emulated backend")
+    if config.backend not in ("auto", device.BACKEND):
+        raise UserError(
+            f"--emulate {name} and --backend {config.backend} contradict each other.",
+            do=f"leave --backend out, or use --backend {device.BACKEND}",
+        )
     config = replace(config, backend=device.BACKEND, asked={**config.asked, "backend": "--emulate"})
     config = read_request(config, observer=screen, hashes=False).config
     there = load_machine(machine or device.MACHINE)
@@ -135,7 +143,7 @@ def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Obs
     screen.on_event(Loading(model=model.name))
     session: Any = open_session(plan, model, task=recipe.task(plan.engine))
     watch.check_loaded(session)
-    trained, everything = session.num_parameters()
+    trained, total = session.num_parameters()
     screen.on_event(
         Loaded(
             name=None,
@@ -144,7 +152,7 @@ def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Obs
             checkpoint=None,
             result=None,
             trained_parameters=trained,
-            parameters=everything,
+            parameters=total,
         )
     )
     evaluation = Evaluation(metrics={})
@@ -190,22 +198,6 @@ def _judge(name: str, device: ModuleType, plan: Plan, watch: Any, tried: Tried) 
         conditions=conditions,
         not_checked=device.NOT_CHECKED,
     )
-
-
-def _device(name: str) -> ModuleType:
-    if importlib.util.find_spec("torch") is None:
-        raise UserError(
-            f"--emulate {name} needs torch on this computer.", do="pip install 'crosstune[torch]'"
-        )
-    return load_plugin(EMULATED_PACKAGE, name, kind="emulated backend")
-
-
-def _check_backend(config: Config, backend: str) -> None:
-    if config.backend not in ("auto", backend):
-        raise UserError(
-            f"--emulate {config.emulate} and --backend {config.backend} contradict each other.",
-            do=f"leave --backend out, or use --backend {backend}",
-        )
 
 
 def _shorten(plan: Plan) -> Plan:

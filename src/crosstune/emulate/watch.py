@@ -1,4 +1,4 @@
-"""Record every operator that a session runs on the CPU, and what another device would make of it."""
+"""Record every operator that a session runs on the CPU, and its support on another device."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ class Sightings:
 
 
 class Watch:
-    """Runs code on the CPU and records what the emulated device would not support. It never stops the code, so one run
-    finds everything."""
+    """Run code on the CPU and record the operators and dtypes that the emulated device does not support."""
 
     def __init__(self, name: str, *, quantizer: str, environment: Mapping[str, str]) -> None:
         self.device: ModuleType = load_plugin(EMULATED_PACKAGE, name, kind="emulated backend")
@@ -72,7 +71,7 @@ class Watch:
         self.falls_back = environment.get(self.device.FALLBACK, "0") != "0"
         self.seen = Sightings()
         self.noted: set[torch.dtype] = set()
-        """Result dtypes already recorded for the current call: those of its component operators are not counted again."""
+        """Result dtypes already recorded for the current call, so that component operators do not count again."""
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -120,7 +119,7 @@ class Watch:
             count(self.seen.refused, (operator, what), operator, where, what=what)
 
     def support(self, operator: Any) -> str:
-        """Return the device's support for an operator: that of `operator_table`, or `own` for another library's kernel."""
+        """Return the support in `operator_table`, or `own` for a kernel of another library."""
         name = operator.name()
         known = operator_table(self.device.KEY).get(name)
         if known is not None:
@@ -145,8 +144,7 @@ class Watch:
 
 
 class _Mode(TorchDispatchMode):
-    """Sees the operators below autograd. An operator that the device would decompose is decomposed here the same way,
-    again under this mode, so that its components are seen too."""
+    """Record the operators below autograd; decompose those that the device would, so that their components are recorded."""
 
     def __init__(self, watch: Watch, phase: str, whereabouts: CurrentLayer) -> None:
         super().__init__()
@@ -195,7 +193,7 @@ class _Mode(TorchDispatchMode):
 
 
 def _numbers_as_tensors(func: Any, args: Any) -> Any:
-    """Turn numbers into tensors for tensor arguments: the dispatcher unwraps them, but not every operator accepts that."""
+    """Turn numbers for tensor arguments into tensors: the dispatcher unwraps them, but not every operator accepts that."""
     if torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]):
         return args
     return tuple(

@@ -1,9 +1,9 @@
-"""Climb the ladder: measure the baseline, try each rung on top of what was kept, and measure both ends again."""
+"""Climb the ladder: measure the baseline, try each rung on top of the kept changes, and measure both ends again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from crosstune.config.load import make_config
@@ -15,7 +15,8 @@ from crosstune.core.json_files import read_object
 from crosstune.ladder.compare import TURNS, Comparison, Goal, Verdict, compare, judge
 from crosstune.ladder.criteria import Criterion, check_criteria
 from crosstune.ladder.request import NOT_CARRIED
-from crosstune.ladder.rung import Change, NotHere, Rung, Situation, load_rung
+from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation
+from crosstune.ladder.rungs import all_rungs
 from crosstune.ladder.trial import Trial, Trials
 from crosstune.planner.gather import gather
 from crosstune.report.files import mapping, number
@@ -26,7 +27,7 @@ Outcome = Literal["kept", "rolled back", "does not apply"]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One rung, or one of several changes of a rung, and what came of it."""
+    """One change of a rung, and its outcome."""
 
     rung: str
     title: str
@@ -37,24 +38,17 @@ class Step:
     comparison: Comparison | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "rung": self.rung,
-            "title": self.title,
-            "outcome": self.outcome,
-            "why": self.why,
-            "promise": self.promise,
-            "change": dict(self.change),
-            "measured": self.comparison.to_json() if self.comparison else None,
-        }
+        shown = {name: value for name, value in vars(self).items() if name != "comparison"}
+        return shown | {"measured": self.comparison.to_json() if self.comparison else None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Climbed:
-    """What a ladder found."""
+    """The result of a ladder."""
 
     asked: Mapping[str, Any]
     options: Mapping[str, Any]
-    """The options to train with: those that were asked for, and what was kept."""
+    """The options to train with: the requested ones with the kept changes."""
     steps: Sequence[Step]
     ends: Comparison | None
     """The original options against the final ones; None if nothing was kept."""
@@ -62,11 +56,11 @@ class Climbed:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "asked": dict(self.asked),
-            "options": dict(self.options),
+            "asked": self.asked,
+            "options": self.options,
             "rungs": [step.to_json() for step in self.steps],
             "ends": self.ends.to_json() if self.ends else None,
-            "criteria": [criterion.to_json() for criterion in self.criteria],
+            "criteria": [asdict(criterion) for criterion in self.criteria],
         }
 
 
@@ -85,12 +79,14 @@ class Ladder:
 
     def climb(self) -> Climbed:
         baseline = self._baseline()
-        self._take_batch_size(baseline)
+        known = all_rungs()
         for place, name in enumerate(self.rungs):
-            self._try_rung(name, load_rung(name), baseline, left=len(self.rungs) - place)
-        changed = {k: v for k, v in self.kept.items() if self._base().get(k) != v or k not in self._base()}
-        ends = self._compare("ends", base=self._base(), new=self._now(), left=0) if changed else None
-        validation = self._validate()
+            self._try_rung(name, known[name], baseline, left=len(self.rungs) - place)
+        base, now = self._base(), self._now()
+        ends = self._compare("ends", base=base, new=now, left=0) if now != base else None
+        self.on_trial("validation", 1)
+        every = max(1, self.trials.steps // 3)
+        validation = self.trials.run("validation", now, save_steps=every, keep_last_n=3)
         return Climbed(
             asked=self.asked,
             options={**self.asked, **self.kept},
@@ -106,7 +102,7 @@ class Ladder:
         return {**self._base(), **self.kept}
 
     def _baseline(self) -> Trial:
-        """Run the original options once: everything else is measured against trainings that work."""
+        """Run the original options once; take over the batch size that `--batch_size auto` found."""
         self.on_trial("baseline", len(TURNS) * (len(self.rungs) + 1) + 2)
         trial = self.trials.run("baseline", self._base())
         if not trial.finished:
@@ -115,43 +111,27 @@ class Ladder:
                 why=trial.error,
                 do=f"make it run with `crosstune train` first; its output is {self.trials.folder / 'baseline.log'}",
             )
+        found = mapping(self._recorded(trial).get("options")).get("batch_size")
+        if "batch_size" in self.asked and make_config(**self._base()).batch_size == AUTO:
+            self.asked = {**self.asked, "batch_size": found}  # rungs multiply and divide it
         return trial
 
-    def _take_batch_size(self, baseline: Trial) -> None:
-        """Ask for the size that the baseline found for `--batch_size auto`: rungs multiply and divide it."""
-        found = mapping(self._recorded(baseline).get("options")).get("batch_size")
-        if "batch_size" in self.asked and make_config(**self._base()).batch_size == AUTO:
-            self.asked = {**self.asked, "batch_size": found}
-
     def _try_rung(self, name: str, rung: Rung, baseline: Trial, *, left: int) -> None:
+        def note(outcome: Outcome, why: str, **more: Any) -> None:
+            step = Step(
+                rung=name, title=rung.title, promise=rung.promise.text, outcome=outcome, why=why, **more
+            )
+            self.steps.append(step)
+            self.on_step(step)
+
         try:
             changes = rung.propose(self._situation(baseline))
-            if not changes:
-                raise NotHere("it has nothing to change")
-        except NotHere as reason:
-            self._note(
-                Step(
-                    rung=name,
-                    title=rung.title,
-                    outcome="does not apply",
-                    why=str(reason),
-                    promise=rung.promise.text,
-                )
-            )
+        except NotApplicable as reason:
+            note("does not apply", str(reason))
             return
         for number_, change in enumerate(changes, start=1):
             verdict, comparison = self._try_change(f"{name}-{number_}", rung, change, left=left)
-            self._note(
-                Step(
-                    rung=name,
-                    title=rung.title,
-                    outcome="kept" if verdict.kept else "rolled back",
-                    why=verdict.why,
-                    promise=rung.promise.text,
-                    change=change,
-                    comparison=comparison,
-                )
-            )
+            note("kept" if verdict.kept else "rolled back", verdict.why, change=change, comparison=comparison)
             if not verdict.kept:
                 break
             self.kept.update(change)
@@ -163,7 +143,7 @@ class Ladder:
         try:
             _plan(new)
         except UserError as error:
-            return Verdict(kept=False, why=f"refused: {error.asked} {error.why}".strip()), None
+            return Verdict(False, f"refused: {error.asked} {error.why}".strip()), None
         comparison = self._compare(name, base=self._now(), new=new, left=left)
         return judge(comparison, promise=rung.promise, gain=rung.gain, goal=self.goal), comparison
 
@@ -174,12 +154,6 @@ class Ladder:
         return compare(
             self.trials, name, base=base, new=new, on_trial=lambda trial: self.on_trial(trial, most)
         )
-
-    def _validate(self) -> Trial:
-        """Train with the final options once more and save checkpoints on the way."""
-        self.on_trial("validation", 1)
-        every = max(1, self.trials.steps // 3)
-        return self.trials.run("validation", self._now(), save_steps=every, keep_last_n=3)
 
     def _situation(self, baseline: Trial) -> Situation:
         options = self._now()
@@ -196,10 +170,6 @@ class Ladder:
 
     def _recorded(self, baseline: Trial) -> Mapping[str, Any]:
         return read_object(self.trials.folder / baseline.name / "plan.json")
-
-    def _note(self, step: Step) -> None:
-        self.steps.append(step)
-        self.on_step(step)
 
 
 def _plan(options: Mapping[str, Any]) -> Plan:

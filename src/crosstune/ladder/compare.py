@@ -1,4 +1,4 @@
-"""Compare a change with the baseline: trials of both by turns, their speed, memory and losses, and a verdict."""
+"""Compare a change with the baseline: alternating trials, their speed, memory and losses, and a verdict."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Comparison:
 
     @property
     def speed(self) -> float:
-        """The speed of the change over that of the baseline."""
+        """The speed of the change relative to the baseline."""
         return _ratio([self.rate(t) for t in self.new], [self.rate(t) for t in self.base])
 
     def rate(self, trial: Trial) -> float:
@@ -42,7 +42,7 @@ class Comparison:
 
     @property
     def by_cpu_time(self) -> bool:
-        """Whether processor time is compared: on a CPU that others use, where it repeats itself better than time does."""
+        """Whether to compare processor time: on a busy CPU, where it varies less than wall time."""
         trials = [*self.base, *self.new]
         if self.time_spread <= UNSTEADY or not all(trial.tokens_per_cpu_s for trial in trials):
             return False
@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def memory(self) -> float:
-        """The peak memory of the change over that of the baseline."""
+        """The peak memory of the change relative to the baseline."""
         return _ratio([float(t.peak_bytes) for t in self.new], [float(t.peak_bytes) for t in self.base])
 
     @property
@@ -61,12 +61,8 @@ class Comparison:
 
     @property
     def time_spread(self) -> float:
-        """The same of the time that passed, whatever is compared."""
+        """Likewise for wall time."""
         return max(_spread([trial.tokens_per_s for trial in side]) for side in (self.base, self.new))
-
-    @property
-    def num_nonfinite(self) -> int:
-        return sum(trial.num_nonfinite for trial in self.new)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -79,7 +75,7 @@ class Comparison:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Verdict:
     kept: bool
     why: str
@@ -93,8 +89,7 @@ def compare(
     new: Mapping[str, Any],
     on_trial: Callable[[str], None] = lambda name: None,
 ) -> Comparison:
-    """Run baseline and change by turns (A B B A), so that a machine that gets slower or faster favours neither. The first
-    failure ends it."""
+    """Run baseline and change by turns (A B B A), so that a drift of the machine favours neither. Stop at a failure."""
     sides: dict[str, list[Trial]] = {"base": [], "new": []}
     for turn, side in enumerate(TURNS):
         trial_name = f"{name}-{turn + 1}-{side}"
@@ -108,17 +103,18 @@ def compare(
 def judge(comparison: Comparison, *, promise: LossPromise, gain: Gain, goal: Goal) -> Verdict:
     """Decide whether a change is kept: it keeps its promise about the loss, and it helps."""
     if (failed := comparison.failed) is not None:
-        return Verdict(kept=False, why=_failure(failed))
-    broken = broken_promise(comparison, promise)
-    if broken:
-        return Verdict(kept=False, why=broken)
-    if comparison.num_nonfinite > sum(trial.num_nonfinite for trial in comparison.base):
-        return Verdict(kept=False, why=f"{comparison.num_nonfinite} steps were not finite")
+        words = {"out_of_memory": "out of memory", "too_slow": "too slow"}.get(failed.status, "failed")
+        return Verdict(False, f"{words}: {failed.error}")
+    if broken := broken_promise(comparison, promise):
+        return Verdict(False, broken)
+    num_nonfinite = sum(trial.num_nonfinite for trial in comparison.new)
+    if num_nonfinite > sum(trial.num_nonfinite for trial in comparison.base):
+        return Verdict(False, f"{num_nonfinite} steps were not finite")
     return _weigh(comparison, gain=gain, goal=goal)
 
 
 def broken_promise(comparison: Comparison, promise: LossPromise) -> str:
-    """Return how the losses of the change break a promise; nothing if they keep it."""
+    """Return how the losses of the change break a promise; empty if they keep it."""
     if isinstance(promise, AsGood):
         return _worse(comparison, promise)
     own = max((_difference(comparison.base[0], trial) for trial in comparison.base[1:]), default=0.0)
@@ -179,7 +175,7 @@ def _weigh(comparison: Comparison, *, gain: Gain, goal: Goal) -> Verdict:
         else ""
     )
     if comparison.by_cpu_time:
-        unsteady += f", so processor time was compared, which differs by {spread:.0%}"
+        unsteady += f", so processor time was compared; it differs by {spread:.0%}"
     faster, slower = speed > 1 + noise, speed < 1 - noise
     smaller, larger = memory < 1 - SMALLEST_SAVING, memory > 1 + SMALLEST_SAVING
     if gain == "safety":
@@ -188,12 +184,7 @@ def _weigh(comparison: Comparison, *, gain: Gain, goal: Goal) -> Verdict:
         kept = faster or (smaller and not slower)
     else:
         kept = smaller or (faster and not larger)
-    return Verdict(kept=kept, why=said + unsteady)
-
-
-def _failure(trial: Trial) -> str:
-    words = {"out_of_memory": "out of memory", "too_slow": "too slow"}.get(trial.status, "failed")
-    return f"{words}: {trial.error}"
+    return Verdict(kept, said + unsteady)
 
 
 def _ratio(new: Sequence[float], base: Sequence[float]) -> float:

@@ -1,15 +1,15 @@
-"""Check what an optimisation should have come to: speed, memory, finite steps, a falling loss, processes, checkpoints."""
+"""Check the criteria of the optimisation guide: speed, memory, finite steps, falling loss, processes, checkpoints."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.checkpoint.read import newest_valid
+from crosstune.core.json_files import read_object
 from crosstune.ladder.compare import Comparison
 from crosstune.ladder.trial import Trial, middle
 
@@ -17,18 +17,15 @@ SPEED_WANTED, MEMORY_WANTED, FINITE_STEPS_WANTED = 0.25, 0.30, 1000
 Answer = Literal["yes", "no", "cannot say"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Criterion:
     what: str
     measured: str
     met: Answer
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def check_criteria(ends: Comparison | None, validation: Trial, *, validated: Path) -> list[Criterion]:
-    """Return the criteria of the optimisation guide with what was measured."""
+    """Return the criteria of the optimisation guide with their measurements."""
     return [
         _speed(ends),
         _memory(ends),
@@ -42,25 +39,22 @@ def check_criteria(ends: Comparison | None, validation: Trial, *, validated: Pat
 def _speed(ends: Comparison | None) -> Criterion:
     what = f"speed at least {SPEED_WANTED:.0%} higher"
     if ends is None or ends.failed is not None:
-        return Criterion(what=what, measured="nothing was kept" if ends is None else "failed", met="no")
-    if ends.spread >= abs(ends.speed - 1 - SPEED_WANTED):
-        met: Answer = "cannot say"
-    else:
-        met = "yes" if ends.speed >= 1 + SPEED_WANTED else "no"
-    return Criterion(
-        what=what,
-        measured=f"{_change(ends.speed)}{' by processor time' if ends.by_cpu_time else ''} (trials differ by "
-        f"{ends.spread:.0%})",
-        met=met,
-    )
+        return Criterion(what, "nothing was kept" if ends is None else "failed", "no")
+    is_sure = ends.spread < abs(ends.speed - 1 - SPEED_WANTED)
+    by = " by processor time" if ends.by_cpu_time else ""
+    measured = f"{_change(ends.speed)}{by} (trials differ by {ends.spread:.0%})"
+    return Criterion(what, measured, _answer(ends.speed >= 1 + SPEED_WANTED) if is_sure else "cannot say")
 
 
 def _memory(ends: Comparison | None) -> Criterion:
     what = f"memory at least {MEMORY_WANTED:.0%} lower"
     if ends is None or ends.failed is not None or math.isnan(ends.memory):
-        return Criterion(what=what, measured="nothing was kept" if ends is None else "failed", met="no")
-    met: Answer = "yes" if ends.memory <= 1 - MEMORY_WANTED else "no"
-    return Criterion(what=what, measured=_change(ends.memory), met=met)
+        return Criterion(what, "nothing was kept" if ends is None else "failed", "no")
+    return Criterion(what, _change(ends.memory), _answer(ends.memory <= 1 - MEMORY_WANTED))
+
+
+def _answer(is_met: bool) -> Answer:
+    return "yes" if is_met else "no"
 
 
 def _change(ratio: float) -> str:
@@ -71,53 +65,38 @@ def _finite(ends: Comparison | None, validation: Trial) -> Criterion:
     """Count the steps of all trials with the final options."""
     trials = [*(ends.new if ends else ()), validation]
     steps, bad = sum(len(trial.rows) for trial in trials), sum(trial.num_nonfinite for trial in trials)
-    enough = steps >= FINITE_STEPS_WANTED
-    return Criterion(
-        what=f"no gradient that is not finite in {FINITE_STEPS_WANTED:,} steps",
-        measured=f"{bad} in {steps:,} steps" + ("" if enough or bad else ", which is too few to say"),
-        met="no" if bad else "yes" if enough else "cannot say",
-    )
+    what = f"no gradient that is not finite in {FINITE_STEPS_WANTED:,} steps"
+    if bad or steps >= FINITE_STEPS_WANTED:
+        return Criterion(what, f"{bad} in {steps:,} steps", _answer(not bad))
+    return Criterion(what, f"0 in {steps:,} steps, too few to say", "cannot say")
 
 
 def _falling(validation: Trial) -> Criterion:
-    losses = [value for value in validation.values("loss") if not math.isnan(value)]
+    what, losses = "loss falling", [value for value in validation.values("loss") if not math.isnan(value)]
     fifth = len(losses) // 5
     if not fifth:
-        return Criterion(
-            what="loss falling", measured=f"{len(losses)} steps are too few to say", met="cannot say"
-        )
+        return Criterion(what, f"{len(losses)} steps are too few to say", "cannot say")
     first, last = middle(losses[:fifth]), middle(losses[-fifth:])
-    return Criterion(
-        what="loss falling", measured=f"{first:.4f} -> {last:.4f}", met="yes" if last < first else "no"
-    )
+    return Criterion(what, f"{first:.4f} -> {last:.4f}", _answer(last < first))
 
 
 def _processes(validation: Trial, validated: Path) -> Criterion:
-    from crosstune.core.json_files import read_object
-
     what = "several processes work"
     if not validation.finished:
-        return Criterion(what=what, measured=validation.error, met="cannot say")
+        return Criterion(what, validation.error, "cannot say")
     world = read_object(validated / "plan.json").get("world_size")
     if isinstance(world, int) and world > 1:
-        return Criterion(what=what, measured=f"{world} processes trained", met="yes")
-    return Criterion(
-        what=what, measured="not tried: the options have one process; see --world_size", met="cannot say"
-    )
+        return Criterion(what, f"{world} processes trained", "yes")
+    return Criterion(what, "not tried: the options have one process; see --world_size", "cannot say")
 
 
 def _checkpoints(validation: Trial, validated: Path) -> Criterion:
     what = "checkpoints valid"
     if not validation.finished:
-        return Criterion(what=what, measured=validation.error, met="no")
+        return Criterion(what, validation.error, "no")
     damaged: list[str] = []
     found = newest_valid(validated / CHECKPOINTS, on_damaged=lambda error: damaged.append(str(error)))
     if found is None or damaged:
-        return Criterion(what=what, measured=f"{len(damaged)} are damaged", met="no")
-    kept = sorted(path.name for path in (validated / CHECKPOINTS).glob("step-*"))
-    return Criterion(what=what, measured=f"{len(kept)} kept, the newest verified", met="yes")
-
-
-def met(criteria: Sequence[Criterion]) -> int:
-    """Return how many are met."""
-    return sum(criterion.met == "yes" for criterion in criteria)
+        return Criterion(what, f"{len(damaged)} are damaged", "no")
+    kept = list((validated / CHECKPOINTS).glob("step-*"))
+    return Criterion(what, f"{len(kept)} kept, the newest verified", "yes")

@@ -14,20 +14,20 @@ from crosstune.report.files import mapping
 
 REQUEST = "request.json"
 NOT_CARRIED = ("name", "output_dir", "overwrite", "resume", "num_epochs", "max_steps", "profile")
-"""Options of the request that no trial takes over; the last three return in the configuration to train with."""
+"""Options that trials leave out; the last three return in train.yaml."""
 _PLACE = ("name", "output_dir", "overwrite")
-"""Options that say where a ladder is, not what it measures."""
+"""Options that do not change what a ladder measures."""
 
 
 def check_request(config: Config) -> None:
-    """Raise what `train` would say about the options before its first step, and refuse options that no trial can have."""
+    """Check the options as `train` does before its first step, and refuse those that no trial can have."""
     from crosstune.runs.check_request import check_plan
     from crosstune.runs.resume import names_path
 
     if names_path(config):
         raise UserError(
             f"A ladder cannot start from --resume {config.resume}.",
-            why="its trials are short trainings of their own, and a run that is resumed keeps its options.",
+            why="its trials are separate short trainings, and a resumed run keeps its options.",
             do="leave out --resume, and give the options of that run, such as with --config RUN/config.yaml",
         )
     if config.emulate is not None:
@@ -37,16 +37,23 @@ def check_request(config: Config) -> None:
 
 
 def make_request(config: Config, *, rungs: Sequence[str], steps: int, goal: str) -> dict[str, Any]:
-    """Return what identifies a ladder in its folder."""
+    """Return the request that identifies a ladder in its folder."""
     options = {name: value for name, value in config.options_asked().items() if name not in _PLACE}
     return {"options": options, "rungs": list(rungs), "steps": steps, "goal": goal}
 
 
 def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
-    """Raise unless the folder is new, holds the same request, which is then continued, or one that measured nothing."""
+    """Raise unless the folder is new, holds the same request, or one that measured nothing."""
     path = folder / REQUEST
     if path.is_file():
-        before = _read_request(path)
+        try:
+            before = read_object(path)
+        except UserError as error:
+            raise UserError(
+                f"The ladder in {folder} is damaged: {path.name} cannot be read.",
+                why=error.why,
+                do="use another --name, or --overwrite true to begin again",
+            ) from error
         if before == dict(request):
             return
         if any((folder / "trials").glob("*/summary.json")):
@@ -61,22 +68,10 @@ def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
     write_json(path, dict(request))
 
 
-def _read_request(path: Path) -> Mapping[str, Any]:
-    try:
-        return read_object(path)
-    except UserError as error:
-        raise UserError(
-            f"The ladder in {path.parent} is damaged: {path.name} cannot be read.",
-            why=error.why,
-            do="use another --name, or --overwrite true to begin again",
-        ) from error
-
-
 def _differing(before: Mapping[str, Any], request: Mapping[str, Any]) -> list[str]:
-    """Return the flags of the options that differ, and what else does."""
+    """Return the flags that differ."""
     old, new = mapping(before.get("options")), mapping(request.get("options"))
-    options = sorted(f"--{key}" for key in {*old, *new} if old.get(key) != new.get(key))
-    others = sorted(
-        f"--{key}" for key in {*before, *request} if key != "options" and before.get(key) != request.get(key)
-    )
-    return [*options, *others]
+    return [
+        *sorted(f"--{key}" for key in {*old, *new} if old.get(key) != new.get(key)),
+        *(f"--{key}" for key in ("rungs", "steps", "goal") if before.get(key) != request.get(key)),
+    ]

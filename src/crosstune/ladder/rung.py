@@ -1,4 +1,4 @@
-"""Define a rung of the ladder: a change of the options, and what it promises about loss, speed and memory."""
+"""Define a rung of the ladder: a change of the options, and its promise about the loss."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ from typing import Any, Literal
 
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError
-from crosstune.core.names import load_plugin, plugin_names
-
-RUNGS_PACKAGE = "crosstune.ladder.rungs"
 
 Change = Mapping[str, Any]
 """Option -> its new value."""
 Gain = Literal["speed", "memory", "safety"]
 
 
-class NotHere(Exception):
-    """Raised by a rung that cannot apply to a training; its text says why."""
+class NotApplicable(Exception):
+    """Raised by a rung that does not apply to a training; the text says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What a rung decides on: the options that were kept so far, and what they come to on this machine."""
+    """The options kept so far, and their plan on this machine."""
 
     config: Config
     plan: Plan
@@ -71,7 +67,7 @@ LossPromise = SameBits | Within | AsGood
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """An optimisation. Its file in `rungs` has the name of the rung and defines it as `RUNG`."""
+    """An optimisation: a row of the table in `rungs`, or `RUNG` in a file there, named after it."""
 
     title: str
     order: int
@@ -80,17 +76,4 @@ class Rung:
     """What it is for. A rung for safety is kept unless it breaks its promise or costs speed or memory."""
     promise: LossPromise
     propose: Callable[[Situation], Sequence[Change]]
-    """Return changes to try one on top of the other, until one does not help; raise NotHere if there is none."""
-
-
-def rung_names() -> list[str]:
-    """Return the names of all rungs, in the order in which they are tried."""
-    names = plugin_names(RUNGS_PACKAGE)
-    return sorted(names, key=lambda name: (load_rung(name).order, name))
-
-
-def load_rung(name: str) -> Rung:
-    rung = getattr(load_plugin(RUNGS_PACKAGE, name, kind="rung"), "RUNG", None)
-    if not isinstance(rung, Rung):
-        raise UserError(f"The rung {name} defines no RUNG.", do=f"see {RUNGS_PACKAGE}")
-    return rung
+    """Return changes to try one on top of the other, until one does not help; raise NotApplicable if there is none."""

@@ -1,4 +1,4 @@
-"""Run a short training in a process of its own, and read what it measured."""
+"""Run a short training in a child process, and read its measurements."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from crosstune.core.run_lock import is_held
 from crosstune.report.files import RunFiles, load_run, number
 
 SLOWEST_LEFT_OUT = 0.1
-"""Share of the measured steps that are left out as too slow: another process had the machine."""
+"""Share of the measured steps that are dropped as too slow: another process had the machine."""
 FEWEST_TO_CHOOSE_FROM = 5
 TAIL_LINES = 8
 Status = Literal["finished", "out_of_memory", "failed", "too_slow"]
-# `crosstune` with the words behind the process id of the ladder, whose end it does not outlive.
+# `crosstune` in a process that ends with the ladder, whose process id is the first word.
 _FOLLOWING = """
 import runpy, sys
 from crosstune.distributed.launch import follow
@@ -64,7 +64,7 @@ class Trial:
 
     @property
     def tokens_per_cpu_s(self) -> float:
-        """The same over processor time, which other processes hardly change; 0 where it does not tell the speed."""
+        """Likewise over processor time, which other processes hardly change; 0 with several processes or a device."""
         return self._rate("cpu_s") if self.on_one_cpu else 0.0
 
     def _rate(self, spent: str) -> float:
@@ -80,28 +80,28 @@ class Trial:
         return [math.nan if value is None else value for value in found]
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "status": self.status,
-            "error": self.error,
-            "seconds": self.seconds,
-            "tokens_per_s": self.tokens_per_s,
-            "tokens_per_cpu_s": self.tokens_per_cpu_s,
-            "peak_bytes": self.peak_bytes,
-            "num_nonfinite": self.num_nonfinite,
-            "losses": self.values("loss"),
-        }
+        names = (
+            "name",
+            "status",
+            "error",
+            "seconds",
+            "tokens_per_s",
+            "tokens_per_cpu_s",
+            "peak_bytes",
+            "num_nonfinite",
+        )
+        return {name: getattr(self, name) for name in names} | {"losses": self.values("loss")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Runs trainings below one folder. A trial that was finished before is read instead of run again."""
+    """Run trainings below one folder; a trial that has finished before is read instead."""
 
     folder: Path
     steps: int
     warmup: int
     limit_s: float
-    """A trial that takes longer is ended."""
+    """Longer trials are ended."""
     should_stop: Callable[[], bool] = lambda: False
 
     def run(self, name: str, options: Mapping[str, Any], **more: Any) -> Trial:
@@ -122,7 +122,7 @@ class Trials:
         return self._read(name, code=code, seconds=time.monotonic() - begun, log=log)
 
     def _wait_for_leftover(self, folder: Path) -> None:
-        """Wait for a trial that outlived a killed ladder: it is ending, and writes into its folder until then."""
+        """Wait for a trial that outlived a killed ladder and still writes into its folder."""
         ends_at = time.monotonic() + self.limit_s
         while is_held(folder) and time.monotonic() < ends_at:
             if self.should_stop():
@@ -130,7 +130,7 @@ class Trials:
             time.sleep(0.1)
 
     def _fixed(self, name: str) -> dict[str, Any]:
-        """Return the options that every trial has, so that trials differ in what is tried alone."""
+        """Return the options that are the same in every trial."""
         return {
             "name": name,
             "output_dir": str(self.folder),
@@ -172,7 +172,7 @@ class Trials:
                     child.wait()
 
     def _read_done(self, folder: Path, asked: Mapping[str, Any]) -> Trial | None:
-        """Return a trial that an earlier start of this ladder has finished with the same options, and whose files are whole."""
+        """Return a trial that finished earlier with the same options and intact files."""
         file = folder.parent / f"{folder.name}.yaml"
         try:
             before = yaml.safe_load(file.read_text(encoding="utf-8"))

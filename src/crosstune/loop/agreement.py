@@ -11,22 +11,22 @@ from crosstune.core.ranks import Group
 from crosstune.core.record import RecordFailed, RecordFailedElsewhere
 
 
-class Agreement:
-    """The questions that all processes answer together. A process that raised an error of its own between two of them
-    would leave the others waiting, so the error is kept until the next question."""
+class DeferredErrors:
+    """Keep an error of one process until the next point at which all processes meet: raised earlier, it would leave the
+    others waiting."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.problem: UserError | None = None
 
     def keep(self, error: UserError) -> None:
-        """Raise an error at the next question, in every process; with a single process, at once."""
+        """Raise an error in every process at the next meeting point; with a single process, at once."""
         if self.group.ranks.size == 1:
             raise error
         self.problem = self.problem or error
 
     def forget_failed_save(self) -> None:
-        """Go on although a checkpoint could not be written, which was reported."""
+        """Forget a checkpoint that could not be written; it was reported."""
         if isinstance(self.problem, SaveFailed):
             self.problem = None
 
@@ -50,7 +50,7 @@ class Agreement:
 class KeepingErrors:
     """An observer that keeps the failure of a record until all processes can raise it."""
 
-    def __init__(self, observer: Observer, agreement: Agreement) -> None:
+    def __init__(self, observer: Observer, agreement: DeferredErrors) -> None:
         self._observer, self._agreement = observer, agreement
 
     def on_step(self, metrics: StepMetrics) -> None:

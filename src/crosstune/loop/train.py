@@ -28,7 +28,7 @@ from crosstune.core.ranks import Group, SingleProcess
 from crosstune.core.record import RecordFailed
 from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
-from crosstune.loop.agreement import Agreement
+from crosstune.loop.agreement import DeferredErrors
 from crosstune.loop.best import best_step, early_stopping_message, evaluation_warning, stops_early
 from crosstune.loop.micro_batch import describe_recovery, halve
 from crosstune.loop.prefetch import Prefetch
@@ -97,7 +97,7 @@ class Training:
         self._agreement.check()
 
     @property
-    def _agreement(self) -> Agreement:
+    def _agreement(self) -> DeferredErrors:
         return self.checkpoints.agreement
 
     def _can_save_after(self, error: BaseException) -> bool:

@@ -41,7 +41,7 @@ def catalog_names() -> list[str]:
 
 
 def split_count(name: str) -> tuple[str, int]:
-    """Return the name of a machine and its number of devices: `h200-x8` has eight of those of `h200`."""
+    """Return the name of a machine and its number of devices: `h200-x8` is eight times `h200`."""
     found = _SEVERAL.fullmatch(name)
     return (found["name"], int(found["count"])) if found else (name, 1)
 
@@ -50,7 +50,7 @@ def with_devices(machine: Machine, count: int) -> Machine:
     """Return the machine with this many of its GPU, and as much host memory for each."""
     backends = {
         name: replace(report, devices=report.devices * count)
-        if report.devices and report.device not in ("cpu",) and not report.unified_memory
+        if report.devices and report.device != "cpu" and not report.unified_memory
         else report
         for name, report in machine.backends.items()
     }
@@ -63,7 +63,7 @@ def with_devices(machine: Machine, count: int) -> Machine:
 
 
 def make_gpu(name: str, like: Machine) -> Machine:
-    """Return a machine of the table, which has the backends of `like` with another GPU."""
+    """Return a machine of the table: `like` with another GPU."""
     title, device_gib, host_gib = _GPUS[name]
     report = like.backends["cuda"]
     device = replace(
@@ -84,12 +84,9 @@ def make_gpu(name: str, like: Machine) -> Machine:
 
 
 def make_apple(name: str, like: Machine) -> Machine:
-    """Return an Apple machine, of whose memory Metal recommends two thirds up to 36 GB and three quarters above."""
+    """Return an Apple machine; Metal recommends two thirds of its memory up to 36 GB and three quarters above."""
     chip, _, size = name.removeprefix("apple-").rpartition("-")
-    title = " ".join(
-        part if part[0] in "m" and part[1:].isdigit() else part.title() for part in chip.split("-")
-    )
-    title = f"Apple {title.replace('m', 'M', 1)}"
+    title = f"Apple {chip.replace('-', ' ').title()}"
     total = int(size.removesuffix("gb")) * GIB
     shared = int(total * (2 / 3 if total <= 36 * GIB else 3 / 4))
     backends = {}

@@ -17,7 +17,7 @@ from crosstune.machines.probe import preference, probe_machine, recommend
 
 NUM_STEPS = 3
 TOLERANCE = 1e-3
-"""The largest relative difference of a loss from that of the CPU in fp32 that counts as agreement."""
+"""The largest relative difference from the fp32 loss on the CPU that counts as agreement."""
 TIME_LIMIT_S = 300
 
 
@@ -42,17 +42,17 @@ class Diagnosis:
 
     @property
     def auto_order(self) -> list[str]:
-        """The available backends in the order in which `auto` takes them."""
+        """The available backends in the order of `auto`."""
         return auto_order(self.machine, preference=preference())
 
     @property
     def auto_reason(self) -> dict[str, str]:
-        """The backend that `auto` takes -> why; empty without an available one."""
+        """The backend of `auto` -> why; empty if none is available."""
         order = self.auto_order
         return {order[0]: auto_reason(self.machine, preference=preference())} if order else {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return a machine report that `crosstune plan --machine` reads, with the checks added."""
+        """Return a machine report for `crosstune plan --machine`, with the checks added."""
         return self.machine.to_json() | {
             "checks": [asdict(check) for check in self.checks],
             "advice": self.advice,
@@ -76,7 +76,7 @@ def _check_all(machine: Machine, on_progress: Callable[[str], None]) -> list[Che
 
 
 def _train_briefly(backend: str, on_progress: Callable[[str], None]) -> Check:
-    """Train a tiny model for three steps in fp32, in a child process, so that a crash of a driver stays there."""
+    """Train a tiny model for three steps in fp32, in a child process that a driver may crash."""
     on_progress(f"training {NUM_STEPS} steps on {backend}")
     with tempfile.TemporaryDirectory(prefix="crosstune-doctor-") as folder:
         flags = {

@@ -34,7 +34,7 @@ _PROFILES = Path(__file__).parent / "profiles"
 
 
 def probe_machine(*, backends: Sequence[str] | None = None, quantizers: Sequence[str] = ()) -> Machine:
-    """Probe all backends, or the given ones, on this machine, and `quantizers`, which imports their libraries."""
+    """Probe all backends, or the given ones, on this machine, and `quantizers`, whose libraries are imported."""
     specs = backend_specs()
     for name in backends or ():
         if name not in specs:
@@ -62,12 +62,12 @@ def probe_backend(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> Backe
 
 
 def bundled_profiles() -> list[str]:
-    """Return the names of the profiles that have a file of their own."""
+    """Return the names of the profiles that are files."""
     return sorted(path.stem for path in _PROFILES.glob("*.json"))
 
 
 def profile_names() -> list[str]:
-    """Return the names that --machine takes; those with one GPU also with a suffix such as -x2 or -x8."""
+    """Return the names for --machine; one with a GPU may have a suffix such as -x2 or -x8."""
     names = sorted({*bundled_profiles(), *catalog_names()})
     several = [name for name in names if not name.startswith(("apple-", "cpu-"))]
     return [*names, *(f"{name}-x{count}" for name in several for count in NUM_DEVICES)]
@@ -88,8 +88,8 @@ def load_machine(name_or_path: str) -> Machine:
     raise UserError(
         f"Unknown machine '{name_or_path}'.",
         why="it is neither a bundled profile nor a file.",
-        do=f"{hint}`crosstune plan --machine list` prints the profiles, and -x4 behind that of a GPU stands for four of "
-        "them. Make a file with: crosstune doctor --json > machine.json",
+        do=f"{hint}`crosstune plan --machine list` prints the profiles, and the suffix -x4 stands for four "
+        "GPUs. Make a file with: crosstune doctor --json > machine.json",
     )
 
 
@@ -102,7 +102,7 @@ def _profile(name: str) -> Machine:
 
 
 def preference() -> list[str]:
-    """Return the backend names in the order in which `auto` tries them."""
+    """Return the backend names in the order of `auto`."""
     return list(backend_specs())
 
 
@@ -111,13 +111,13 @@ def fastest_backend(machine: Machine) -> str:
 
 
 def typical_machine(backend: str) -> Machine | None:
-    """Return the first profile that has the backend, best as its fastest one; None if no profile has it."""
+    """Return the first profile with the backend, preferably as its fastest; None if there is none."""
     machines = [found for found in map(load_machine, bundled_profiles()) if backend in found.available()]
     return min(machines, key=lambda found: fastest_backend(found) != backend, default=None)
 
 
 def recommend(machine: Machine) -> list[str]:
-    """Return advice on what to run: sentences, each followed by an indented command."""
+    """Return advice: sentences, each followed by an indented command."""
     if not machine.available():
         return ["Nothing here can train yet. Install an engine:", "  pip install 'crosstune[torch]'"]
     reports = {name: report for name, report in machine.backends.items() if report.available}

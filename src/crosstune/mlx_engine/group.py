@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator, Mapping
 
 import mlx.core as mx
 import numpy as np
 
-from crosstune.core.activity import Activity
 from crosstune.core.errors import PeerLost, PortTaken, UserError
-from crosstune.core.ranks import Limits, Ranks, sum_exactly
+from crosstune.core.ranks import Group, Limits, Ranks
 
 BUFFER_BYTES = 64 * 2**20
 """Arrays are all-reduced in buckets of up to this size: few messages and little extra memory."""
 
 
-class RingGroup:
+class RingGroup(Group):
     def __init__(self, ranks: Ranks, group: mx.distributed.Group) -> None:
+        super().__init__()
         self.ranks, self._group = ranks, group
-        self.activity = Activity()
-
-    def any(self, flag: bool) -> bool:
-        return any(part != b"\0" for part in self._gather(b"\1" if flag else b"\0"))
-
-    def same(self, text: str) -> bool:
-        return len(set(self._gather(hashlib.sha256(text.encode()).digest()))) == 1
-
-    def share(self, text: str) -> str:
-        data = text.encode() if self.ranks.first else b""
-        length = int(self.sum_numbers(len(data))[0])
-        return self._gather(data.ljust(length, b"\0"))[0].decode()
-
-    def meet(self) -> None:
-        self.any(False)
-
-    def sum_numbers(self, *numbers: float) -> list[float]:
-        """Sum each number over the processes in double precision, bitwise equal on every rank."""
-        parts = self._gather(np.array(numbers, "<f8").tobytes())
-        return [
-            sum_exactly(column)
-            for column in zip(*(np.frombuffer(p, "<f8").tolist() for p in parts), strict=True)
-        ]
 
     def sum_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """Sum each array over the processes. Names and their order must be the same on every rank."""
@@ -57,8 +33,7 @@ class RingGroup:
         mx.eval(summed)
         return summed
 
-    def _gather(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every process by rank; all must have the same length."""
+    def gather(self, data: bytes) -> list[bytes]:
         table = np.zeros((self.ranks.size, len(data)), np.uint8)
         table[self.ranks.rank] = np.frombuffer(data, np.uint8)
         return [row.tobytes() for row in np.array(self._sum(mx.array(table)))]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from crosstune.config.load import add_variables
 from crosstune.config.time_limits import nccl_variables
-from crosstune.core.activity import Activity
-from crosstune.core.ranks import Limits, Ranks, sum_exactly
-from crosstune.torch_engine.board import StoreBoard
+from crosstune.core.ranks import BoardLost, Group, Limits, Ranks, RankState
 from crosstune.torch_engine.lost_peers import peer_errors
 from crosstune.torch_engine.rendezvous import join_store, second_connection, shared_store, use_interface_of
 from crosstune.torch_engine.sharding.mps_streams import prepare_mps
@@ -24,42 +20,44 @@ REMEMBERED = "crosstune/remembered"
 """The key of the text that outlives an attempt."""
 
 
-class TorchGroup:
-    """The processes of a run. Small messages use a separate gloo group, so they never wait for a device."""
+class StoreBoard:
+    """A board in the store, over a second connection: the main thread may wait in the first."""
+
+    def __init__(self, store: dist.Store, *, size: int, timeout_s: float) -> None:
+        self._store, self._size = store, size
+        self._seen: set[int] = set()
+        self._store.set_timeout(timedelta(seconds=timeout_s))
+
+    def post(self, state: RankState) -> None:
+        try:
+            self._store.set(f"state/{state.rank}", state.to_text())
+        except RuntimeError as error:
+            raise BoardLost(str(error)) from error
+
+    def read(self) -> dict[int, RankState]:
+        try:
+            new = [rank for rank in range(self._size) if rank not in self._seen]
+            self._seen |= {rank for rank in new if self._store.check([f"state/{rank}"])}
+            ranks = sorted(self._seen)
+            texts = self._store.multi_get([f"state/{rank}" for rank in ranks]) if ranks else []
+        except RuntimeError as error:
+            raise BoardLost(str(error)) from error
+        return {rank: RankState.from_text(text.decode()) for rank, text in zip(ranks, texts, strict=True)}
+
+
+class TorchGroup(Group):
+    """The ranks of a torch run. Control messages use a separate gloo group, so they never wait for a device."""
 
     def __init__(self, ranks: Ranks, *, store: dist.Store, limits: Limits) -> None:
+        super().__init__()
         self.ranks, self.limits, self.store = ranks, limits, store
-        self.activity = Activity()
         self._has_default = False
         with peer_errors(ranks, doing="connecting to the other processes"):
             self._control = dist.ProcessGroupGloo(
                 dist.PrefixStore("control", store), ranks.rank, ranks.size, _seconds(limits.collective_s)
             )
 
-    def any(self, flag: bool) -> bool:
-        return any(part != b"\0" for part in self.gather(b"\1" if flag else b"\0"))
-
-    def same(self, text: str) -> bool:
-        return len(set(self.gather(hashlib.sha256(text.encode()).digest()))) == 1
-
-    def share(self, text: str) -> str:
-        data = text.encode() if self.ranks.first else b""
-        length = int(self.sum_numbers(len(data))[0])
-        return self.gather(data.ljust(length, b"\0"))[0].decode()
-
-    def meet(self) -> None:
-        self.any(False)
-
-    def sum_numbers(self, *numbers: float) -> list[float]:
-        """Sum each number over the processes in double precision, bitwise equal on every rank."""
-        parts = self.gather(np.array(numbers, "<f8").tobytes())
-        return [
-            sum_exactly(column)
-            for column in zip(*(np.frombuffer(p, "<f8").tolist() for p in parts), strict=True)
-        ]
-
     def gather(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every process by rank; all must have the same length."""
         if not data:
             return [b""] * self.ranks.size
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -71,7 +69,7 @@ class TorchGroup:
     def open_devices(self, device: torch.device, *, collective: str | None = None) -> None:
         """Make the default group of torch.distributed, for the tensors of `device` and of the host.
 
-        `collective` is the plan's communication library; None for the device's default.
+        `collective` is the plan's communication library; None means the default of the device.
         """
         name = collective_for(device, asked=collective)
         takes_all = device.type == "cpu" or name == STAGED
@@ -92,34 +90,30 @@ class TorchGroup:
         self._has_default = True
 
     def open_board(self) -> StoreBoard:
-        """Return the board on which all ranks post what they do."""
         store = dist.PrefixStore(
             f"crosstune/{self.ranks.attempt}/board", second_connection(self.ranks, self.limits)
         )
         return StoreBoard(store, size=self.ranks.size, timeout_s=self.limits.collective_s)
 
     def remember(self, text: str) -> None:
-        """Keep a text for the next attempt, where torchrun's agent has the store."""
         if self.ranks.first and not self.ranks.serves_store:
             shared_store(self.store).set(REMEMBERED, text)
 
     def recall(self) -> str:
-        """Return what rank 0 kept in an earlier attempt; an empty text if nothing."""
         store, text = shared_store(self.store), ""
         if self.ranks.first and not self.ranks.serves_store and store.check([REMEMBERED]):
             text = store.get(REMEMBERED).decode()
         return self.share(text)
 
     def close(self) -> None:
-        """Leave the default group, unless a program made it before us. Every process calls this, with no collective under
-        way."""
+        """Destroy the default group unless another program made it."""
         if self._has_default and dist.is_initialized():
             dist.destroy_process_group()
         self._has_default = False
 
 
 def collective_for(device: torch.device, *, asked: str | None = None) -> str:
-    """Return the backend of torch.distributed for a device. gloo takes no MPS tensors, so copies are staged for it."""
+    """Return the backend of torch.distributed for a device. gloo does not support MPS tensors: they are staged through the host."""
     if device.type == "mps":
         prepare_mps()
         return backend_for("mps")

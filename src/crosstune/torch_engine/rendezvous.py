@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
@@ -19,9 +17,7 @@ import torch.distributed as dist
 from crosstune.config.load import add_variables
 from crosstune.core.errors import PortTaken, UserError
 from crosstune.core.ranks import Limits, Ranks
-from crosstune.distributed.master import check_master, explain_refusal, is_loopback, listen, plain_address
-
-_RETRY_S = 0.2
+from crosstune.distributed.master import check_master, is_loopback, listen, plain_address, reach
 
 
 def join_store(ranks: Ranks, limits: Limits) -> dist.Store:
@@ -34,7 +30,7 @@ def join_store(ranks: Ranks, limits: Limits) -> dist.Store:
         check_master(ranks.master_addr, node_rank=ranks.node_rank)
     deadline = time.monotonic() + limits.connect_s
     served = _serve_store(ranks, limits) if ranks.serves_store else None
-    ends = _await_master(ranks, deadline, limits)
+    ends = _await_master(ranks, limits)
     opened = served if served is not None else _open_client(ranks, deadline)
     store = dist.PrefixStore(f"crosstune/{ranks.attempt}", opened)
     with _store_errors(ranks):
@@ -59,7 +55,7 @@ def shared_store(store: dist.Store) -> dist.Store:
 def use_interface_of(ranks: Ranks, store: dist.Store) -> None:
     """Make gloo and NCCL use the network interface between this machine and the master, unless the user chose one.
 
-    gloo would otherwise take the address of the host's name, which is often loopback or another network.
+    Otherwise gloo uses the address of the host's name, often loopback or another network.
     """
     interface = _interface_between(ranks, store)
     if interface is None:
@@ -70,8 +66,8 @@ def use_interface_of(ranks: Ranks, store: dist.Store) -> None:
 
 
 def _interface_between(ranks: Ranks, store: dist.Store) -> str | None:
-    """Return the interface from which this rank reached the master. On the master's own machine that may be loopback:
-    then the one at which another machine reached it."""
+    """Return the interface from which this rank reached the master; on the master's own machine, where that may be
+    loopback, the one at which another machine reached it."""
     own = json.loads(store.get(f"rank/{ranks.rank}"))["from"]
     if ranks.num_nodes > 1 and is_loopback(own):
         entries = (json.loads(store.get(f"rank/{rank}")) for rank in range(ranks.size))
@@ -94,8 +90,7 @@ def _serve_store(ranks: Ranks, limits: Limits) -> dist.Store:
 
 
 def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
-    """Connect to the store of the master. torch waits forever for another program that accepts and stays silent, so a
-    thread does it."""
+    """Connect to the master's store, in a thread: torch waits forever for a program that accepts and stays silent."""
     place = f"{ranks.master_addr}:{ranks.master_port}"
     found: list[dist.Store] = []
     problems: list[str] = []
@@ -146,30 +141,15 @@ def _listen(ranks: Ranks) -> socket.socket:
         ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reached:
-    """The two ends of a connection to the master."""
-
-    reached: str
-    own: str
-
-
-def _await_master(ranks: Ranks, deadline: float, limits: Limits) -> _Reached:
-    """Wait until the master listens."""
-    while True:
-        try:
-            with socket.create_connection(
-                (ranks.master_addr, ranks.master_port), timeout=max(0.1, deadline - time.monotonic())
-            ) as found:
-                ends = found.getpeername(), found.getsockname()
-                if ends[0] != ends[1]:  # a port of its own, taken by chance before the master listens
-                    return _Reached(reached=str(ends[0][0]), own=str(ends[1][0]))
-        except OSError as error:
-            if time.monotonic() + _RETRY_S > deadline:
-                more = explain_refusal(ranks.master_addr) if ranks.node_rank else ""
-                why = f"nothing answered within {limits.connect_s:g} s ({error}){more}."
-                raise _unreachable(ranks, why=why) from error
-        time.sleep(_RETRY_S)
+def _await_master(ranks: Ranks, limits: Limits) -> dict[str, str]:
+    """Wait until the master listens; return both ends of a connection to it."""
+    try:
+        with reach(
+            ranks.master_addr, ranks.master_port, limit_s=limits.connect_s, node_rank=ranks.node_rank
+        ) as found:
+            return {"reached": str(found.getpeername()[0]), "from": str(found.getsockname()[0])}
+    except OSError as error:
+        raise _unreachable(ranks, why=str(error)) from error
 
 
 def _unreachable(ranks: Ranks, *, why: str) -> UserError:
@@ -181,10 +161,9 @@ def _unreachable(ranks: Ranks, *, why: str) -> UserError:
     )
 
 
-def _sign_in(store: dist.Store, ranks: Ranks, ends: _Reached) -> None:
-    """Record this rank; raise if another process has it, or another number of processes."""
-    entry = {"host": ranks.host, "pid": os.getpid(), "size": ranks.size}
-    entry |= {"reached": ends.reached, "from": ends.own}
+def _sign_in(store: dist.Store, ranks: Ranks, ends: dict[str, str]) -> None:
+    """Record this rank; raise if another process has it."""
+    entry = {"host": ranks.host, "size": ranks.size, **ends}
     if store.add(f"count/{ranks.rank}", 1) > 1:
         raise UserError(
             f"Two processes say that they are rank {ranks.rank} of {ranks.size}.",
@@ -195,28 +174,28 @@ def _sign_in(store: dist.Store, ranks: Ranks, ends: _Reached) -> None:
 
 
 def _await_all(store: dist.Store, ranks: Ranks, deadline: float, limits: Limits) -> None:
-    names = [f"rank/{rank}" for rank in range(ranks.size)]
-    while missing := [rank for rank, name in enumerate(names) if not store.check([name])]:
-        _check_sizes(store, ranks)
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"{_listed(missing)} of {ranks.size} did not come within {limits.connect_s:g} s.",
-                why=f"{ranks.name} waited for it at {ranks.master_addr}:{ranks.master_port}.",
-                do="look at the output of that process; start all processes within this time, or raise --connect_timeout",
-            )
-        time.sleep(0.02)
-    _check_sizes(store, ranks)
-
-
-def _check_sizes(store: dist.Store, ranks: Ranks) -> None:
-    for rank in range(ranks.size):
-        if rank != ranks.rank and store.check([f"rank/{rank}"]):
+    """Wait until all ranks have signed in; raise if one has another number of processes."""
+    missing = set(range(ranks.size))
+    while True:
+        for rank in sorted(missing):
+            if not store.check([f"rank/{rank}"]):
+                continue
             entry = json.loads(store.get(f"rank/{rank}"))
             if entry["size"] != ranks.size:
                 raise UserError(
                     f"Rank {rank} (host {entry['host']}) is one of {entry['size']}, {ranks.name} is not.",
                     do="start all processes of the run with the same WORLD_SIZE",
                 )
+            missing.discard(rank)
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{_listed(sorted(missing))} of {ranks.size} did not come within {limits.connect_s:g} s.",
+                why=f"{ranks.name} waited for it at {ranks.master_addr}:{ranks.master_port}.",
+                do="look at the output of that process; start all processes within this time, or raise --connect_timeout",
+            )
+        time.sleep(0.02)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.core.errors import EXIT_PEER_LOST
 from crosstune.distributed.environment import ATTEMPT, LAUNCH_FOLDER, LAUNCHER
-from crosstune.distributed.free_ports import free_ports
+from crosstune.distributed.master import free_ports
 from injection.bench import Bench, Bits, differences, lost_or_torn, read_bits, untidy
 from injection.children import Ended
 from injection.crash_points import CrashPoints

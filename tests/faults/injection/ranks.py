@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 from ranks import run_ranks
 
-from crosstune.core.json_files import read_jsonl
 from crosstune.distributed.environment import ATTEMPT
 from injection.bench import Bench, Bits, differences, lost_or_torn, read_bits, untidy
 from injection.kills import Trial
@@ -159,10 +158,6 @@ def stop_rank(bench: Bench, *, size: int, rank: int, limit_s: float, late_s: flo
         problems.append(f"it ended after {took_s:.1f} s, with a limit of {limit_s:g} s")
     problems += [f"rank {one} was left behind" for one, process in ranks.items() if _is_running(process)]
     return Trial(kind=f"stopped rank {rank} of {size}", method="lora", seed=rank, problems=problems)
-
-
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_jsonl(folder / "metrics.jsonl")]
 
 
 def _await_moment(run: Launched, rng: random.Random) -> None:

@@ -1,22 +1,67 @@
-"""Run a command for a program on another machine: pass on the signals it names, and stop when it is gone.
+"""Run a command for a program on another machine: forward the signals it names, and stop when it is gone.
 
 `python -m crosstune.distributed.jobs.attached COMMAND...` reads names of signals from standard input, one per line. The
-end of the input means that the program, or the connection to it, is gone.
+input ends when the program, or the connection to it, is gone. `AttachedProcess` is the other side.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 from crosstune.core.signals import stop_signals
 
 GRACE_S = 60.0
 """Time to save a checkpoint after SIGTERM, before SIGKILL."""
+
+
+class AttachedProcess:
+    """A process that runs `main`, here or at the other end of ssh. Its output is kept in `lines` unless it is shown."""
+
+    def __init__(
+        self, command: Sequence[str], *, shown: bool = False, max_lines: int, **options: Any
+    ) -> None:
+        self.lines: collections.deque[str] = collections.deque(maxlen=max_lines)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=None if shown else subprocess.PIPE,
+            stderr=None if shown else subprocess.STDOUT,
+            **options,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def poll(self) -> int | None:
+        """Return the exit code, once all output is read; None while it runs."""
+        code = self._process.poll()
+        if code is not None:
+            self._reader.join(timeout=5.0)
+        return code if code is None or code >= 0 else 128 - code
+
+    def send(self, name: str) -> None:
+        """Send the signal of this name."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended meanwhile
+            self._process.stdin.write(f"{name}\n".encode())
+            self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Kill it; the input of its command ends."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            self.lines.append(line.decode(errors="replace").rstrip())
 
 
 def main(command: Sequence[str]) -> int:

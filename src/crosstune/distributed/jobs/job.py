@@ -1,28 +1,35 @@
-"""Describe a training on several machines for a scheduler, and refuse one that could not be started again."""
+"""Describe a job on several machines, fill its templates, submit it; refuse one that could not be started again."""
 
 from __future__ import annotations
 
+import math
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from crosstune.config.schema import Config, options_by_name
 from crosstune.core.errors import UserError
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""Variables of one process, which a machine's launcher must not inherit."""
+"""Variables that a machine's launcher must not inherit."""
 _CHECKPOINT_NAME = re.compile(r"step-\d+/?$|\.tar$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training on several machines, each of which starts its processes by `crosstune train`."""
+    """A training on several machines; each starts its processes with `crosstune train`."""
 
     name: str
-    """The name of the run, which is the same at every start."""
+    """The name of the run, the same at every start."""
     num_nodes: int
     num_local: int = 1
     """Processes on each machine."""
@@ -37,7 +44,7 @@ class Job:
     config_text: str = ""
     """The content of the run's configuration file."""
     has_time_limit: bool = False
-    """True if the run ends by itself before it is finished, with the exit code of a stop."""
+    """True if --time_limit may end the run early, with the exit code of a stop."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The scheduler's own options."""
 
@@ -64,11 +71,45 @@ class Started:
     lines: tuple[str, ...] = ()
     """The event, and the commands that follow it."""
     failed: bool = False
-    """True if the lines are those of an error."""
+    """True if the lines describe an error."""
+
+
+def fill(template: str, **values: Any) -> str:
+    """Fill a template of `templates`. Its filters quote words: `sh` for a shell, `yaml` for YAML."""
+    environment = Environment(
+        loader=PackageLoader("crosstune.distributed.jobs"),
+        undefined=StrictUndefined,
+        autoescape=False,  # the filters quote
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "sh": shlex.quote,
+        "yaml": lambda text: yaml.safe_dump(
+            text, default_style='"', allow_unicode=True, width=math.inf
+        ).strip(),
+    }
+    return environment.get_template(template).render(**values)
+
+
+def submit(command: Sequence[str], text: str, *, where: str, do: str, cwd: Path | None = None) -> str:
+    """Give a text to a scheduler's command; return its output. `where` tells what to do without the command, `do` what
+    to do when it refuses."""
+    if shutil.which(command[0]) is None:
+        raise UserError(f"Cannot submit the job: there is no {command[0]} on this machine.", do=where)
+    done = subprocess.run(command, input=text, text=True, capture_output=True, check=False, cwd=cwd)
+    if done.returncode:
+        raise UserError(
+            f"{command[0]} refused the job.",
+            why=done.stderr.strip() or f"exit code {done.returncode}",
+            do=do,
+        )
+    return done.stdout
 
 
 def check_request(config: Config, *, size: int) -> list[UserError]:
-    """Return the problems of a training that a scheduler is to start, possibly several times."""
+    """Return the problems of a training that a scheduler may start several times."""
     problems = []
     if config.world_size not in (-1, size):
         problems.append(
@@ -104,8 +145,8 @@ def check_request(config: Config, *, size: int) -> list[UserError]:
 
 
 def restartable_flags(config: Config, words: Sequence[str], *, name: str) -> tuple[str, ...]:
-    """Return the flags for train, with a fixed name and `--resume auto` unless they say where to continue; options
-    from this shell's environment, which the machines lack, become flags."""
+    """Return the flags for train with a fixed name and `--resume auto`, unless they name a run to resume. Options from
+    this shell's environment, which the machines lack, become flags."""
     own = {option.env for option in options_by_name().values() if option.env}
     from_shell = [name for name, source in config.asked.items() if source in own]
     added = [word for option in from_shell for word in (f"--{option}", str(getattr(config, option)))]

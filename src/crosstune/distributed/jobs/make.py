@@ -1,4 +1,4 @@
-"""Make a job from what was given to `crosstune launch`, and report all of its problems at once."""
+"""Make a job from the arguments of `crosstune launch`, and report all of its problems at once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import Any
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.names import load_plugin, plugin_names
-from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.core.secrets import holds_secret
 from crosstune.distributed.jobs.job import Job, check_request, restartable_flags
-from crosstune.distributed.jobs.option import COMMON, NUM_GPUS, NUM_LOCAL, NUM_NODES, PYTHON, JobOption
+from crosstune.distributed.jobs.option import COMMON, JobOption
 
 SCHEDULERS = "crosstune.distributed.jobs.schedulers"
-_CONFIG_LIMIT = 2**19
-"""Bytes of a configuration file; Kubernetes keeps up to twice as much."""
 
 
 def scheduler_names() -> list[str]:
@@ -29,7 +26,7 @@ def load_scheduler(name: str) -> ModuleType:
 
 
 def options_of_schedulers() -> dict[JobOption, list[str]]:
-    """Return each option with the schedulers that take it."""
+    """Return each option with its schedulers."""
     found = {option: scheduler_names() for option in COMMON}
     for name in scheduler_names():
         for option in load_scheduler(name).OPTIONS:
@@ -47,7 +44,7 @@ def make_job(
     folder: Path,
     file: Path | None = None,
 ) -> Job:
-    """Return the job; raise one ConfigError with all problems of what was given for it."""
+    """Return the job; raise one ConfigError with all problems."""
     problems: list[UserError] = []
     taken = load_scheduler(scheduler).OPTIONS
     values: dict[str, Any] = {}
@@ -66,16 +63,26 @@ def make_job(
             except UserError as error:
                 problems.append(error)
     raise_all(problems)
-    num_gpus, num_local = _devices(values, config)
+    num_gpus, num_local = values["gpus"], values["nproc_per_node"]
+    if num_gpus is None:
+        num_gpus = 0 if config.backend == "cpu" else num_local or 1
+    text = file.read_text(encoding="utf-8") if file is not None else ""  # load_config has read it before
+    if holds_secret(text):
+        problems.append(
+            UserError(
+                f"{file} holds a password or an access token.",
+                do="set it as an environment variable of the machines instead",
+            )
+        )
     job = Job(
         name=name,
-        num_nodes=values[NUM_NODES.name],
-        num_local=num_local,
+        num_nodes=values["nnodes"],
+        num_local=num_local or num_gpus or 1,
         num_gpus=num_gpus,
         flags=restartable_flags(config, words, name=name),
-        python=values[PYTHON.name],
+        python=values["python"],
         folder=folder,
-        config_text=_read_config(file, problems),
+        config_text=text,
         config_file=file,
         has_time_limit=config.time_limit is not None,
         options={option.name: values[option.name] for option in taken},
@@ -85,14 +92,6 @@ def make_job(
     problems += load_scheduler(scheduler).check(job)
     raise_all(problems)
     return job
-
-
-def _devices(values: Mapping[str, Any], config: Config) -> tuple[int, int]:
-    """Return the GPUs and the processes of each machine."""
-    num_gpus, num_local = values[NUM_GPUS.name], values[NUM_LOCAL.name]
-    if num_gpus is None:
-        num_gpus = 0 if config.backend == "cpu" else num_local or 1
-    return num_gpus, num_local or num_gpus or 1
 
 
 def _check_devices(job: Job, config: Config) -> list[UserError]:
@@ -109,31 +108,7 @@ def _check_devices(job: Job, config: Config) -> list[UserError]:
     return [
         UserError(
             f"--gpus {job.num_gpus} is too few for --nproc_per_node {job.num_local}.",
-            why="each process trains on a GPU of its own.",
+            why="each process needs its own GPU.",
             do="give as many GPUs as processes, or --gpus 0 for processors only",
         )
     ]
-
-
-def _read_config(file: Path | None, problems: list[UserError]) -> str:
-    if file is None:
-        return ""
-    try:
-        text = read_plain_text(file, limit=_CONFIG_LIMIT)
-    except UnreadableFile as error:
-        problems.append(
-            UserError(
-                f"Cannot read the configuration file {file}.",
-                why=error.why,
-                do="give --config a YAML file of options, or leave it out",
-            )
-        )
-        return ""
-    if holds_secret(text):
-        problems.append(
-            UserError(
-                f"{file} holds a password or an access token.",
-                do="set it as an environment variable of the machines instead",
-            )
-        )
-    return text

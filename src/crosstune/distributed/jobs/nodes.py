@@ -1,13 +1,12 @@
-"""Supervise the machines of a job: end all when one fails, pass signals on, start again from the last checkpoint."""
+"""Supervise the machines of a job: end all when one fails, forward signals, start again from the last checkpoint."""
 
 from __future__ import annotations
 
-import contextlib
+import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from types import FrameType
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from crosstune.core.errors import (
@@ -17,7 +16,7 @@ from crosstune.core.errors import (
     EXIT_STOPPED,
     EXIT_USER_MUST_ACT,
 )
-from crosstune.core.signals import taken_signals
+from crosstune.core.signals import handling
 from crosstune.distributed.jobs.job import Started
 
 PATIENCE_S = 5.0
@@ -26,20 +25,20 @@ GRACE_S = 60.0
 """Time between SIGTERM and the hard end."""
 POLL_S = 0.2
 SETTLE_S = 3.0
-"""Wait before a new start: what is left of a lost machine ends meanwhile, and lets go of the run folder."""
-
-
+"""Wait before a new start: the rest of a lost machine ends meanwhile, and releases the run folder."""
 LOST = 255
-"""The exit code of a machine that cannot be reached any more, which is that of ssh."""
+"""The exit code of a lost machine, as of ssh."""
 
 
 class Node(Protocol):
     """The launcher of one machine."""
 
     host: str
+    lines: deque[str]
+    """The last output that was not shown."""
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs. A machine that is lost has the code LOST."""
+        """Return the exit code, LOST for a lost machine; None while it runs."""
         ...
 
     def send(self, name: str) -> None:
@@ -47,106 +46,84 @@ class Node(Protocol):
         ...
 
     def close(self) -> None:
-        """End it at once if it still runs, and let go of it."""
-        ...
-
-    def last_lines(self) -> list[str]:
-        """Return the last output that was not shown."""
+        """End it at once."""
         ...
 
 
 Start = Callable[[Callable[[], bool]], Sequence[Node]]
-"""Start the launcher of every machine. It may wait for room, until its argument says that the user does not want to: then
+"""Start the launcher of every machine. It may wait for room until its argument tells that the user has stopped the job: then
 it returns no machine."""
 
 
-def run_nodes(start: Start, *, restarts: int, report: Callable[[str], None]) -> Started:
-    """Run a job to its end. It is started again after a failure, but not after a signal or a wrong request."""
+def run_nodes(start: Start, *, restarts: int) -> Started:
+    """Run a job to its end; start it again after a failure, but not after a signal or a wrong request."""
     attempt = 0
-    with _Signals().taken() as signals:
+    signals: list[signal.Signals] = []
+    with handling(lambda number, frame: signals.append(signal.Signals(number))):
         while True:
-            nodes = start(lambda: bool(signals.received))
+            nodes = start(lambda: bool(signals))
             if not nodes:
                 return Started(code=EXIT_AT_ONCE, lines=("stopped before it was started.",), failed=True)
             try:
-                codes, failures = _wait(nodes, signals)
-                ended = _describe(nodes, codes, failures, signals)
+                ended = _wait(nodes, signals)
             finally:
                 for node in nodes:
                     node.close()
-            is_final = ended.code in (EXIT_DONE, EXIT_STOPPED, EXIT_USER_MUST_ACT) or bool(signals.received)
+            is_final = ended.code in (EXIT_DONE, EXIT_STOPPED, EXIT_USER_MUST_ACT) or bool(signals)
             if is_final or attempt >= restarts:
                 return ended
             attempt += 1
-            for line in ended.lines:
-                report(line)
+            print(*ended.lines, sep="\n", flush=True)
             time.sleep(SETTLE_S)
-            report(f"all machines are started again from the last checkpoint ({attempt} of {restarts} times)")
+            print(
+                f"all machines are started again from the last checkpoint ({attempt} of {restarts} times)",
+                flush=True,
+            )
 
 
-@dataclass
-class _Signals:
-    """The stop signals that were received, in order."""
-
-    received: list[signal.Signals] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def taken(self) -> Iterator[_Signals]:
-        def note(number: int, frame: FrameType | None) -> None:
-            self.received.append(signal.Signals(number))
-
-        previous = {number: signal.signal(number, note) for number in taken_signals()}
-        try:
-            yield self
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    @property
-    def again(self) -> bool:
-        """True if the user asked twice."""
-        return self.received.count(signal.SIGINT) > 1
-
-
-def _wait(nodes: Sequence[Node], signals: _Signals) -> tuple[list[int], list[int]]:
-    """Wait for all machines; return their exit codes, and those that failed, in the order in which we noticed."""
-    codes: list[int | None] = [None] * len(nodes)
+def _wait(nodes: Sequence[Node], signals: Sequence[signal.Signals]) -> Started:
+    """Wait for all machines, and forward signals. After a failure the others get some time, then SIGTERM, then are ended."""
+    codes: dict[int, int] = {}
     failures: list[int] = []
-    num_sent, ending_at, asked_to_end = 0, None, False
-    while True:
-        for place, node in enumerate(nodes):
-            if codes[place] is None:
-                codes[place] = node.poll()
-        new = [
-            p for p, c in enumerate(codes) if c not in (None, EXIT_DONE, EXIT_STOPPED) and p not in failures
-        ]
+    num_sent, ending_at, asked_to_end = 0, math.inf, False
+    while len(codes) < len(nodes):
+        ended = {place: node.poll() for place, node in enumerate(nodes) if place not in codes}
+        codes |= {place: code for place, code in ended.items() if code is not None}
+        new = [p for p, code in ended.items() if code not in (None, EXIT_DONE, EXIT_STOPPED)]
         failures += sorted(new, key=lambda place: codes[place] == EXIT_PEER_LOST)
-        running = [node for node, code in zip(nodes, codes, strict=True) if code is None]
-        if not running:
-            return [code for code in codes if code is not None], failures
-        while num_sent < len(signals.received):
-            for node in running:
-                node.send(signals.received[num_sent].name)
+        running = [node for place, node in enumerate(nodes) if place not in codes]
+        for number in signals[num_sent:]:
             num_sent += 1
-        if ending_at is None and (failures or signals.again):
+            for node in running:
+                node.send(number.name)
+        if ending_at == math.inf and (failures or _stopped_twice(signals)):
             ending_at = time.monotonic() + PATIENCE_S
-        late_s = time.monotonic() - ending_at if ending_at is not None else -1.0
-        if late_s > (0.0 if signals.again else GRACE_S):
+        late_s = time.monotonic() - ending_at
+        if late_s > (0.0 if _stopped_twice(signals) else GRACE_S):
             for node in running:
                 node.close()
         elif late_s > 0 and not asked_to_end:
             asked_to_end = True
             for node in running:
                 node.send("SIGTERM")
-        time.sleep(POLL_S)
+        if running:
+            time.sleep(POLL_S)
+    return _describe(nodes, codes, failures, signals)
+
+
+def _stopped_twice(signals: Sequence[signal.Signals]) -> bool:
+    return signals.count(signal.SIGINT) > 1
 
 
 def _describe(
-    nodes: Sequence[Node], codes: Sequence[int], failures: Sequence[int], signals: _Signals
+    nodes: Sequence[Node],
+    codes: Mapping[int, int],
+    failures: Sequence[int],
+    signals: Sequence[signal.Signals],
 ) -> Started:
     if not failures:
-        return Started(code=max(codes))
-    if signals.again:
+        return Started(code=max(codes.values()))
+    if _stopped_twice(signals):
         return Started(code=EXIT_AT_ONCE, lines=("stopped at once.",), failed=True)
     wrong = [place for place in failures if codes[place] == EXIT_USER_MUST_ACT]
     itself = [place for place in failures if codes[place] != EXIT_PEER_LOST]
@@ -154,5 +131,5 @@ def _describe(
     host, code = nodes[place].host, codes[place]
     how = "was lost" if code == LOST else f"ended with code {code}"
     lines = [f"machine {place} of {len(nodes)} (counted from 0), {host}, {how}; the others were stopped."]
-    lines += [f"  {host} | {line}" for line in nodes[place].last_lines()]
+    lines += [f"  {host} | {line}" for line in nodes[place].lines]
     return Started(code=EXIT_PEER_LOST if code == LOST else code, lines=tuple(lines), failed=True)

@@ -1,4 +1,4 @@
-"""Declare the options of `crosstune launch`: those of every scheduler here, those of one beside its code."""
+"""Declare the options of `crosstune launch` that several schedulers share; others stand beside their scheduler."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from crosstune.core.errors import UserError, shown
 from crosstune.core.secrets import holds_secret
 
 Check = Callable[[str], str | None]
-"""Return what a value must be instead; None for one that is allowed."""
+"""Return a description of the allowed values; None if the value is allowed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class JobOption:
     name: str
-    text: str
     metavar: str
+    text: str
     type: type = str
     low: int = 1
     high: int = 2**20
@@ -28,7 +28,7 @@ class JobOption:
     check: Check | None = None
 
     def read(self, raw: Any) -> Any:
-        """Return the value of what was given; raise a UserError for a value that is not allowed."""
+        """Return the parsed value; raise a UserError for a wrong one."""
         if self.repeats:
             return tuple(self._read_one(item) for item in raw or ())
         return self.default if raw is None else self._read_one(raw)
@@ -55,56 +55,56 @@ def matches(pattern: str, wanted: str) -> Check:
     return lambda value: None if compiled.fullmatch(value) else wanted
 
 
-NUM_NODES = JobOption(name="nnodes", metavar="N", text="number of machines", type=int, high=2**16)
+NUM_NODES = JobOption("nnodes", "N", "number of machines", type=int, high=2**16)
 NUM_LOCAL = JobOption(
-    name="nproc_per_node",
-    metavar="M",
-    text="processes on each machine, one per device (default: --gpus, or 1)",
+    "nproc_per_node",
+    "M",
+    "processes on each machine, one per device (default: --gpus, or 1)",
     type=int,
     high=1024,
 )
 NUM_GPUS = JobOption(
-    name="gpus",
-    metavar="N",
-    text="GPUs to reserve on each machine (default: --nproc_per_node; 0 with --backend cpu)",
+    "gpus",
+    "N",
+    "GPUs to reserve on each machine (default: --nproc_per_node; 0 with --backend cpu)",
     type=int,
     low=0,
     high=1024,
 )
 PYTHON = JobOption(
-    name="python",
-    metavar="FILE",
-    text="Python of the machines that has crosstune (default: the one that runs this command; in a container: python)",
+    "python",
+    "FILE",
+    "Python of the machines that has crosstune (default: the one that runs this command; in a container: python)",
     check=lambda value: None if value.strip() and value.isprintable() else "the path of a Python interpreter",
 )
-CPUS = JobOption(name="cpus", metavar="N", text="CPU cores to reserve on each machine", type=int)
+CPUS = JobOption("cpus", "N", "CPU cores to reserve on each machine", type=int)
 MEMORY = JobOption(
-    name="memory",
-    metavar="SIZE",
-    text="memory to reserve on each machine, such as 64G",
+    "memory",
+    "SIZE",
+    "memory to reserve on each machine, such as 64G",
     check=matches(r"[1-9][0-9]{0,9}[KMGT]", "a number with K, M, G or T, such as 64G"),
 )
 RESTARTS = JobOption(
-    name="restarts",
-    metavar="N",
-    text="start all processes again, from the last checkpoint, up to N times after a failure (default: 3)",
+    "restarts",
+    "N",
+    "start all processes again, from the last checkpoint, up to N times after a failure (default: 3)",
     type=int,
     low=0,
     high=1000,
     default=3,
 )
 PORT = JobOption(
-    name="master_port",
-    metavar="PORT",
-    text="port on the first machine where the processes meet (default: 29500)",
+    "master_port",
+    "PORT",
+    "port on the first machine where the processes meet (default: 29500)",
     type=int,
     high=65535,
     default=29500,
 )
 BEFORE = JobOption(
-    name="before",
-    metavar="LINE",
-    text="shell line to run before training, such as `module load cuda` (may be repeated)",
+    "before",
+    "LINE",
+    "shell line to run before training, such as `module load cuda` (may be repeated)",
     repeats=True,
     check=lambda value: None if value.strip() and "\n" not in value else "one line of shell",
 )

@@ -1,1 +1,145 @@
-"""The rungs of the ladder: one file each, found by its name."""
+"""The rungs of the ladder: those that only set options in a table here, the others in a file each, found by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from crosstune.config.check_compiler import missing_compiler
+from crosstune.config.conditions import shards_weights
+from crosstune.config.time_limits import LONGEST_S, SHORTEST_S, limits_of
+from crosstune.core.errors import UserError
+from crosstune.core.names import load_plugin, plugin_names
+from crosstune.ladder.rung import (
+    AsGood,
+    Change,
+    Gain,
+    LossPromise,
+    NotApplicable,
+    Rung,
+    SameBits,
+    Situation,
+    Within,
+)
+
+_COSINE = AsGood(bound=0.02, metric="latent_cosine", higher_is_better=True)
+_TIMEOUTS = {"collective_timeout": "30m", "heartbeat_timeout": "30m"}
+_CHECKPOINTING, _OFFLOAD = "use_gradient_checkpointing", {"use_activation_cpu_offload": True}
+_DDP = {"sharding_strategy": "ddp", "use_cpu_offload": False}
+
+# Name -> order, title, gain, promise, and the options to set.
+_RUNGS: Mapping[str, tuple[int, str, Gain, LossPromise, Change]] = {
+    "time_limits": (10, "timeouts that end a hang", "safety", SameBits(), _TIMEOUTS),
+    "data_loading": (20, "data loading", "speed", SameBits(), {}),
+    "attention": (30, "fused attention", "speed", Within(bound=1e-2), {"use_flash_attention": True}),
+    "fast_layers": (45, "fast layers", "speed", Within(bound=1e-2), {"kernels": "fast"}),
+    "compile": (47, "compiled blocks", "speed", Within(bound=1e-2), {"torch_compile": True}),
+    "fp8_base": (47, "fp8 base", "speed", AsGood(bound=0.02), {"base_precision": "fp8"}),
+    "recomputation_off": (
+        60,
+        "no gradient checkpointing",
+        "speed",
+        Within(bound=1e-5),
+        {_CHECKPOINTING: False},
+    ),
+    "gradient_checkpointing": (
+        90,
+        "gradient checkpointing",
+        "memory",
+        Within(bound=1e-5),
+        {_CHECKPOINTING: True},
+    ),
+    "activation_offload": (100, "activations in host memory", "memory", SameBits(), _OFFLOAD),
+    "optimizer_8bit": (110, "8-bit optimizer", "memory", AsGood(bound=0.02), {"optimizer": "adamw_8bit"}),
+    "cosine_latent_loss": (120, "cosine latent loss", "safety", _COSINE, {"latent_loss": "cosine"}),
+    "replicas": (130, "replicas (DDP)", "speed", Within(bound=1e-5), _DDP),
+    "checkpoint_rotation": (150, "checkpoint rotation", "safety", SameBits(), {"keep_last_n": 3}),
+}
+
+
+def _why_not(name: str, now: Situation) -> str:
+    """Return why a rung does not apply; empty if it does."""
+    config, plan, backend = now.config, now.plan, now.plan.backend
+    sharded = plan.world_size > 1 and shards_weights(config.sharding_strategy)
+    limits, missing = limits_of(config), missing_compiler(backend.name)
+    ends_a_hang = SHORTEST_S <= limits.collective_s <= LONGEST_S and limits.heartbeat_s <= LONGEST_S
+    reasons: dict[str, dict[str, object]] = {
+        "time_limits": {
+            "one process waits for no other": plan.world_size == 1,
+            f"the timeout of a collective is {limits.collective_s:g} s already": ends_a_hang,
+        },
+        "data_loading": {"always on: a thread prepares micro-batches ahead of the step": True},
+        "attention": {
+            "{} is used already ({})".format(*plan.attention): config.use_flash_attention is not False,
+            f"no fused kernel ran on {backend.name} here": not backend.has_flash_attention,
+        },
+        "fast_layers": {
+            "the fast layers train LoRA adapters of language models with torch": (
+                (plan.engine, plan.method, config.recipe) != ("torch", "lora", "sft")
+            ),
+            "the fast layers are used already": config.kernels == "fast",
+            "the fast layers need whole weights": sharded,
+        },
+        "compile": {
+            "torch.compile belongs to torch; MLX compiles its steps itself on a GPU": plan.engine != "torch",
+            "the blocks are compiled already": config.torch_compile,
+            "the fast layers have their own kernels": config.kernels == "fast",
+            "sharded weights are not compiled": sharded,
+            f"torch.compile needs {missing} on {backend.name}": missing,
+        },
+        "fp8_base": {
+            "fp8 products need an NVIDIA GPU": backend.name != "cuda",
+            "only the fast layers with LoRA multiply in fp8": config.kernels != "fast"
+            or plan.method != "lora",
+            "the base is multiplied in fp8 already": config.base_precision == "fp8",
+        },
+        "recomputation_off": {
+            "gradient checkpointing is off": not config.use_gradient_checkpointing,
+            "--low_memory prefers memory to speed": config.low_memory,
+        },
+        "gradient_checkpointing": {"gradient checkpointing is on already": config.use_gradient_checkpointing},
+        "activation_offload": {
+            f"{backend.name} has no device memory to relieve": (
+                plan.engine != "torch" or backend.device == "cpu" or backend.unified_memory
+            ),
+            "activations are in host memory already": config.use_activation_cpu_offload,
+        },
+        "optimizer_8bit": {
+            f"{config.optimizer} has no 8-bit form": config.optimizer not in ("adamw", "fused_adamw"),
+            "the moments of adapters are small": plan.method in ("lora", "dora"),
+            f"bitsandbytes does not run on {backend.name} here": "bnb" not in backend.quantizers,
+        },
+        "cosine_latent_loss": {
+            "only latent_diffusion has a latent loss": config.recipe != "latent_diffusion",
+            "the latent loss is the cosine already": config.latent_loss == "cosine",
+            "--loss_type l2t has no latent loss": config.loss_type == "l2t",
+        },
+        "replicas": {
+            "one process has the whole model": plan.world_size == 1,
+            "the processes are replicas already": not sharded,
+        },
+        "checkpoint_rotation": {f"the newest {config.keep_last_n} are kept": config.keep_last_n <= 3},
+    }
+    return next((reason for reason, holds in reasons.get(name, {}).items() if holds), "")
+
+
+def _propose(name: str, change: Change) -> Callable[[Situation], list[Change]]:
+    def propose(now: Situation) -> list[Change]:
+        if reason := _why_not(name, now):
+            raise NotApplicable(reason)
+        return [change]
+
+    return propose
+
+
+def all_rungs() -> dict[str, Rung]:
+    """Return the rungs by name, in the order in which they are tried."""
+    found = {
+        name: Rung(title=title, order=order, gain=gain, promise=promise, propose=_propose(name, change))
+        for name, (order, title, gain, promise, change) in _RUNGS.items()
+    }
+    for name in plugin_names(__name__):
+        rung = getattr(load_plugin(__name__, name, kind="rung"), "RUNG", None)
+        if not isinstance(rung, Rung):
+            raise UserError(f"The rung {name} defines no RUNG.", do="see docs/add-a-rung.md")
+        found[name] = rung
+    return dict(sorted(found.items(), key=lambda item: (item[1].order, item[0])))

@@ -1,17 +1,17 @@
 """Update all weights in one kernel."""
 
-from crosstune.ladder.rung import Change, NotHere, Rung, Situation, Within
+from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 
 FUSED = {"adamw": "fused_adamw", "adam": "fused_adam"}
 
 
 def propose(now: Situation) -> list[Change]:
     if now.plan.engine != "torch":
-        raise NotHere("MLX has one form of each optimizer")
+        raise NotApplicable("MLX has one form of each optimizer")
     if now.config.optimizer not in FUSED:
-        raise NotHere(f"{now.config.optimizer} has no fused form")
+        raise NotApplicable(f"{now.config.optimizer} has no fused form")
     if now.config.optimizer == "adamw" and now.plan.backend.device == "cuda":
-        raise NotHere("adamw is fused on a GPU already")
+        raise NotApplicable("adamw is fused on a GPU already")
     return [{"optimizer": FUSED[now.config.optimizer]}]
 
 

@@ -1,6 +1,6 @@
 """Compute more rows at a time with as many rows in a step."""
 
-from crosstune.ladder.rung import Change, NotHere, Rung, Situation, Within
+from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 
 MOST = 4
 """Doublings that are tried."""
@@ -9,13 +9,13 @@ MOST = 4
 def propose(now: Situation) -> list[Change]:
     batch, micro_batches = now.config.batch_size, now.config.gradient_accumulation_steps
     if now.config.rows_per_step:
-        raise NotHere("--rows_per_step sets how a step is divided")
+        raise NotApplicable("--rows_per_step sets how a step is divided")
     changes: list[Change] = []
     while micro_batches % 2 == 0 and len(changes) < MOST:
         batch, micro_batches = batch * 2, micro_batches // 2
         changes.append({"batch_size": batch, "gradient_accumulation_steps": micro_batches})
     if not changes:
-        raise NotHere(
+        raise NotApplicable(
             "a step has an odd number of micro-batches" if micro_batches > 1 else "a step is one micro-batch"
         )
     return changes

@@ -1,6 +1,6 @@
 """Pack examples into full rows, with about as many examples in a step as before."""
 
-from crosstune.ladder.rung import AsGood, Change, NotHere, Rung, Situation
+from crosstune.ladder.rung import AsGood, Change, NotApplicable, Rung, Situation
 
 ROUNDED_TO = 64
 FULL_ENOUGH = 0.8
@@ -10,11 +10,11 @@ FULL_ENOUGH = 0.8
 def propose(now: Situation) -> list[Change]:
     config = now.config
     if config.recipe != "sft":
-        raise NotHere(f"the recipe {config.recipe} does not pack")
+        raise NotApplicable(f"the recipe {config.recipe} does not pack")
     if config.packing:
-        raise NotHere("rows are packed already")
+        raise NotApplicable("rows are packed already")
     if not now.mean_tokens or now.mean_tokens > FULL_ENOUGH * now.longest_tokens:
-        raise NotHere("all examples have about the same length")
+        raise NotApplicable("all examples have about the same length")
     rows = config.batch_size * config.gradient_accumulation_steps
     wanted = max(now.longest_tokens, round(rows * now.mean_tokens))
     length = min(config.context_length, -(-wanted // ROUNDED_TO) * ROUNDED_TO)

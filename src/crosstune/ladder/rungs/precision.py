@@ -1,6 +1,6 @@
 """Compute in 16 bits where the device is faster in them."""
 
-from crosstune.ladder.rung import AsGood, Change, NotHere, Rung, Situation
+from crosstune.ladder.rung import AsGood, Change, NotApplicable, Rung, Situation
 
 WORTHWHILE = 1.1
 """Speed of a bf16 product over an fp32 one from which a trial is worth its time."""
@@ -9,12 +9,12 @@ WORTHWHILE = 1.1
 def propose(now: Situation) -> list[Change]:
     backend = now.plan.backend
     if now.plan.precision != "fp32":
-        raise NotHere(f"the precision is {now.plan.precision} already")
+        raise NotApplicable(f"the precision is {now.plan.precision} already")
     if "bfloat16" in backend.dtypes and (backend.device != "cpu" or backend.bf16_speedup >= WORTHWHILE):
         return [{"precision": "bf16_autocast"}, {"precision": "bf16"}]
     if "float16" in backend.dtypes and backend.device != "cpu":
         return [{"precision": "fp16_autocast"}]
-    raise NotHere(f"16-bit products are not faster than fp32 on this {backend.name}")
+    raise NotApplicable(f"16-bit products are not faster than fp32 on this {backend.name}")
 
 
 RUNG = Rung(title="16-bit arithmetic", order=40, gain="speed", promise=AsGood(bound=0.02), propose=propose)

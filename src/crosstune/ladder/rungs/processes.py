@@ -1,6 +1,6 @@
 """Divide a step over several processes."""
 
-from crosstune.ladder.rung import Change, NotHere, Rung, Situation, Within
+from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 
 CORES_EACH = 2
 """Cores that a process on a CPU needs to be worth starting."""
@@ -9,22 +9,22 @@ CORES_EACH = 2
 def propose(now: Situation) -> list[Change]:
     plan, config = now.plan, now.config
     if plan.world_size > 1:
-        raise NotHere(f"{plan.world_size} processes are used already")
+        raise NotApplicable(f"{plan.world_size} processes are used already")
     if plan.engine != "torch":
-        raise NotHere("MLX uses one process on one device")
+        raise NotApplicable("MLX uses one process on one device")
     rows = config.batch_size * config.gradient_accumulation_steps
     on_cpu = plan.backend.device == "cpu"
     number = plan.machine.num_cores // CORES_EACH if on_cpu else len(plan.backend.devices)
     number = max((n for n in range(1, number + 1) if rows % n == 0), default=1)
     if number < 2:
-        raise NotHere(
+        raise NotApplicable(
             f"{plan.machine.num_cores} cores are best used by one process"
             if on_cpu
             else "there is one device"
         )
     batch = min(config.batch_size, rows // number)
     if rows % (batch * number):
-        raise NotHere(f"{rows} rows per step cannot be divided over {number} processes")
+        raise NotApplicable(f"{rows} rows per step cannot be divided over {number} processes")
     return [
         {
             "world_size": number,

@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,17 +28,11 @@ BUFFER_BYTES = 64 * 2**20
 """Gradients are all-reduced in buckets of up to this size: few messages and little extra memory."""
 
 
-class NumberGroup(Group, Protocol):
-    def sum_numbers(self, *numbers: float) -> list[float]:
-        """Sum each number over the ranks in double precision, bitwise equal on every rank."""
-        ...
-
-
 @dataclass(kw_only=True)
 class Parallel:
     """The processes of a run as the torch session sees them."""
 
-    group: NumberGroup
+    group: Group
     strategy: Strategy
     mesh: DeviceMesh
     device: torch.device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import importlib.util
 import logging
+import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +18,9 @@ from crosstune.distributed.jobs.option import CPUS, RESTARTS, JobOption, matches
 from crosstune.distributed.jobs.ray_actor import NodeActor
 
 ADDRESS = JobOption(
-    name="address",
-    metavar="ADDRESS",
-    text="address of the Ray cluster (default: the one of this machine)",
+    "address",
+    "ADDRESS",
+    "address of the Ray cluster (default: the one of this machine)",
     default="auto",
     check=matches(
         r"[A-Za-z0-9][A-Za-z0-9.:/_-]*|\[[0-9A-Fa-f:.]+\]:[0-9]+", "auto, or HOST:PORT of the head"
@@ -33,24 +34,23 @@ TOLD_EVERY_S = 15.0
 
 
 def check(job: Job) -> list[UserError]:
-    """Return the problems of a job that the options alone do not show: Ray has none."""
     return []
 
 
 def bundle(job: Job) -> dict[str, float]:
-    """Return what one machine's launcher takes of the cluster."""
-    cpus = job.options[CPUS.name] or job.num_local
+    """Return the resources of one machine's launcher."""
+    cpus = job.options["cpus"] or job.num_local
     return {"CPU": float(cpus)} | ({"GPU": float(job.num_gpus)} if job.num_gpus else {})
 
 
 def write(job: Job) -> str:
     """Return the lines that start the job detached from this terminal."""
     own = ["--on", "ray", "--nnodes", str(job.num_nodes), "--nproc_per_node", str(job.num_local)]
-    own += ["--gpus", str(job.num_gpus), "--restarts", str(job.options[RESTARTS.name])]
-    own += ["--cpus", str(job.options[CPUS.name])] if job.options[CPUS.name] else []
+    own += ["--gpus", str(job.num_gpus), "--restarts", str(job.options["restarts"])]
+    own += ["--cpus", str(job.options["cpus"])] if job.options["cpus"] else []
     own += ["--python", job.python] if job.python else []
     command = [*job.command()[:3], "launch", *own, "--", *job.train_words()]
-    address = job.options[ADDRESS.name]
+    address = job.options["address"]
     to = [] if address == "auto" else ["--address", f"http://{address.rpartition(':')[0] or address}:8265"]
     inside = f"cd {shlex.quote(str(job.folder))} && exec {shlex.join(command)}"
     lines = [
@@ -71,23 +71,19 @@ def start(job: Job) -> Started:
     import ray
 
     try:
-        ray.init(address=job.options[ADDRESS.name], log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=job.options["address"], log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"Cannot reach a Ray cluster at {job.options[ADDRESS.name]}.",
+            f"Cannot reach a Ray cluster at {job.options['address']}.",
             why=str(error),
             do="start one with `ray start --head` here and `ray start --address HOST:6379` on the other machines",
         ) from error
     cluster = _Cluster(job)
     try:
-        return run_nodes(cluster.start, restarts=job.options[RESTARTS.name], report=_say)
+        return run_nodes(cluster.start, restarts=job.options["restarts"])
     finally:
         cluster.release()
         ray.shutdown()
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 class _Cluster:
@@ -144,7 +140,8 @@ class _Cluster:
             if time.monotonic() - told_at > TOLD_EVERY_S:
                 told_at = time.monotonic()
                 have = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
-                _say(f"waiting for {self.job.num_nodes} bundles of {wanted}; the cluster has {have} in all")
+                line = f"waiting for {self.job.num_nodes} bundles of {wanted}; the cluster has {have} in all"
+                print(line, flush=True)
         return True
 
     def _hosts(self) -> list[str]:
@@ -172,51 +169,55 @@ class _Cluster:
             raise error.cause if isinstance(error.cause, UserError) else error from None
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             for node in nodes:
-                node.lost = f"{error}"
+                node.lose(error)
 
 
 class _RayNode:
-    """The launcher of one bundle. The output of the first is printed; that of the others is kept for errors."""
+    """The launcher of one bundle. The output of the first one is printed; the others' is kept for errors."""
 
     def __init__(self, actor: Any, place: int, host: str) -> None:
         self.actor, self.place, self.host = actor, place, host
-        self.lost = ""
-        """Return the reason for which Ray lost its machine."""
-        self._silent_since = 0.0
-        self._lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
+        self.lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
+        self.is_lost = False
+        self._silent_since = math.inf
 
     def poll(self) -> int | None:
         import ray
 
-        if self.lost:
+        if self.is_lost:
             return LOST
         try:
             code, lines = ray.get(self.actor.poll.remote(), timeout=ANSWER_S)
-        except ray.exceptions.ActorUnavailableError as error:  # Ray does not know yet whether it is gone
-            self._silent_since = self._silent_since or time.monotonic()
-            if time.monotonic() - self._silent_since < ANSWER_S:
-                return None
-            self.lost = str(error)
+        except (
+            ray.exceptions.ActorUnavailableError,
+            ray.exceptions.RayActorError,
+            ray.exceptions.GetTimeoutError,
+        ) as error:
+            if isinstance(
+                error, ray.exceptions.ActorUnavailableError
+            ):  # Ray does not know yet whether it is gone
+                self._silent_since = min(self._silent_since, time.monotonic())
+                if time.monotonic() - self._silent_since < ANSWER_S:
+                    return None
+            self.lose(error)
             return LOST
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-            self.lost = str(error)
-            return LOST
-        self._silent_since = 0.0
-        for line in lines:
-            if self.place == 0:
-                _say(line)
-            else:
-                self._lines.append(line)
+        self._silent_since = math.inf
+        if self.place == 0:
+            for line in lines:
+                print(line, flush=True)
+        else:
+            self.lines.extend(lines)
         return code
 
+    def lose(self, error: Exception) -> None:
+        self.is_lost = True
+        self.lines = collections.deque(str(error).splitlines()[:3])
+
     def send(self, name: str) -> None:
-        if not self.lost:
+        if not self.is_lost:
             self.actor.send.remote(name)
 
     def close(self) -> None:
         import ray
 
         ray.kill(self.actor, no_restart=True)
-
-    def last_lines(self) -> list[str]:
-        return self.lost.splitlines()[:3] if self.lost else list(self._lines)

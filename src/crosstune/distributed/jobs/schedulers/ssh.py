@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import re
 import shlex
 import shutil
 import subprocess
-import threading
 from pathlib import Path
 
 from crosstune.core.errors import EXIT_USER_MUST_ACT, UserError, raise_all, shown
 from crosstune.core.plain_files import UnreadableFile, read_plain_text
+from crosstune.distributed.jobs.attached import AttachedProcess
 from crosstune.distributed.jobs.job import RANK_VARIABLES, Job, Started
 from crosstune.distributed.jobs.nodes import LOST, run_nodes
 from crosstune.distributed.jobs.option import BEFORE, PORT, RESTARTS, JobOption, matches
 
 HOSTS = JobOption(
-    name="hosts",
-    metavar="A,B,...",
-    text="machines, as [user@]host[:port] or names of ~/.ssh/config, separated by commas",
+    "hosts", "A,B,...", "machines, as [user@]host[:port] or names of ~/.ssh/config, separated by commas"
 )
-HOSTFILE = JobOption(name="hostfile", metavar="FILE", text="file with one machine per line", type=Path)
+HOSTFILE = JobOption("hostfile", "FILE", "file with one machine per line", type=Path)
 ADDRESS = JobOption(
-    name="master_addr",
-    metavar="ADDRESS",
-    text="address of the first machine for the others (default: its name in --hosts)",
+    "master_addr",
+    "ADDRESS",
+    "address of the first machine for the others (default: its name in --hosts)",
     check=matches(r"[A-Za-z0-9][A-Za-z0-9.:_-]*", "a host name or an IP address"),
 )
 OPTIONS = (HOSTS, HOSTFILE, ADDRESS, PORT, BEFORE, RESTARTS)
@@ -34,7 +30,7 @@ OPTIONS = (HOSTS, HOSTFILE, ADDRESS, PORT, BEFORE, RESTARTS)
 _HOST = re.compile(
     r"(?:[A-Za-z0-9_][\w.-]*@)?(?P<name>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?"
 )
-# No question for a password, which nobody would see; a connection that hangs ends after a minute.
+# Do not ask for a password, which nobody would see; end a connection that hangs after a minute.
 _WORDS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 LOGIN_S = 20
 """Seconds for a machine to answer."""
@@ -43,8 +39,8 @@ _HOSTS_LIMIT = 2**20
 
 
 def check(job: Job) -> list[UserError]:
-    """Return the problems of a job that the options alone do not show."""
-    if (job.options[HOSTS.name] is None) == (job.options[HOSTFILE.name] is None):
+    """Refuse a job without machines, or with another number of them."""
+    if (job.options["hosts"] is None) == (job.options["hostfile"] is None):
         return [
             UserError(
                 "--on ssh needs the machines.",
@@ -74,13 +70,11 @@ def check(job: Job) -> list[UserError]:
 
 def write(job: Job) -> str:
     """Return the lines that a person would type, one terminal each."""
-    lines = [
-        f"# {job.num_nodes} machines: type each line in a terminal of its own. They wait for each other."
-    ]
+    lines = [f"# {job.num_nodes} machines: type each line in a separate terminal. They wait for each other."]
     if job.num_nodes > 1:
         lines.append("# Ctrl-C in any of them stops the run with a checkpoint; the same lines continue it.")
     for place, host in enumerate(_hosts(job)):
-        lines.append(shlex.join(["ssh", "-t", *_port_words(host), _target(host), _remote(job, place)]))
+        lines.append(shlex.join(["ssh", "-t", *_target(host), _remote(job, place)]))
     return "\n".join(lines) + "\n"
 
 
@@ -94,29 +88,25 @@ def start(job: Job) -> Started:
     raise_all(_unreachable(job))
     return run_nodes(
         lambda stopped: [_SshNode(job, place, host) for place, host in enumerate(_hosts(job))],
-        restarts=job.options[RESTARTS.name],
-        report=lambda line: print(line, flush=True),
+        restarts=job.options["restarts"],
     )
 
 
 def _unreachable(job: Job) -> list[UserError]:
-    """Log in to every machine at once, and return the problems: a machine that cannot be reached now would be taken for
-    one that is lost, and started again and again."""
+    """Log in to every machine at once, and return the problems: otherwise an unreachable machine would count as lost and
+    be started again and again."""
     command = f"cd {shlex.quote(str(job.folder))}"
-    started = [
-        (
-            host,
-            subprocess.Popen(
-                ["ssh", *_WORDS, f"-oConnectTimeout={LOGIN_S}", *_port_words(host), _target(host), command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            ),
+    started = {
+        host: subprocess.Popen(
+            ["ssh", *_WORDS, f"-oConnectTimeout={LOGIN_S}", *_target(host), command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
         for host in _hosts(job)
-    ]
+    }
     problems = []
-    for host, process in started:
+    for host, process in started.items():
         _, said = process.communicate()
         why = " ".join(said.decode(errors="replace").split()) or f"exit code {process.returncode}"
         if process.returncode == LOST:
@@ -124,7 +114,7 @@ def _unreachable(job: Job) -> list[UserError]:
                 UserError(
                     f"ssh cannot log in to {host}.",
                     why=why,
-                    do=f"make `{shlex.join(['ssh', *_port_words(host), _target(host), 'true'])}` work without a "
+                    do=f"make `{shlex.join(['ssh', *_target(host), 'true'])}` work without a "
                     "question: its name, its key, its address in ~/.ssh/config",
                 )
             )
@@ -139,50 +129,19 @@ def _unreachable(job: Job) -> list[UserError]:
     return problems
 
 
-class _SshNode:
-    """The launcher of one machine, over ssh. The output of the first is ours; that of the others is kept for errors."""
+class _SshNode(AttachedProcess):
+    """The launcher of one machine, over ssh. The output of the first one is shown."""
 
     def __init__(self, job: Job, place: int, host: str) -> None:
         self.host = host
-        remote = _remote(job, place, attached=True)
-        self._lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
-        self._process = subprocess.Popen(
-            ["ssh", *_WORDS, *_port_words(host), _target(host), remote],
-            stdin=subprocess.PIPE,
-            stdout=None if place == 0 else subprocess.PIPE,
-            stderr=None if place == 0 else subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches it through us, by name
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def poll(self) -> int | None:
-        code = self._process.poll()
-        return code if code is None or code >= 0 else 128 - code
-
-    def send(self, name: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended meanwhile, which poll will tell
-            self._process.stdin.write(f"{name}\n".encode())
-            self._process.stdin.flush()
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()  # the launcher over there sees its input end
-        self._process.wait()
-
-    def last_lines(self) -> list[str]:
-        self._reader.join(timeout=5.0)
-        return list(self._lines)
-
-    def _read(self) -> None:
-        for line in self._process.stdout or ():
-            self._lines.append(line.decode(errors="replace").rstrip())
+        # In a new session: Ctrl-C reaches it through us.
+        command = ["ssh", *_WORDS, *_target(host), _remote(job, place, attached=True)]
+        super().__init__(command, shown=place == 0, max_lines=NUM_LINES, start_new_session=True)
 
 
 def _hosts(job: Job) -> list[str]:
-    if (file := job.options[HOSTFILE.name]) is None:
-        return [host.strip() for host in (job.options[HOSTS.name] or "").split(",") if host.strip()]
+    if (file := job.options["hostfile"]) is None:
+        return [host.strip() for host in (job.options["hosts"] or "").split(",") if host.strip()]
     try:
         lines = read_plain_text(file, limit=_HOSTS_LIMIT).splitlines()
     except UnreadableFile as error:
@@ -194,24 +153,20 @@ def _hosts(job: Job) -> list[str]:
     return [line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip()]
 
 
-def _port_words(host: str) -> list[str]:
+def _target(host: str) -> list[str]:
+    """Return the words of ssh for a machine: its port, and `user@host`."""
     match = _HOST.fullmatch(host)
-    return ["-p", match["port"]] if match and match["port"] else []
-
-
-def _target(host: str) -> str:
-    """Return `user@host` without the port."""
-    match = _HOST.fullmatch(host)
-    return host[: match.end("name")].replace("[", "").replace("]", "") if match else host
+    assert match is not None, "check() refuses other names"
+    name = host[: match.end("name")].replace("[", "").replace("]", "")
+    return [*(("-p", match["port"]) if match["port"] else ()), name]
 
 
 def _remote(job: Job, place: int, *, attached: bool = False) -> str:
     """Return the command for the shell of one machine."""
-    first = _HOST.fullmatch(_hosts(job)[0])
-    address = job.options[ADDRESS.name] or (first["name"].strip("[]") if first else "")
+    address = job.options["master_addr"] or _target(_hosts(job)[0])[-1].rpartition("@")[2]
     variables = job.variables(node=place) | {
         "MASTER_ADDR": address,
-        "MASTER_PORT": str(job.options[PORT.name]),
+        "MASTER_PORT": str(job.options["master_port"]),
     }
     command = job.command()
     if attached:
@@ -219,6 +174,6 @@ def _remote(job: Job, place: int, *, attached: bool = False) -> str:
     words = ["env", *(word for name in RANK_VARIABLES for word in ("-u", name))]
     words += [f"{name}={value}" for name, value in variables.items()]
     folder, run = shlex.quote(str(job.folder)), f"exec {shlex.join([*words, *command])}"
-    if before := job.options[BEFORE.name]:
+    if before := job.options["before"]:
         return "\n".join([f"cd {folder} || exit {EXIT_USER_MUST_ACT}", *before, run])
     return f"cd {folder} && {run}"
