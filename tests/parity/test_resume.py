@@ -19,8 +19,7 @@ from crosstune.core.events import Event, Resumed, Warned
 from crosstune.core.json_files import read_jsonl
 from crosstune.loop import save
 from crosstune.models.tiny import tiny_model
-from crosstune.run import RunResult, train
-from crosstune.runs.resume import folder_of
+from crosstune.runs.pipeline import RunResult, choose_folder, train
 
 NUM_STEPS = 5
 
@@ -292,7 +291,7 @@ def test_a_copied_run_goes_on_under_its_own_name(bench: Bench, straight: Any, tm
     """Not under the name that it had where it was copied from."""
     copied = tmp_path / "copied"
     shutil.copytree(straight("lora"), copied, symlinks=True)
-    assert folder_of(make_config(resume=str(copied))) == copied
+    assert choose_folder(make_config(resume=str(copied))) == copied
     for asked in (copied, at_step(copied, NUM_STEPS - 1)):
         elsewhere = make_config(resume=str(asked), output_dir=str(tmp_path / "elsewhere"))
-        assert folder_of(elsewhere) == tmp_path / "elsewhere" / "copied"
+        assert choose_folder(elsewhere) == tmp_path / "elsewhere" / "copied"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from manifests import make_manifest
 
 from crosstune.checkpoint import folders
 from crosstune.checkpoint.manifest import (
@@ -22,12 +23,13 @@ from crosstune.checkpoint.manifest import (
     SEAL,
     WEIGHTS,
     DamagedCheckpoint,
+    Manifest,
     UnknownVersion,
     seal,
 )
 from crosstune.checkpoint.read import newest_valid, open_checkpoint
 from crosstune.checkpoint.rotate import Keep, rotate, superfluous
-from crosstune.checkpoint.tensors import describe_tensors, read_tensors, write_tensors
+from crosstune.checkpoint.tensors import describe_tensors, describe_trainable, read_tensors, write_tensors
 from crosstune.checkpoint.write import SaveFailed, write_checkpoint
 from crosstune.core.atomic_files import set_aside, staging_path
 from crosstune.core.errors import UserError
@@ -52,28 +54,15 @@ def make_state(seed: int = 0) -> SessionState:
     )
 
 
-def fields(step: int, state: SessionState) -> dict[str, Any]:
-    trainable = {n: {"dtype": "F32", "shape": list(a.shape)} for n, a in state.weights.items()}
-    return {
-        "step": step,
-        "engine": "torch",
-        "backend": "cpu",
-        "precision": "fp32",
-        "quantization": None,
-        "identity": {},
-        "trainable": trainable,
-        "schedule": {"step": step},
-        "data": {},
-        "facts": dict(state.facts),
-        "progress": {"steps": step},
-    }
+def manifest_of(step: int, state: SessionState) -> Manifest:
+    return make_manifest(step, trainable=describe_trainable(state), facts=dict(state.facts))
 
 
 def save(root: Path, *steps: int) -> Path:
     """The folder of the last of them."""
     for step in steps:
         state = make_state(step)
-        folder = write_checkpoint(root, state, fields(step, state)).folder
+        folder = write_checkpoint(root, state, manifest_of(step, state)).folder
     return folder
 
 
@@ -213,7 +202,7 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     state = make_state()
     state.weights["a.weight"][0, 0] = np.nan  # type: ignore[index]
     with pytest.raises(SaveFailed, match="non-finite"):
-        write_checkpoint(tmp_path, state, fields(1, state))
+        write_checkpoint(tmp_path, state, manifest_of(1, state))
     assert steps_in(tmp_path) == []
 
 
@@ -365,3 +354,54 @@ def test_files_that_the_system_adds_are_ignored(tmp_path: Path) -> None:
     (folder / ".DS_Store").write_bytes(b"Bud1")
     (folder / "more").mkdir()
     assert open_checkpoint(folder).step == 1
+
+
+def test_a_manifest_of_the_first_form_is_read_and_written_again() -> None:
+    """The fields as crosstune has always written them, with and without the optional ones."""
+    from crosstune.checkpoint.manifest import decode, encode
+
+    first = {
+        "format": "crosstune-checkpoint",
+        "format_version": 1,
+        "step": 3,
+        "created": "2025-01-02T03:04:05+00:00",
+        "engine": "torch",
+        "backend": "cuda",
+        "precision": "bf16",
+        "quantization": "fp8-8bit",
+        "outside_fp8": ["layers.0.qkv"],
+        "method": "lora",
+        "recipe": "sft",
+        "identity": {
+            "model": {"name": "tiny", "identity": "a" * 64, "config": "b" * 64},
+            "data": "c" * 64,
+            "eval_data": None,
+            "order": {"seed": 42, "rows_per_step": 8},
+            "quantization": {"quantizer": "fp8", "bits": 8, "group_size": 64, "kept": ["a.up"]},
+            "trainable": {"method": "lora", "lora_rank": 8},
+            "optimizer": "adamw",
+        },
+        "schedule": {"name": "cosine", "step": 3, "num_steps": 10, "next_lr": 1e-4},
+        "data": {"epoch": 0, "row_in_epoch": 24, "rows_done": 24},
+        "progress": {"steps": 3, "tokens": 90, "evaluations": {"2": 1.5}, "wall_s": 2.5},
+        "asked": {"lr": 0.0002},
+        "options": {"lr": 0.0002, "batch_size": 8, "world_size": 1},
+        "versions": {"torch": "2.9.0"},
+        "resumed_from": None,
+        "trainable": {"a.lora_A": {"dtype": "F32", "shape": [8, 4]}},
+        "facts": {"loss_scale": {"factor": 1.0, "good_steps": 0}},
+        "files": {"weights.safetensors": {"bytes": 1, "sha256": "d" * 64}},
+    }
+    raw = json.dumps(first).encode()
+    found = decode(raw, seal_found=seal(raw), folder="x")
+    assert json.loads(encode(found)) == first
+    assert found.base_choice is not None and found.base_choice.outside_fp8 == ("layers.0.qkv",)
+    optional = ("created", "outside_fp8", "method", "recipe", "asked", "options", "versions", "resumed_from")
+    older = {name: value for name, value in first.items() if name not in optional} | {
+        "options": None,
+        "metadata": {"by": "me"},
+    }
+    raw = json.dumps(older).encode()
+    found = decode(raw, seal_found=seal(raw), folder="x")
+    assert (found.step, found.method, found.options, found.asked) == (3, None, {}, {})
+    assert json.loads(encode(found))["metadata"] == {"by": "me"}

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from crosstune.core.plain_files import open_plain
-from crosstune.core.protocols import Array
+from crosstune.core.protocols import Array, SessionState
 from crosstune.core.safetensors_header import BadSafetensors, Header, read_header_of
 
 CHUNK_BYTES = 4 * 2**20
@@ -99,6 +99,15 @@ def describe_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 def word_of(array: Array) -> str:
     """Return the safetensors name of an array's dtype."""
     return _NAMES[array.dtype.newbyteorder("<")]
+
+
+def describe_trainable(state: SessionState) -> dict[str, Any]:
+    """Return name -> dtype and shape of each trained array, for `Manifest.trainable`."""
+    if state.part is not None:  # its masters are in fp32
+        return {name: {"dtype": "F32", "shape": list(shape)} for name, shape in state.part.shapes.items()}
+    return {
+        name: {"dtype": word_of(array), "shape": list(array.shape)} for name, array in state.weights.items()
+    }
 
 
 def _read_header(file: BinaryIO, path: Path) -> Header:

@@ -10,7 +10,6 @@ from enum import Enum, Flag, auto
 from typing import Any, Union
 
 from crosstune.config.conditions import Condition
-from crosstune.config.unbuilt import Unbuilt
 from crosstune.core.durations import parse_duration
 
 Choices = Sequence[str] | Callable[[], Sequence[str]]
@@ -65,7 +64,6 @@ class Option:
     env: str | None
     needs: tuple[Condition, ...]
     on_resume: OnResume
-    unbuilt: Unbuilt | None
     joins_items: str | None
     """Set if a file or Python may give a list, which is joined by commas: what to put between the items of a mapping,
     or an empty string if it takes none."""
@@ -97,15 +95,13 @@ def option(
     env: str | None = None,
     needs: Sequence[Condition] = (),
     on_resume: OnResume = OnResume.REPORTED,
-    unbuilt: Unbuilt | None = None,
     joins_items: str | None = None,
     auto: int | None = None,
 ) -> Any:
     """Declare an option as a field of a dataclass.
 
-    `low` and `high` are the limits of a number, `holds` is what a string is, and `check` refuses values for reasons of
-    its own. `needs` are the conditions under which it has an effect, `on_resume` is what a change means when a run is resumed,
-    and `unbuilt` names what `plan` resolves but `train` cannot do yet.
+    `low` and `high` limit a number, `holds` is the content of a string, and `check` refuses other values. `needs` are the
+    conditions under which the option has an effect; `on_resume` says what a change means when a run is resumed.
     """
     parsing = {
         "text": text,
@@ -119,7 +115,7 @@ def option(
         "joins_items": joins_items,
         "auto": auto,
     }
-    facts = {"needs": tuple(needs), "on_resume": on_resume, "unbuilt": unbuilt}
+    facts = {"needs": tuple(needs), "on_resume": on_resume}
     return field(default=default, metadata=parsing | facts)
 
 

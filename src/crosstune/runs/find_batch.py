@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from crosstune.config.options.training import AUTO
 from crosstune.config.plan import Adjustment, Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
@@ -63,14 +61,6 @@ def find_batch_size(
     chosen = Adjustment(option="batch_size", asked="auto", used=size, reason=why, kind="choice")
     observer.on_event(chosen.to_event())
     return replace(config, batch_size=size, asked={**config.asked, "batch_size": "a search"})
-
-
-def with_stored_size(config: Config, manifest: Mapping[str, Any]) -> Config:
-    """Return the configuration with the size of the checkpoint that is continued."""
-    stored = (manifest.get("options") or {}).get("batch_size")
-    if config.batch_size != AUTO or not stored:
-        return config
-    return replace(config, batch_size=stored, asked={**config.asked, "batch_size": "the checkpoint"})
 
 
 def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, group: Group) -> Found:

@@ -22,7 +22,6 @@ from crosstune.models.staged import check_out, staged
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.resume import kept_options, skip_warning
-from crosstune.runs.same_training import recorded_base
 
 _SPARE_BYTES = 50_000_000
 
@@ -50,7 +49,7 @@ def restored_config(
 ) -> Config:
     """Return the options of a checkpoint's training for a backend of this machine; `model_name` overrides the path of
     its base."""
-    asked, known = checkpoint.manifest.get("asked") or {}, make_config().options()
+    asked, known = checkpoint.manifest.asked, make_config().options()
     dropped = options_on_resume(OnResume.OWN_MACHINE, OnResume.ONE_START)
     kept = {name: value for name, value in asked.items() if name in known and name not in dropped}
     earlier = kept_options(checkpoint, asked, backend=backend)
@@ -67,7 +66,7 @@ def check_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
     """Raise if the base is not the one the checkpoint was trained from."""
     if model is None:  # the recipe brings its own
         return
-    recorded, found = checkpoint.manifest["identity"].get("model", {}), source_identity(model.path)
+    recorded, found = checkpoint.manifest.identity.get("model", {}), source_identity(model.path)
     other = [
         what
         for key, what in (("identity", "weights"), ("config", "config.json"))
@@ -86,7 +85,7 @@ def open_restored(
 ) -> Session:
     """Open the model of a checkpoint on a backend of this machine."""
     config = restored_config(checkpoint, backend=backend, model_name=model_name)
-    plan = make_plan(config, base=recorded_base(checkpoint.manifest))
+    plan = make_plan(config, base=checkpoint.manifest.base_choice)
     model = find_base(plan.config, checkpoint, observer)
     check_model(checkpoint, model)
     # A causal language model opens without its data; the model of another recipe may depend on it.
@@ -108,12 +107,12 @@ def export_checkpoint(
     check_out(out)
     session = open_restored(checkpoint, observer=observer, backend=backend, model_name=model_name)
     trained, total = session.num_parameters()
-    whole = checkpoint.manifest.get("method") not in ("lora", "dora")
+    whole = checkpoint.manifest.method not in ("lora", "dora")
     need = 4 * (total if whole else trained) + _SPARE_BYTES
     with staged(out, need_bytes=need) as stage:
         written = session.save_result(stage.scratch)
         assert written is not None
-        tokenizer = (checkpoint.manifest.get("options") or {}).get("tokenizer")
+        tokenizer = checkpoint.manifest.options.get("tokenizer")
         if tokenizer is not None:
             replace_tokenizer(Path(tokenizer).expanduser(), written)
         written.rename(stage.result)
