@@ -40,9 +40,7 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
     ("words", "expected"),
     [
         ("--dataset nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
-        ("--eval_dataset nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
         ("--dataset commands:0,alpaca:1", "The weight of commands in --dataset cannot be '0'"),
-        ("--dataset commands,nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
         ("--columns query=promt", "cannot map query to 'promt'"),
         ("--chat_template chatlm", "There is no chat template 'chatlm'"),
         ("--model_name ./nowhere", "There is no folder"),
@@ -52,12 +50,10 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
         ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
         ("--base_adapter nowhere", "nowhere"),
         ("--name a/b", "name cannot be 'a/b'"),
-        ("--profile --active_steps 0", "active_steps cannot be 0"),
         ("--profile --profiling_output /proc/nowhere", "--profiling_output /proc/nowhere cannot be written"),
         ("--resume nowhere", "nowhere"),
         ("--tokenizer nowhere", "There is no tokenizer folder nowhere"),
         (f"--output_dir {__file__} --name run", f"Not a directory: {__file__}"),
-        (f"--output_dir {__file__}/deep/er --name run", f"Not a directory: {__file__}"),
     ],
 )
 def test_a_request_that_cannot_be_trained(
@@ -88,12 +84,15 @@ def claim_gptq(weights: dict[str, Any], config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
-    [(drop_tensor, "up_proj"), (cut_tensor, "k_proj"), (claim_gptq, "gptq")],
-)
-@pytest.mark.parametrize(
-    "words",
-    ["--train_type lora", "--train_type full", "--train_type qlora", "--backend mlx --train_type full"],
+    ("change", "expected", "words"),
+    [
+        (drop_tensor, "up_proj", "--train_type lora"),
+        (drop_tensor, "up_proj", "--backend mlx --train_type full"),
+        (cut_tensor, "k_proj", "--train_type full"),
+        (cut_tensor, "k_proj", "--train_type qlora"),
+        (claim_gptq, "gptq", "--train_type lora"),
+        (claim_gptq, "gptq", "--backend mlx --train_type full"),
+    ],
 )
 def test_weights_that_do_not_fit_their_configuration(
     change: Any, expected: str, words: str, tiny_model: Path, capsys: Captured

@@ -170,7 +170,7 @@ def _verify(own: Any) -> int:
 
 def _show(own: Any) -> int:
     from crosstune.cli.screen import Screen
-    from crosstune.runs.restore import pick_checkpoint
+    from crosstune.runs.resume import pick_checkpoint
 
     with Screen(live=False) as screen:
         found = pick_checkpoint(own.target, screen)
@@ -228,7 +228,8 @@ def _prune_held(own: Any) -> int:
 def _export(own: Any, flags: Sequence[str]) -> int:
     from crosstune.cli.screen import Screen
     from crosstune.config.load import load_config
-    from crosstune.runs.restore import export_checkpoint, pick_checkpoint
+    from crosstune.runs.restore import export_checkpoint
+    from crosstune.runs.resume import pick_checkpoint
 
     config = load_config(flags)
     unused = sorted(set(config.asked) - {"backend", "model_name"})

@@ -49,16 +49,12 @@ def fit_memory(
     if need > limit and not recomputes and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, why)
         need = fitted.estimate()
-    batch, accumulation = draft["batch_size"], draft["gradient_accumulation_steps"]
-    for smaller in _smaller_batches(batch, accumulation):
+    batch, rows = draft["batch_size"], draft["batch_size"] * draft["gradient_accumulation_steps"]
+    for smaller in (size for size in range(batch - 1, 0, -1) if rows % size == 0):
         if need <= limit:
             break
         draft.set("batch_size", smaller, why)
-        draft.set(
-            "gradient_accumulation_steps",
-            batch * accumulation // smaller,
-            "keeps the number of rows per step",
-        )
+        draft.set("gradient_accumulation_steps", rows // smaller, "keeps the number of rows per step")
         need = fitted.estimate()
     if need > limit:
         advice = advise(
@@ -174,24 +170,6 @@ def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
         chosen = max(1, largest_batch(fitting.shape, step, limit_bytes=limit, at_most=MOST_ESTIMATED))
     how = "estimated" if fitting.shape is not None else "a first guess, as the model's sizes are not known"
     draft.set("batch_size", chosen, f"{how}; train finds it with real passes", kind="choice")
-
-
-def _smaller_batches(batch: int, accumulation: int) -> list[int]:
-    """Return the batch sizes below `batch` that divide the rows of a step, largest first."""
-    divisors = {1}
-    for prime in _prime_factors(batch) + _prime_factors(accumulation):
-        divisors |= {prime * divisor for divisor in divisors if prime * divisor < batch}
-    return sorted(divisors - {batch}, reverse=True)
-
-
-def _prime_factors(number: int) -> list[int]:
-    found, prime = list[int](), 2
-    while prime * prime <= number:
-        while number % prime == 0:
-            found.append(prime)
-            number //= prime
-        prime += 1
-    return found + [number] * (number > 1)
 
 
 def _num_new_blocks(draft: Draft, method: str) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from crosstune.config.conditions import Decided, idle_reason
+from crosstune.config.conditions import ResolvedOptions, idle_reason
 from crosstune.config.draft import Draft
 from crosstune.config.mlx_settings import idle_settings
 from crosstune.config.schema import option_list
 
 
-def warn_without_effect(draft: Draft, decided: Decided) -> None:
+def warn_without_effect(draft: Draft, decided: ResolvedOptions) -> None:
     facts = draft.facts
     # A folder of quantized weights sets all options in its record; the user did not set those.
     folder = facts.stored.source if facts.stored is not None else None

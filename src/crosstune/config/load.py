@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from crosstune.config.mlx_settings import options_in
+from crosstune.config.mlx_settings import SECTION, alpha_for_scale, options_in, read_settings, wrong_settings
 from crosstune.config.mmdit_file import is_mmdit, translate
 from crosstune.config.option_names import find_option
 from crosstune.config.peer_names import SECTIONS
@@ -142,16 +142,26 @@ def _add_mlx_settings(given: Given, problems: list[UserError]) -> Given:
     if "mlx_config" not in given:
         return given
     setting, option = given["mlx_config"], options_by_name()["mlx_config"]
+    found: Given = {}
     try:
         file = convert_value(option, setting.raw, setting.source)
         if file is None:
             return given
-        options, wrong = options_in(file, {name: other.raw for name, other in given.items()})
+        data = read_settings(file)
     except UserError as error:
         problems.append(error)
         return {name: other for name, other in given.items() if name != "mlx_config"}
-    problems += wrong
-    return {name: Setting(value, file) for name, value in options.items()} | given
+    for key, raw in options_in(data).items():
+        where = f"{shown(key)[1:-1]} in {file}"
+        _add(found, problems, key=key, raw=raw, where=where, source=file, section=SECTION)
+    problems += wrong_settings(data, file)
+    if "scale" in data:
+        known = {name: other.raw for name, other in (found | given).items()}
+        try:
+            found["lora_alpha"] = Setting(alpha_for_scale(data, known, file), file)
+        except UserError as error:
+            problems.append(error)
+    return found | given
 
 
 def _read_file(path: Path, problems: list[UserError]) -> Given:

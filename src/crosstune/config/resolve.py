@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from crosstune.config.check_values import check_values
 from crosstune.config.choose_method import choose_method
-from crosstune.config.conditions import Decided, shards_weights
+from crosstune.config.conditions import ResolvedOptions, shards_weights
 from crosstune.config.draft import Draft
 from crosstune.config.facts import Facts
 from crosstune.config.fit_attention import fit_attention
@@ -58,7 +58,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     )
     _check_sharded_optimizer(draft, num_shards=shares)
     check_values(draft, method)
-    decided = Decided(
+    decided = ResolvedOptions(
         options={option.name: draft[option.name] for option in option_list()},
         engine=draft.report.engine,
         method=method,

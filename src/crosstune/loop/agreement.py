@@ -11,7 +11,7 @@ from crosstune.core.ranks import Group
 from crosstune.core.record import RecordFailed, RecordFailedElsewhere
 
 
-class Agreement:
+class DeferredErrors:
     """The questions that all processes answer together. A process that raised an error of its own between two of them
     would leave the others waiting, so the error is kept until the next question."""
 
@@ -50,7 +50,7 @@ class Agreement:
 class KeepingErrors:
     """An observer that keeps the failure of a record until all processes can raise it."""
 
-    def __init__(self, observer: Observer, agreement: Agreement) -> None:
+    def __init__(self, observer: Observer, agreement: DeferredErrors) -> None:
         self._observer, self._agreement = observer, agreement
 
     def on_step(self, metrics: StepMetrics) -> None:

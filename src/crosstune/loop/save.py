@@ -23,7 +23,7 @@ from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, W
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Session, SessionState, is_divided
 from crosstune.core.ranks import Alone, Group
-from crosstune.loop.agreement import Agreement
+from crosstune.loop.agreement import DeferredErrors
 
 SNAPSHOT_SHARE = 0.25
 """Largest snapshot as a share of free memory; a larger state is written while training waits."""
@@ -69,12 +69,12 @@ class Checkpoints:
         manifest: Callable[[int], Manifest],
         observer: Observer,
         group: Group | None = None,
-        agreement: Agreement | None = None,
+        agreement: DeferredErrors | None = None,
     ) -> None:
         self.clock = ActiveClock()
         self.root, self.policy, self.manifest, self.observer = root, policy, manifest, observer
         self.group = group if group is not None else Alone()
-        self.agreement = agreement if agreement is not None else Agreement(self.group)
+        self.agreement = agreement if agreement is not None else DeferredErrors(self.group)
         self.writes = self.group.ranks.first
         self.newest: Path | None = None
         self.last_step = 0

@@ -29,7 +29,7 @@ from crosstune.core.ranks import Alone, Group
 from crosstune.core.record import RecordFailed
 from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
-from crosstune.loop.agreement import Agreement
+from crosstune.loop.agreement import DeferredErrors
 from crosstune.loop.best import best_step, early_stopping_message, evaluation_warning, stops_early
 from crosstune.loop.micro_batch import describe_recovery, halve
 from crosstune.loop.prefetch import Prefetch
@@ -104,7 +104,7 @@ class Training:
         return self.checkpoints.clock
 
     @property
-    def _agreement(self) -> Agreement:
+    def _agreement(self) -> DeferredErrors:
         return self.checkpoints.agreement
 
     def _can_save_after(self, error: BaseException) -> bool:

@@ -37,7 +37,7 @@ from crosstune.core.ranks import Group
 from crosstune.core.record import Record, RecordFailed
 from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.core.weight_average import result_weights
-from crosstune.loop.agreement import Agreement, KeepingErrors
+from crosstune.loop.agreement import DeferredErrors, KeepingErrors
 from crosstune.loop.profile import StepProfile, is_asked, profile_folder
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
@@ -86,7 +86,7 @@ class Execution:
     def __post_init__(self) -> None:
         self.plan, self.recipe = self.prepared.plan, self.prepared.recipe
         self.point, self.ranks = self.prepared.point, self.group.ranks
-        self.agreement = Agreement(self.group)
+        self.agreement = DeferredErrors(self.group)
         if self.ranks.size > 1:
             self.observer = KeepingErrors(self.observer, self.agreement)
         self.scale = LossScale(enabled=needs_loss_scale(self.plan.precision))

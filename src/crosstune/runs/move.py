@@ -27,7 +27,8 @@ from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.packed_files import pack_files
-from crosstune.runs.restore import check_model, pick_checkpoint, restored_config
+from crosstune.runs.restore import check_model, restored_config
+from crosstune.runs.resume import pick_checkpoint
 from crosstune.runs.same_training import check_same, compare, identity_of, quantization_name
 
 _LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")

@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from crosstune.checkpoint.folders import FOLDER
-from crosstune.checkpoint.read import Checkpoint, newest_valid, open_checkpoint
+from crosstune.checkpoint.read import Checkpoint
 from crosstune.config.load import make_config
 from crosstune.config.option import OnResume
 from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Session
-from crosstune.core.record import holds_record
 from crosstune.core.weight_average import result_weights
 from crosstune.models.adapter_files import replace_tokenizer
 from crosstune.models.identity import source_identity
@@ -21,27 +19,9 @@ from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
-from crosstune.runs.resume import kept_options, skip_warning
+from crosstune.runs.resume import kept_options
 
 _SPARE_BYTES = 50_000_000
-
-
-def pick_checkpoint(path: Path, observer: Observer) -> Checkpoint:
-    """Return the checkpoint at `path`, or the newest valid one of a run; warn about damaged ones that are skipped."""
-    root = path / FOLDER
-    if not root.is_dir() and not holds_record(path):
-        return open_checkpoint(path.resolve())
-    if not root.is_dir():
-        adapter_option = f" --base_adapter {path / 'adapter'}" if (path / "adapter").is_dir() else ""
-        raise UserError(
-            f"{path} has no checkpoint.",
-            why="it ran without --save_steps and --save_minutes, and was not stopped.",
-            do=f"start a new run with --save_steps N{adapter_option}",
-        )
-    found = newest_valid(root, on_damaged=lambda error: observer.on_event(skip_warning(error)))
-    if found is None:
-        raise UserError(f"{path} has no intact checkpoint.", do=f"see: crosstune checkpoint verify {path}")
-    return found
 
 
 def restored_config(

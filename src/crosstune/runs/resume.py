@@ -125,7 +125,7 @@ def read_request(
     else:
         with naming("resume"):
             path, packed = _unpacked(request)
-            checkpoint = _checkpoint_at(path, observer, hashes=hashes)
+            checkpoint = pick_checkpoint(path, observer, hashes=hashes)
         if message := _warn_of_older_archive(request, checkpoint):
             observer.on_event(Warned(message=message))
         config = _continue_path(request, path, packed, checkpoint)
@@ -287,11 +287,6 @@ def _measured_before(checkpoint: Checkpoint) -> Measured | None:
     return Measured.from_json(found) if found and found["step"] == checkpoint.step else None
 
 
-def skip_warning(error: DamagedCheckpoint) -> Warned:
-    """Return the warning about a damaged checkpoint that is skipped."""
-    return Warned(message=f"skipped: {error.asked} {error.why}")
-
-
 def _is_run(path: Path) -> bool:
     return (path / FOLDER).is_dir() or holds_record(path)
 
@@ -304,7 +299,7 @@ def _newest(root: Path, observer: Observer, *, hashes: bool) -> Checkpoint | Non
     damaged: list[DamagedCheckpoint] = []
     found = newest_valid(root, on_damaged=damaged.append, hashes=hashes)
     for error in damaged:
-        observer.on_event(skip_warning(error))
+        observer.on_event(Warned(message=f"skipped: {error.asked} {error.why}"))
     not_folders = [path for path in root.iterdir() if step_of(path) is not None] if root.is_dir() else []
     if found is None and not damaged and not_folders:
         raise UserError(
@@ -321,14 +316,16 @@ def _newest(root: Path, observer: Observer, *, hashes: bool) -> Checkpoint | Non
     return found
 
 
-def _checkpoint_at(path: Path, observer: Observer, *, hashes: bool) -> Checkpoint:
-    """Return the checkpoint at `path`, or the newest valid one of the run at `path`."""
+def pick_checkpoint(path: Path, observer: Observer, *, hashes: bool = True) -> Checkpoint:
+    """Return the checkpoint at `path`, or the newest valid one of the run at `path`; warn about those that are skipped."""
     if not _is_run(path):
         return open_checkpoint(path.resolve(), hashes=hashes)
     found = _newest(path / FOLDER, observer, hashes=hashes)
     if found is None:
+        adapter = f" --base_adapter {path / 'adapter'}" if (path / "adapter").is_dir() else ""
         raise UserError(
-            f"{path} has no checkpoint to continue from.",
-            do="start a new run with --save_steps N; `crosstune checkpoint verify RUN` lists the existing ones",
+            f"{path} has no checkpoint.",
+            why="it ran without --save_steps and --save_minutes, and was not stopped.",
+            do=f"start a new run with --save_steps N{adapter}",
         )
     return found
