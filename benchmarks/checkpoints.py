@@ -24,16 +24,15 @@ from crosstune.core.json_files import read_jsonl
 from crosstune.core.record import RunRecord
 from crosstune.models.locate import shape
 from crosstune.models.tiny import tiny_model
+from crosstune.runs import execute, prepare
 from crosstune.runs import pipeline as run
-from crosstune.runs import prepare
-from crosstune.runs.execute import Execution
 
 BUNDLED = "smollm2-135m"
 # All that a run does only because it continues: find and check the checkpoint, take up the record and the state.
 RESUMING = (
     (prepare, "read_request"),
     (RunRecord, "reopen"),
-    (Execution, "_restore"),
+    (execute, "restore_session"),
 )
 
 

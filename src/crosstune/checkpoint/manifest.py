@@ -43,7 +43,7 @@ class UnknownVersion(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything in a checkpoint besides its arrays. The fields are named as in manifest.json."""
+    """Everything in a checkpoint except its arrays. The fields are named as in manifest.json."""
 
     step: int
     created: str | None = None
@@ -53,7 +53,7 @@ class Manifest:
     quantization: str | None
     """The name of the base's quantization."""
     base: Fields = field(default_factory=dict)
-    """`outside_fp8`, once opening the model decided it; written beside the other fields."""
+    """`outside_fp8`, once opening the model decided it; written at the top level."""
     method: str | None = None
     recipe: str | None = None
     identity: Fields

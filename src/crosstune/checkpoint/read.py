@@ -59,7 +59,7 @@ class Checkpoint:
         return SessionState(weights=weights, moments=moments, random=random, facts=dict(self.manifest.facts))
 
     def _read(self, file: str) -> dict[str, Array]:
-        """Return the arrays of a file, or of all its parts; those of parts are mapped, not read."""
+        """Return the arrays of a file, or of all its parts. Parts are mapped into memory, not read."""
         names = files_of(file, self.manifest.files)
         return join([read_tensors(self.folder / name, mapped=len(names) > 1) for name in names])
 
@@ -67,7 +67,7 @@ class Checkpoint:
 def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
     """Open a checkpoint after checking its manifest, the set of files, and their sizes, hashes and headers.
 
-    Without `hashes` the contents of the files are not read, which is enough for a listing.
+    For a listing, leave out `hashes`: the contents of the files are not read.
     """
     if not folder.is_dir():
         raise missing_checkpoint(folder)
@@ -86,12 +86,12 @@ def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
 
 
 def missing_checkpoint(folder: Path) -> UserError:
-    """Return the error for a checkpoint that does not exist, with those that do."""
+    """Return the error for a missing checkpoint; it lists the existing ones."""
     others = [path.name for _, path in checkpoint_folders(folder.parent)]
     if folder.parent.name == FOLDER:
         do = f"the run has: {', '.join(others[:5])}" if others else "the run has no checkpoints"
     else:
-        do = f"{what_runs_exist(folder)}; crosstune checkpoint list RUN lists those of a run"
+        do = f"{what_runs_exist(folder)}; `crosstune checkpoint list RUN` lists the checkpoints of a run"
     return UserError(f"There is no checkpoint at {folder}.", do=do)
 
 
@@ -109,7 +109,7 @@ def newest_valid(
 
 
 def find_run(path: Path) -> Path:
-    """Return the run folder of a path, which is a run folder or a checkpoint in one."""
+    """Return the run folder of a path to it or to one of its checkpoints."""
     folder = path.resolve()
     return folder.parent.parent if folder.parent.name == FOLDER else folder
 

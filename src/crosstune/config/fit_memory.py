@@ -18,7 +18,7 @@ from crosstune.core.training_step import Step
 MOST_ESTIMATED = 64
 """The largest batch that is estimated for `--batch_size auto`."""
 RECOMPUTES_BY_MEMORY = "cuda"
-"""The device of torch, which is ROCm's too, on which the fast layers know how much memory is free."""
+"""The torch device (of ROCm, too) on which the fast layers know how much memory is free."""
 
 
 def fit_memory(
@@ -31,7 +31,7 @@ def fit_memory(
     num_shards: int = 1,
 ) -> Fitted | None:
     """Turn on activation checkpointing, then reduce the micro-batch, until the step fits into `limit` bytes of each
-    process; return what it takes. The weights are divided over `num_shards` processes."""
+    process; return the fitted step. The weights are sharded over `num_shards` processes."""
     facts, report = draft.facts, draft.report
     fitted = _Fitting(
         draft=draft, method=method, quantizer=quantizer, n_bits=n_bits, num_shards=num_shards, limit=limit
@@ -44,7 +44,7 @@ def fit_memory(
     if not limit:
         return fitted.result()
     why = f"the step is estimated at {need / GIB:.1f} GiB and {report.name} has {limit / GIB:.1f} GiB to use"
-    # The fast layers recompute as many of them as it takes, by themselves.
+    # The fast layers recompute as many of them as needed.
     recomputes = draft["kernels"] == "fast" and report.device == RECOMPUTES_BY_MEMORY
     if need > limit and not recomputes and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, why)
@@ -159,7 +159,7 @@ class _Fitting:
 
 
 def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
-    """Set an estimated batch for `--batch_size auto`, which `train` then replaces by one that it searches for."""
+    """Set an estimated batch for `--batch_size auto`; `train` replaces it by a search."""
     usual = options_by_name()["batch_size"].default
     chosen = usual
     if fitting.shape is not None and limit:

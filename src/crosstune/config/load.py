@@ -34,7 +34,7 @@ class Setting:
 
 
 Given = dict[str, Setting]
-"""Option name -> what was given."""
+"""Option name -> the value given for it."""
 
 
 def load_config(
@@ -76,18 +76,18 @@ def child_environment(added: Mapping[str, str]) -> dict[str, str]:
 
 
 def add_environment(spec: BackendSpec) -> None:
-    """Set the environment variables of a backend, before its engine starts; keep those that the user set."""
+    """Set the environment variables of a backend, before its engine starts; keep the user's values."""
     spec.check_environment(os.environ)
     os.environ.update(spec.missing_environment(os.environ))
 
 
 def add_variables(variables: Mapping[str, str], *, over: bool = False) -> None:
-    """Set environment variables for libraries that read them; without `over` keep those that the user set."""
+    """Set environment variables for libraries that read them; without `over` keep the user's values."""
     os.environ.update({name: value for name, value in variables.items() if over or name not in os.environ})
 
 
 def launch_variables() -> Mapping[str, str]:
-    """Return the environment variables of this process, among which are those of NCCL and of launchers."""
+    """Return the environment variables of this process."""
     return os.environ
 
 
@@ -184,7 +184,7 @@ def _read_file(path: Path, problems: list[UserError]) -> Given:
 
 
 def _flat(data: Mapping[Any, Any], path: Path, problems: list[UserError]) -> Iterator[tuple[str, str, Any]]:
-    """Yield the section (or nothing), the name and the value of each option in a file, which may have sections."""
+    """Yield section (empty without one), name and value of each option in a file."""
     for key, value in data.items():
         name = str(key) if isinstance(key, (str, int, float)) else shown(key)
         if not isinstance(value, dict) or _is_value(name, value):

@@ -93,7 +93,7 @@ def options_in(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def idle_settings(data: Mapping[str, Any], *, without_metal: bool) -> list[str]:
-    """Return a warning for each kind of setting without effect: keys of mlx-lm's trainer, and those that need Metal."""
+    """Return a warning for each kind of setting without effect: keys of mlx-lm's trainer, and keys that need Metal."""
     found = [f"{key} ({instead})" for key, instead in _IDLE.items() if key in data]
     warnings = [f"has no effect here: {', '.join(found)}"] if found else []
     if "wired_limit_gb" in data and without_metal:

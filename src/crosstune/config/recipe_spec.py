@@ -39,7 +39,7 @@ class RecipeSpec:
     data_options: tuple[str, ...] = ("dataset", "eval_dataset")
     """The options that name data."""
     columns: Sequence[str] | None = None
-    """The names that --columns may map to; None for those of conversations."""
+    """The names that --columns may map to; None for the columns of conversations."""
     preset_options: tuple[str, ...] = ()
     """The options that `choose_preset` may set."""
     choose_preset: Callable[[Config, BackendReport], Mapping[str, Preset]] | None = None

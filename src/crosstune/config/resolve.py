@@ -98,7 +98,7 @@ def _mention_names(draft: Draft) -> None:
 
 
 def _with_stored_quantization(config: Config, facts: Facts) -> Config:
-    """Take the quantization options from a folder of quantized weights, except those that the user set."""
+    """Use the quantization options of a folder of quantized weights, unless the user set others."""
     library, stored = TRAIN_TYPE_PARTS[config.train_type][1], facts.stored
     if library == "none" or stored is None or library not in ("auto", stored.quantizer):
         return config
@@ -176,8 +176,8 @@ def _fit_world(draft: Draft) -> tuple[int, str | None]:
 
 
 def _refuse_collective(draft: Draft, wanted: str, used: str, *, world_size: int) -> None:
-    """Add a problem for a communication library that the backend lacks. Without other processes it does not matter, and on
-    MPS, where commands written for NVIDIA's GPUs are promised to work, gloo takes its place."""
+    """Add a problem for a communication library that the backend lacks. In a run of one process it is ignored. On MPS it
+    becomes gloo, since commands written for NVIDIA's GPUs are promised to work there."""
     report = draft.report
     why = f"{wanted} does not run on {report.name} ({draft.facts.backends[report.name].title}), {used} does"
     if world_size == 1 or report.name == "mps":
@@ -228,7 +228,7 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
 
 
 def _check_sharded_optimizer(draft: Draft, *, num_shards: int) -> None:
-    """Add a problem for an optimizer whose moments are not one number for each weight, so that they cannot be divided."""
+    """Add a problem for an optimizer whose moments cannot be sharded: they are not one number per weight."""
     optimizer = draft["optimizer"]
     if num_shards > 1 and (optimizer == "adafactor" or optimizer.endswith("_8bit")):
         each = "row and column" if optimizer == "adafactor" else "256 weights"

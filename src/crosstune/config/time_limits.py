@@ -12,7 +12,7 @@ SHORTEST_S = 60.0
 """An evaluation or a checkpoint of a large model may take longer than this."""
 LONGEST_S = 86_400.0
 _MILLISECONDS_S = 600_000.0
-"""A number of seconds from this one on is likely to be meant as milliseconds."""
+"""From here on, the number was likely meant in milliseconds."""
 BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 _NEEDED = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "a collective of NCCL that fails or hangs would never be ended",

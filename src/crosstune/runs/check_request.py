@@ -171,8 +171,7 @@ def _check_this_machine(
 
 
 def _check_own_model(plan: Plan, recipe: RecipeSpec, checked: RequestCheck) -> None:
-    """Refuse what a recipe that brings its own model has no use for: the options that it names, or the methods that start
-    from the weights of a base model."""
+    """Refuse options and methods that make no sense for a recipe that brings its own model."""
     config = plan.config
     if recipe.check_options is not None:
         checked.problems += recipe.check_options(config)
@@ -190,10 +189,9 @@ def _check_own_model(plan: Plan, recipe: RecipeSpec, checked: RequestCheck) -> N
 def check_plan(
     config: Config, *, machine: Machine | None = None, ranks: Ranks | None = None
 ) -> tuple[Plan, RequestCheck]:
-    """Plan a request and check it as `train` would before its first step, for this machine or for `machine`, in one process
-    or in those of `ranks`.
+    """Plan a request and check it as `train` would before its first step, for this machine or for `machine`.
 
-    The data is read; it is tokenized only if it is small and the model is here.
+    The data is read, and tokenized if it is small and the model is here.
     """
     elsewhere, left, point = machine is not None, list[str](), None
     if names_path(config) and _is_packed_or_elsewhere(config, elsewhere=elsewhere):
@@ -202,7 +200,7 @@ def check_plan(
         config, point = read_request(config, observer=Observers())
     recipe, folder = load_recipe(config.recipe), run_folder(config)
     if point is not None:
-        left.append("whether data and model are those of the checkpoint")
+        left.append("whether data and model match the checkpoint")
     if recipe.needs_base_model:
         fetch_sizes(config.model_name, cache=cache_override())
     base = point.manifest.base_choice if point is not None else None

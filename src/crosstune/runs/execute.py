@@ -107,7 +107,7 @@ class Execution:
         return self.progress.summary() | extra
 
     def _execute(self, stop: StopSignal, extra: dict[str, Any]) -> None:
-        """Execute the run and record how it ends. Fills `extra` with the summary's fields besides the progress."""
+        """Execute the run and record how it ends. `extra` gets the summary's fields that are not in the progress."""
         plan, record, observer = self.plan, self.record, self.observer
         self._watch = FolderWatch(record.folder, found=self._write_to) if self.ranks.first else None
         self._started = time.perf_counter() - self.progress.wall_s
@@ -131,7 +131,15 @@ class Execution:
                 )
             )
             if self.point is not None:
-                self._restore(session)
+                self.group.activity.start("restoring the checkpoint")
+                restore_session(
+                    session,
+                    self.point,
+                    plan=self.plan,
+                    recipe=self.recipe,
+                    scale=self.scale,
+                    observer=observer,
+                )
             self.failure = self._train(session, stop)
             if self.failure is not None:
                 extra["error"] = str(self.failure)
@@ -156,7 +164,8 @@ class Execution:
         finally:
             if self.progress.status == "stopped" and stop.requested:
                 extra["stop_reason"] = stop.reason
-            self._learn()
+            if self._went_as_planned():
+                learn_peak(self.plan, self.progress.peak_memory_bytes)
             extra["seconds"] = self.progress.wall_s = time.perf_counter() - self._started
             if self._watch is not None:
                 self.failure = self._watch.look() or self.failure
@@ -164,16 +173,11 @@ class Execution:
             self.tracking.summarize(self.progress.summary() | extra)
             record.finish(self.progress.summary() | extra)
 
-    def _learn(self) -> None:
-        """Let the next plan know the peak of a whole run that went as planned."""
+    def _went_as_planned(self) -> bool:
+        """Return whether the peak memory of this run may correct later estimates."""
         progress = self.progress
-        if (
-            self.ranks.first
-            and progress.status == "finished"
-            and not progress.recoveries
-            and progress.steps > 1
-        ):
-            learn_peak(self.plan, progress.peak_memory_bytes)
+        whole = progress.status == "finished" and progress.steps > 1
+        return self.ranks.first and whole and not progress.recoveries
 
     def _write_result(self, session: Session, extra: dict[str, Any]) -> None:
         """Write the best or the last weights as the result, and record which."""
@@ -249,11 +253,13 @@ class Execution:
     def _train(self, session: Session, stop: StopSignal) -> UserError | None:
         """Train, and return the error that ended it early if the weights are still usable."""
         assert self.checkpoints is not None
+        watchers: list[Observer] = [FirstStep(self._set_later_aside), self.observer]
+        watchers += [self._watch] if self._watch is not None else []
         training = Training(
             session=session,
             recipe=self.recipe,
             config=self.plan.config,
-            observer=Observers([FirstStep(self._set_later_aside), self.observer, *self._watchers()]),
+            observer=Observers(watchers),
             stop=stop,
             progress=self.progress,
             checkpoints=self.checkpoints,
@@ -292,24 +298,16 @@ class Execution:
             session=session, config=config, folder=folder, observer=self.observer, engine=self.plan.engine
         )
 
-    def _watchers(self) -> list[Observer]:
-        return [self._watch] if self._watch is not None else []
-
     def _write_to(self, folder: Path) -> None:
         """Write to another folder from now on, and stop: the lock of the run does not hold there."""
         assert self.checkpoints is not None
         self.record.folder, self.checkpoints.root = folder, folder / CHECKPOINTS
         self.stop.request("the loss of its folder")
 
-    def _restore(self, session: Session) -> None:
-        assert self.point is not None
-        self.group.activity.start("restoring the checkpoint")
-        restore_session(
-            session, self.point, plan=self.plan, recipe=self.recipe, scale=self.scale, observer=self.observer
-        )
-
     def _open_checkpoints(self) -> Checkpoints:
         config, root = self.plan.config, self.record.folder / CHECKPOINTS
+        # The state of adapters is small; that of a full model is three times the model.
+        is_small = self.plan.method in ("lora", "dora") and config.save_minutes > 0
         if self.ranks.first:  # remove what killed processes left behind
             clear_leftovers(root)
             clear_results(self.record.folder)
@@ -318,7 +316,7 @@ class Execution:
             policy=SavePolicy(
                 every_steps=config.save_steps,
                 every_s=60 * config.save_minutes,
-                at_end=config.save_steps > 0 or config.resume != "none" or self._is_small(),
+                at_end=config.save_steps > 0 or config.resume != "none" or is_small,
                 keep=Keep(
                     last_n=config.keep_last_n,
                     best=config.keep_best or config.result != "last",
@@ -333,10 +331,6 @@ class Execution:
         )
         checkpoints.last_step = self.point.step if self.point is not None else 0
         return checkpoints
-
-    def _is_small(self) -> bool:
-        """Return whether to save at the end by default: adapter state is small, a full model's is three times the model."""
-        return self.plan.method in ("lora", "dora") and self.plan.config.save_minutes > 0
 
     def _set_later_aside(self) -> None:
         """Set aside the checkpoints after the one to continue from, whose steps are trained again."""

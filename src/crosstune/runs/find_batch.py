@@ -35,7 +35,7 @@ _MATTERS = (
     *("kernels", "base_precision"),
     *("low_memory", "num_new_blocks", "train_on_prompt", "gradient_accumulation_steps", "rows_per_step"),
 )
-"""Options that decide how much memory a row takes, or how many rows are searched for."""
+"""Options that affect the memory of a row or the number of rows searched."""
 
 
 def find_batch_size(
@@ -64,7 +64,7 @@ def find_batch_size(
 
 
 def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, group: Group) -> Found:
-    """Search with a session of its own: the one that trains then begins as it would without a search."""
+    """Search with a separate session, so that the training starts as it would without a search."""
     config, report = plan.config, plan.backend
     group.activity.start("finding the batch size")
     task = recipe.task(plan.engine)

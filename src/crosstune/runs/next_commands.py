@@ -1,4 +1,4 @@
-"""List the commands that use a run, where its recipe has some of its own."""
+"""List the commands that use a run, as its recipe declares them."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from crosstune.config.schema import Config
 class Planning:
     """The plan of one request.
 
-    A plan decides which model to fetch and how to read the data, and both tell facts that the plan depends on: the shape
-    of the model, the longest row. So a request is resolved with the facts of the machine first, which refuses a bad one
-    before anything is fetched, and again with each fact that is learned.
+    A plan decides which model to fetch and how to read the data, yet it depends on facts that only the opened model and
+    data have: the model's shape, the longest row. So a request is resolved with the facts of the machine first, which
+    refuses a bad request before anything is fetched, and again with the facts learned later.
     """
 
     def __init__(self, config: Config, facts: Facts) -> None:

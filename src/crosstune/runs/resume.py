@@ -106,8 +106,8 @@ def read_request(
 ) -> tuple[Config, ResumePoint | None]:
     """Return a request completed with the options of the run that it continues, and the point to continue from.
 
-    Damaged checkpoints are skipped with a warning. Without `hashes` the weights are not checked, which is enough to read
-    options. To train, hold the lock of the run before: another process may be continuing it.
+    Damaged checkpoints are skipped with a warning. To read options only, leave out `hashes`: the weights are not checked.
+    To train, hold the lock of the run first: another process may be continuing it.
     """
     if request.resume == "none":
         return request, None
@@ -137,7 +137,7 @@ def read_request(
 
 
 def _continue_path(request: Config, path: Path, packed: Mapping[str, Any], checkpoint: Checkpoint) -> Config:
-    """With --resume PATH, return the options of that run, overridden by those of this request."""
+    """With --resume PATH, return the options of that run, overridden by this request."""
     run, asked = _run_of(path), request.options_asked()
     known = set(request.options()) - options_on_resume(OnResume.ONE_START)
     stored = {name: value for name, value in checkpoint.manifest.asked.items() if name in known}
@@ -195,8 +195,7 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
     here = backend in ("auto", manifest.backend)
     if here and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest.precision
-    # Fast layers that were chosen are chosen again, where they run: on any CPU, though how fast it is at 16-bit products,
-    # on which the choice depends, is measured anew.
+    # Keep the fast layers on any CPU: the choice depends on the speed of its 16-bit products, measured at each start.
     before = manifest.options.get("kernels", "general")  # the only ones before the option
     if manifest.backend in FAST_BY_DEFAULT and here and asked.get("kernels", "auto") == "auto":
         kept |= {"kernels": before} if before == "general" or manifest.backend == "cpu" else {}
@@ -240,7 +239,7 @@ def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
         note = read_note(path)
         folder = Path(config.output_dir).expanduser() / (config.name or note["run"])
         if not folder.exists():
-            with hold(folder):  # of several starts at once, one unpacks it
+            with hold(folder):  # one of several simultaneous starts unpacks it
                 if not folder.exists():
                     unpack_archive(path, folder)
         if read_unpacked_note(folder) != note:
@@ -317,7 +316,7 @@ def _newest(root: Path, observer: Observer, *, hashes: bool) -> Checkpoint | Non
 
 
 def pick_checkpoint(path: Path, observer: Observer, *, hashes: bool = True) -> Checkpoint:
-    """Return the checkpoint at `path`, or the newest valid one of the run at `path`; warn about those that are skipped."""
+    """Return the checkpoint at `path`, or the newest valid one of the run at `path`; warn about damaged ones."""
     if not _is_run(path):
         return open_checkpoint(path.resolve(), hashes=hashes)
     found = _newest(path / FOLDER, observer, hashes=hashes)

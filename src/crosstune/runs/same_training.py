@@ -125,7 +125,7 @@ def _comparable(kind: str, value: Any) -> Any:
 def find_differences(
     plan: Plan, manifest: Manifest, identified: Mapping[str, Any], *, measured: bool
 ) -> tuple[list[Difference], list[Difference]]:
-    """Return the differences of a request from the training of a checkpoint, and those that are expected."""
+    """Return the unexpected and the expected differences of a request from the training of a checkpoint."""
     found = compare(manifest.identity, identified)
     moved = manifest.backend != plan.backend.name
     adapted = [difference for difference in found if moved and _is_adapted(difference, measured=measured)]

@@ -95,7 +95,7 @@ def _is_same(folder: Path, handle: int) -> bool:
 
 
 def _is_removed(handle: int) -> bool:
-    """Return whether an open folder has no name any more; one on a disk that is gone keeps its links."""
+    """Return whether an open folder was removed; a folder on a lost disk keeps its links."""
     try:
         return os.fstat(handle).st_nlink == 0
     except OSError:
