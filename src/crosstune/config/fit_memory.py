@@ -58,7 +58,7 @@ def fit_memory(
         need = fitted.estimate()
     if need > limit:
         advice = advise(
-            {name: draft[name] for name in draft.asked.options()}
+            {name: draft[name] for name in draft.request.options()}
             | ({"use_gradient_checkpointing": True} if recomputes else {}),
             report=report,
             spec=facts.backends[report.name],

@@ -90,10 +90,10 @@ def resolve(config: Config, facts: Facts) -> Plan:
 
 def _mention_names(draft: Draft) -> None:
     """Record the options that were set under another trainer's name."""
-    for option, name in draft.asked.renamed.items():
-        value = getattr(draft.asked, option)
+    for option, name in draft.request.renamed.items():
+        value = getattr(draft.request, option)
         draft.adjustments.append(
-            Adjustment(option=option, asked=value, used=value, reason=f"given as {name}", kind="name")
+            Adjustment(option=option, requested=value, used=value, reason=f"given as {name}", kind="name")
         )
 
 
@@ -117,7 +117,7 @@ def _num_sharing(draft: Draft, world_size: int) -> int:
 
 def _forbidden(adjustment: Adjustment) -> UserError:
     return UserError(
-        f"{adjustment.option} cannot stay {adjustment.asked}.",
+        f"{adjustment.option} cannot stay {adjustment.requested}.",
         why=f"{adjustment.reason}; --strict forbids using {adjustment.used} instead.",
         do=f"use --{adjustment.option} {adjustment.used}, or leave out --strict",
     )
@@ -127,7 +127,7 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
     machine = facts.machine
     if config.backend == "auto":
         name = choose_backend(machine, preference=facts.preference())
-        draft = Draft(asked=config, facts=facts, report=machine.backends[name])
+        draft = Draft(request=config, facts=facts, report=machine.backends[name])
         reason = auto_reason(machine, preference=facts.preference())
         if draft.report.is_torch_cpu:
             reason += "; a CPU is slow: for small models and tests"
@@ -142,7 +142,7 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
             do=f"{facts.backends[config.backend].install.rstrip('.')}; or use --backend auto, or one that is available here: "
             f"{', '.join(machine.available())}",
         )
-    return Draft(asked=config, facts=facts, report=report)
+    return Draft(request=config, facts=facts, report=report)
 
 
 def _fit_world(draft: Draft) -> tuple[int, str | None]:

@@ -58,7 +58,7 @@ def find_batch_size(
         size, why = found.batch_size, found.sentence()
         if group.ranks.first:
             remember(FILE, key, {"batch_size": size})
-    chosen = Adjustment(option="batch_size", asked="auto", used=size, reason=why, kind="choice")
+    chosen = Adjustment(option="batch_size", requested="auto", used=size, reason=why, kind="choice")
     observer.on_event(chosen.to_event())
     return replace(config, batch_size=size, asked={**config.asked, "batch_size": "a search"})
 
