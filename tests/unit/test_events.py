@@ -59,7 +59,9 @@ ROWS: list[tuple[Event, str, dict[str, Any]]] = [
     (events.Warned(message="slow"), "warning", {"message": "slow"}),
     (events.Warned(message="slow", step=0), "warning", {"message": "slow", "step": 0}),
     (
-        Adjustment(option="precision", requested="bf16", used="fp32", reason="no bf16", kind="change").to_event(),
+        Adjustment(
+            option="precision", requested="bf16", used="fp32", reason="no bf16", kind="change"
+        ).to_event(),
         "adjustment",
         {
             "option": "precision",

@@ -38,7 +38,9 @@ class Draft:
         self.adjustments = [
             a for a in self.adjustments if a.option != option or a.kind in ("warning", "name")
         ]
-        self.adjustments.append(Adjustment(option=option, requested=requested, used=used, reason=reason, kind=kind))
+        self.adjustments.append(
+            Adjustment(option=option, requested=requested, used=used, reason=reason, kind=kind)
+        )
 
     def warn(self, option: str, reason: str) -> None:
         value = self[option]

@@ -48,7 +48,9 @@ class Adjustment:
     def sentence(self) -> str:
         if self.kind == "warning":
             return f"{self.option}: {self.reason}"
-        arrow = f"{_shown(self.requested)} -> {_shown(self.used)}" if self.kind == "change" else _shown(self.used)
+        arrow = (
+            f"{_shown(self.requested)} -> {_shown(self.used)}" if self.kind == "change" else _shown(self.used)
+        )
         return f"{self.option}: {arrow} ({self.reason})"
 
 
