@@ -18,22 +18,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune import run
 from crosstune.config.load import cache_override, make_config
 from crosstune.core.events import CheckpointSaved, Event, StepMetrics
 from crosstune.core.json_files import read_jsonl
 from crosstune.core.record import RunRecord
 from crosstune.models.locate import shape
 from crosstune.models.tiny import tiny_model
-from crosstune.runs import resume
-from crosstune.runs.execute import Execution
+from crosstune.runs import execute, prepare
+from crosstune.runs import pipeline as run
 
 BUNDLED = "smollm2-135m"
 # All that a run does only because it continues: find and check the checkpoint, take up the record and the state.
 RESUMING = (
-    (resume, "read_request"),
+    (prepare, "read_request"),
     (RunRecord, "reopen"),
-    (Execution, "_restore"),
+    (execute, "restore_session"),
 )
 
 

@@ -34,7 +34,7 @@ from crosstune.core.events import Observers
 from crosstune.core.json_files import read_jsonl
 from crosstune.models.tiny import TINY, tiny_model
 from crosstune.recipes.sft import open_recipe
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 
 BOUND = 2e-5
 SHAPE = {

@@ -232,7 +232,7 @@ def warm_up() -> None:
     import bitsandbytes  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import crosstune.run
+    import crosstune.runs.pipeline
     import crosstune.torch_engine.open  # noqa: F401
 
 

@@ -80,7 +80,7 @@ def options(folder: Path, name: str, steps: int, more: Mapping[str, Any]) -> dic
 def train_here(asked: Mapping[str, Any], *, sharded: bool) -> None:
     from crosstune.config.load import make_config
     from crosstune.core.ranks import Limits, Ranks
-    from crosstune.run import train
+    from crosstune.runs.pipeline import train
     from crosstune.torch_engine.group import connect
 
     with socket.socket() as free:

@@ -36,8 +36,8 @@ def train_rank(folder: Path, model: Path, rank: int, size: int, port: int, train
     """Train as one rank and write down its peaks. Hooks the session's opening, since only rank 0 has observers."""
     from crosstune.config.load import make_config
     from crosstune.core.ranks import Limits, Ranks
-    from crosstune.run import train
     from crosstune.runs import execute
+    from crosstune.runs.pipeline import train
     from crosstune.torch_engine.group import connect
 
     found: dict[str, int] = {}
@@ -49,7 +49,7 @@ def train_rank(folder: Path, model: Path, rank: int, size: int, port: int, train
             found["loading"] = peak_bytes(reset=True)
             return session
 
-    import crosstune.run as runs
+    import crosstune.runs.pipeline as runs
 
     runs.Execution = Measured  # type: ignore[misc]
     ranks = Ranks(

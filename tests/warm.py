@@ -138,7 +138,7 @@ def _serve() -> None:
     import crosstune.cli.main
     import crosstune.cli.train
     import crosstune.recipes.sft
-    import crosstune.run
+    import crosstune.runs.pipeline
     import crosstune.torch_engine.group
     import crosstune.torch_engine.open
     import crosstune.torch_engine.sharding.finish

@@ -14,7 +14,6 @@ from backend_manager import (  # noqa: E402
     get_backend_manager,
     get_device,
 )
-from crosstune.config.check_built import unbuilt_parts  # noqa: E402
 from crosstune.config.load import make_config  # noqa: E402
 from crosstune.machines.probe import load_machine  # noqa: E402
 from crosstune.planner.gather import make_plan  # noqa: E402
@@ -151,7 +150,7 @@ def test_the_manager_and_train_agree(profile: str, backend: str) -> None:
             "bf16_autocast": "bfloat16",
         }.get(plan.precision)
     if plan.world_size == 2:
-        assert capabilities.supports_distributed == (not unbuilt_parts(plan) and plan.collective is not None)
+        assert capabilities.supports_distributed == (plan.collective is not None)
         assert capabilities.supports_fsdp == (capabilities.supports_distributed and plan.engine == "torch")
     asked = make_config(backend=backend, model_name="meta-llama/Llama-2-7b-hf", distributed_backend="nccl")
     used = make_plan(asked, machine=load_machine(profile)).config.distributed_backend

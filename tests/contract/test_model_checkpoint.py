@@ -245,8 +245,8 @@ def test_a_file_of_torch_save_becomes_a_checkpoint(tiny_model: Path, tmp_path: P
         main(["checkpoint", "import", str(tmp_path / "old.pt"), "--out", str(tmp_path / "run"), *words]) == 0
     )
     found = open_checkpoint(tmp_path / "run" / "checkpoints" / "latest")
-    assert (found.step, found.manifest["backend"], found.manifest["precision"]) == (3, "cuda", "bf16")
-    assert found.manifest["quantization"] == "bnb-4bit"
+    assert (found.step, found.manifest.backend, found.manifest.precision) == (3, "cuda", "bf16")
+    assert found.manifest.quantization == "bnb-4bit"
     loaded, numbers = found.load(), {name: n for n, (name, _) in enumerate(model.named_parameters())}
     for name, parameter in model.named_parameters():
         np.testing.assert_array_equal(loaded.weights[name], parameter.detach().numpy())
@@ -268,7 +268,7 @@ def test_a_checkpoint_imported_over_a_converted_folder_continues_there(
     assert main(["convert", str(packed), *words]) == 0
     words = f"--model_name {base} --train_type full --backend cpu --precision fp32 --out {tmp_path / 'run'}".split()
     assert main(["checkpoint", "import", str(tmp_path / "old.pt"), *words]) == 0
-    model = open_checkpoint(tmp_path / "run" / "checkpoints" / "latest").manifest["identity"]["model"]
+    model = open_checkpoint(tmp_path / "run" / "checkpoints" / "latest").manifest.identity["model"]
     assert model["identity"] == source_identity(base)["weights"] == source_identity(tiny_model)["weights"]
     words = ["--resume", str(tmp_path / "run"), "--max_steps", "5", "--skip_eval", "--batch_size", "2"]
     assert main(["train", *words]) == 0, capsys.readouterr().err

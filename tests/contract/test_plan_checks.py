@@ -40,7 +40,6 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
     ("words", "expected"),
     [
         ("--dataset nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
-        ("--eval_dataset nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
         ("--dataset commands:0,alpaca:1", "The weight of commands in --dataset cannot be '0'"),
         ("--columns query=promt", "cannot map query to 'promt'"),
         ("--chat_template chatlm", "There is no chat template 'chatlm'"),
@@ -89,10 +88,11 @@ def claim_gptq(weights: dict[str, Any], config: dict[str, Any]) -> None:
     ("change", "expected", "words"),
     [
         (drop_tensor, "up_proj", "--train_type lora"),
-        (drop_tensor, "up_proj", "--train_type qlora"),
+        (drop_tensor, "up_proj", "--backend mlx --train_type full"),
         (cut_tensor, "k_proj", "--train_type full"),
-        (cut_tensor, "k_proj", "--backend mlx --train_type full"),
+        (cut_tensor, "k_proj", "--train_type qlora"),
         (claim_gptq, "gptq", "--train_type lora"),
+        (claim_gptq, "gptq", "--backend mlx --train_type full"),
     ],
 )
 def test_weights_that_do_not_fit_their_configuration(

@@ -128,10 +128,10 @@ def test_a_plan_that_cannot_be_trained_ends_as_training_would(capsys: pytest.Cap
     words = ["plan", "--machine", "apple-m1-16gb", "--backend", "mlx", "--train_type", "llama_pro"]
     assert main(words) == 2
     said = capsys.readouterr()
-    assert "cannot train Not built yet: llama_pro on MLX." in said.out
+    assert "cannot train llama_pro does not train on MLX." in said.out
     assert "do:  --train_type lora" in said.err
     assert main([*words, "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["cannot_train"] == ["Not built yet: llama_pro on MLX."]
+    assert json.loads(capsys.readouterr().out)["cannot_train"] == ["llama_pro does not train on MLX."]
 
 
 def test_a_plan_says_what_mlx_lm_cannot_read(

@@ -12,7 +12,7 @@ from support import FRAMEWORKS
 
 UNIT = Path(__file__).parents[1] / "unit"
 ENGINES = ("crosstune.torch_engine", "crosstune.mlx_engine", "crosstune.emulate", "crosstune.compat")
-TRAINING = ("crosstune.run", "crosstune.loop.train", "crosstune.runs.execute", "support")
+TRAINING = ("crosstune.runs.pipeline", "crosstune.loop.train", "crosstune.runs.execute", "support")
 _IMPORT = re.compile(r"\b(?:import|from)\s+([\w.]+(?:\s*,\s*[\w.]+)*)")
 _LAZY = ("importorskip", "import_module", "__import__")
 
@@ -55,8 +55,8 @@ def test_a_unit_test_imports_no_framework_and_no_training(path: Path) -> None:
         "import numpy, mlx.core as mx",
         "from transformers import AutoTokenizer",
         "def f():\n    from crosstune.torch_engine.stream import find_tensors",
-        "from crosstune import run",
-        "from crosstune.run import train",
+        "from crosstune.runs import pipeline",
+        "from crosstune.runs.pipeline import train",
         "lora = pytest.importorskip('mlx_lm.lora')",
         "code = 'import sys; import sys, torch; print(1)'",
         "code = f'from crosstune.mlx_engine import {x}'",

@@ -17,7 +17,7 @@ from crosstune.core.protocols import Backward, Memory, PreparedBatch
 from crosstune.core.ranks import SingleProcess
 from crosstune.planner.remembered import recall_all
 from crosstune.planner.search_batch import BatchSearch, most_rows
-from crosstune.run import RunResult, train
+from crosstune.runs.pipeline import RunResult, train
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 
 
@@ -106,7 +106,7 @@ def bits(run: RunResult) -> list[Any]:
     newest = newest_valid(run.folder / "checkpoints")
     assert newest is not None
     found = [row["loss"] for row in read_jsonl(run.folder / "metrics.jsonl")]
-    return [*found, newest.manifest["files"]["weights.safetensors"]["sha256"]]
+    return [*found, newest.manifest.files["weights.safetensors"]["sha256"]]
 
 
 def test_a_run_finds_its_size_and_is_bit_equal_to_one_that_asked_for_it(

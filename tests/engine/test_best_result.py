@@ -16,7 +16,7 @@ from crosstune.config.load import make_config
 from crosstune.core.json_files import read_json, read_jsonl
 from crosstune.core.safetensors_header import read_header
 from crosstune.data.tokenizer import Tokenizer
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 
 Captured = pytest.CaptureFixture[str]
 

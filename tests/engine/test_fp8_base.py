@@ -25,8 +25,8 @@ from crosstune.core.quantization import QuantSpec
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
 from crosstune.results.chat_model import open_chat_model
-from crosstune.run import train
 from crosstune.runs.move import move
+from crosstune.runs.pipeline import train
 from crosstune.torch_engine.kernels import choose
 from crosstune.torch_engine.load import empty_model, forms_to_quantize
 from crosstune.torch_engine.open import open_session

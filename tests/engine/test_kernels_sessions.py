@@ -146,7 +146,7 @@ def test_a_fallback_is_a_warning_if_the_fast_layers_were_asked_for_and_a_note_if
 ) -> None:
     config = make_config(backend="cpu", precision="fp32", model_name=str(tiny_model), kernels="fast")
     asked = make_plan(config)
-    choice = Adjustment(option="kernels", asked="auto", used="fast", reason="as on a GPU", kind="choice")
+    choice = Adjustment(option="kernels", requested="auto", used="fast", reason="as on a GPU", kind="choice")
     chosen = replace(asked, adjustments=(*asked.adjustments, choice))
     model: Any = read_pretrained(tiny_model, plan=asked, device="cpu")
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))

@@ -12,7 +12,7 @@ import pytest
 from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.config.load import make_config
 from crosstune.recipes.sft import SftRecipe
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 
 
 @pytest.fixture

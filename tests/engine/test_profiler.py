@@ -13,7 +13,7 @@ from crosstune.config.load import make_config
 from crosstune.core.json_files import read_json, read_jsonl
 from crosstune.report import load_run
 from crosstune.report.profile_section import collect_profile
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:

@@ -21,7 +21,7 @@ from crosstune.core.errors import PeerLost
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.record import RecordFailed, RunRecord
 from crosstune.loop import save
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 from crosstune.torch_engine.session import TorchSession
 
 first = group.ranks.first

@@ -17,7 +17,7 @@ from crosstune.core.events import Recovered
 from crosstune.core.json_files import read_jsonl
 from crosstune.core.out_of_memory import EVALUATING, GENERATING, STEP, UPDATING
 from crosstune.loop.micro_batch import halve
-from crosstune.run import RunResult, train
+from crosstune.runs.pipeline import RunResult, train
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 
 ROWS = 13

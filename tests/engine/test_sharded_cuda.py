@@ -17,7 +17,7 @@ TRAIN = """
 import json, sys
 from crosstune.config.load import make_config
 from crosstune.core.ranks import Limits, Ranks
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 from crosstune.torch_engine.group import connect
 port, sharded, asked = int(sys.argv[1]), sys.argv[2] == "yes", json.loads(sys.argv[3])
 ranks = Ranks(engine="torch", master_addr="127.0.0.1", master_port=port, serves_store=True)

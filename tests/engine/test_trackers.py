@@ -26,7 +26,7 @@ from crosstune.config.load import make_config
 from crosstune.core.events import StepMetrics
 from crosstune.core.json_files import read_jsonl
 from crosstune.core.tracking_events import TrackingFailed, TrackingStarted
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 from crosstune.tracking import observe
 from crosstune.tracking.values import numbers
 

@@ -18,7 +18,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name != "lora")) for name in METHODS]
+)
 def test_kills_at_the_calls_of_a_save(bench: Bench, method: str) -> None:
     """A sample; each method gets other calls, so that together they meet every part of a resume and a save."""
     first = 5 + 17 * list(METHODS).index(method)
@@ -66,7 +68,7 @@ def two_checkpoints(bench: Bench) -> Path:
 
 @pytest.mark.parametrize("kind", corruption.KINDS, ids=lambda kind: kind.__name__)
 def test_damage_is_seen_and_passed_over(bench: Bench, two_checkpoints: Path, kind: Any) -> None:
-    for seed in range(13):
+    for seed in range(4):
         trial = corruption.corrupt(kind, two_checkpoints, seed=seed, place=bench.home / "damaged")
         assert trial.problems == [], seed
 

@@ -60,13 +60,20 @@ def fail(where: str, name: str, allocate: Callable[[], None], *, call: int) -> N
 SESSION = "crosstune.torch_engine.session.TorchSession"
 
 
-@pytest.mark.parametrize("allocate", [torch_allocation, numpy_allocation])
 @pytest.mark.parametrize(
-    ("where", "name", "call", "steps", "advice"),
+    ("allocate", "where", "name", "call", "steps", "advice"),
     [
-        (SESSION, "_backward", 4, 3, "--use_gradient_checkpointing"),
-        ("crosstune.recipes.sft.SftRecipe", "window", 4, 3, "--use_gradient_checkpointing"),
+        (torch_allocation, SESSION, "_backward", 4, 3, "--use_gradient_checkpointing"),
         (
+            numpy_allocation,
+            "crosstune.recipes.sft.SftRecipe",
+            "window",
+            4,
+            3,
+            "--use_gradient_checkpointing",
+        ),
+        (
+            torch_allocation,
             "crosstune.torch_engine.tasks.causal_lm.CausalLM",
             "build",
             1,
@@ -104,14 +111,11 @@ def test_a_start_that_fails_before_its_first_step_leaves_its_name_free(bench: Be
     assert refused.code == 2 and "already holds a run" in refused.said
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_last_evaluation_that_does_not_fit_costs_neither_checkpoint_nor_result(
-    bench: Bench, method: str
-) -> None:
-    folder = bench.home / f"evaluation-{method}"
+def test_a_last_evaluation_that_does_not_fit_costs_neither_checkpoint_nor_result(bench: Bench) -> None:
+    folder = bench.home / "evaluation"
     failing = partial(fail, "crosstune.torch_engine.state", "separate_random", torch_allocation, call=2)
     options = {"skip_eval": False, "eval_samples": 4, "save_steps": 0, "strict": True}
-    ended = bench.start(method, folder, before=failing, **options).wait()
+    ended = bench.start("full", folder, before=failing, **options).wait()
     assert ended.code == 2 and "Traceback" not in ended.said, ended
     assert "not enough memory for an evaluation" in ended.said
     assert read_json(folder / "summary.json")["status"] == "finished"

@@ -11,7 +11,7 @@ import pytest
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 
 TOKEN = "hf_" + "aB3dE" * 7
 

@@ -15,7 +15,7 @@ from crosstune.config.load import make_config
 from crosstune.core.json_files import read_jsonl
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
 from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 
 MODES = ("l2t", "t2l", "unconditional", "random", "sequential")
 SHARDED = ("l2t", "sequential")

@@ -18,7 +18,7 @@ from crosstune.core.errors import UserError
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
 from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 
 SHAPE = {"hidden_size": 32, "n_blocks": 2, "batch_size": 8, "backend": "cpu", "precision": "fp32"}
 

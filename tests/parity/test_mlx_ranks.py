@@ -24,7 +24,7 @@ from crosstune.core.json_files import read_json, read_jsonl
 from crosstune.distributed.environment import LAUNCHER
 from crosstune.distributed.launch import ring_environments
 from crosstune.distributed.links import Begin
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 
@@ -36,7 +36,7 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.distributed.environment import read_ranks
 from crosstune.core.errors import UserError
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 from crosstune.distributed.group import connect
 group = connect(read_ranks())
 for asked in json.loads(pathlib.Path(sys.argv[1]).read_text()):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 
 STACKS = {"experts.base_layer": "experts.gate_up_proj", "experts": "experts.down_proj"}
 """PEFT's name of the wrapper -> the parameter; the last one that a module defines is the outermost."""

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from crosstune.config.load import make_config
 from crosstune.core.json_files import read_jsonl
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 
 NUM_STEPS, LR = 20, 3e-3
 BF16_BOUND = 0.004

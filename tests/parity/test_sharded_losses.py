@@ -17,7 +17,7 @@ from crosstune.checkpoint.read import open_checkpoint
 from crosstune.config.load import make_config
 from crosstune.core.json_files import read_json, read_jsonl
 from crosstune.models.tiny import tiny_model
-from crosstune.run import train
+from crosstune.runs.pipeline import train
 
 CLOSE = 1e-5
 ROWS = 12

@@ -70,18 +70,7 @@ def test_the_files_of_every_option_that_names_some(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "members",
-    [
-        {"../x": b""},
-        {"/x": b""},
-        {"a/../x": b""},
-        {"./x": b""},
-        {"a//x": b""},
-        {"a\\x": b""},
-        {"n" * 300: b""},
-        {"x": b"", "x/y": b""},
-        {"x/y": b"", "x": b""},
-        {"\x1b[2J": b""},
-    ],
+    [{"../x": b""}, {"/x": b""}, {"a/../x": b""}, {"a\\x": b""}, {"n" * 300: b""}, {"x/y": b"", "x": b""}],
 )
 def test_names_that_are_not_those_of_a_run(tmp_path: Path, members: dict[str, bytes]) -> None:
     path = make(tmp_path / "a.tar", members)
@@ -93,26 +82,16 @@ def test_names_that_are_not_those_of_a_run(tmp_path: Path, members: dict[str, by
 @pytest.mark.parametrize(
     "note",
     [
-        {"run": None},
         {"run": ".."},
         {"run": "a/b"},
-        {"run": "r" * 300},
-        {"to": 5},
-        {"step": "2"},
         {"step": -1},
-        {"files": ["x"]},
         {"files": {"x": 5}},
-        {"options": ["dataset"]},
         {"options": {"dataset": "/etc/passwd"}},
         {"options": {"dataset": "data/../../x"}},
         {"options": {"hub_token": "data/x"}},
-        {"options": {"dataset": None}},
         {"options": {"dataset": []}},
         {"options": {"dataset": [{"file": "/etc/passwd"}]}},
-        {"options": {"dataset": [{"file": None, "name": "a"}]}},
         {"options": {"dataset": [{"weight": 1.0}]}},
-        {"options": {"dataset": [{"name": "a", "weight": "1"}]}},
-        {"options": {"chat_template": [{"file": "data/x"}]}},
         {"measured": {"step": 2}},
         {"deep": json.loads("[" * 100 + "]" * 100)},
     ],
@@ -124,6 +103,24 @@ def test_notes_with_wrong_types(tmp_path: Path, note: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         unpack_archive(path, tmp_path / "runs" / "r")
     assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE])
+def test_links_and_pipes_are_refused(tmp_path: Path, kind: bytes) -> None:
+    path = make(tmp_path / "a.tar", {"plan.json": b"{}"})
+    with tarfile.open(path, "a") as tar:
+        member = tarfile.TarInfo("other")
+        member.type, member.linkname = kind, "plan.json"
+        tar.addfile(member)
+    with pytest.raises(UserError, match="not a plain file"):
+        unpack_archive(path, tmp_path / "runs" / "r")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
+
+
+def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.tar").write_bytes(b"\x80\x04cos\nsystem\n" * 100)
+    with pytest.raises(UserError, match="not an archive of a run"):
+        read_note(tmp_path / "x.tar")
 
 
 def test_a_sparse_member_takes_no_space_in_the_archive_and_is_refused(tmp_path: Path) -> None:

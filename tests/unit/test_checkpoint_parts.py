@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from manifests import make_manifest
 
 from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.checkpoint.manifest import DamagedCheckpoint
@@ -25,6 +26,7 @@ WHOLE = {
     "short": np.arange(2, dtype=np.float32),  # fewer rows than processes
     "scalar": np.array(7, dtype=np.float32),
 }
+TRAINABLE = {name: {"dtype": "F32", "shape": list(array.shape)} for name, array in WHOLE.items()}
 
 
 class Threads(Group):
@@ -56,13 +58,6 @@ def part_state(number: int, count: int) -> SessionState:
     return SessionState(weights=weights, moments=moments, random={"torch.cpu": np.arange(4)}, part=part)
 
 
-def manifest(step: int) -> dict[str, Any]:
-    from test_checkpoint import fields
-
-    trainable = {name: {"dtype": "F32", "shape": list(array.shape)} for name, array in WHOLE.items()}
-    return fields(step, SessionState(weights=WHOLE, moments={}, random={})) | {"trainable": trainable}
-
-
 def save_all(root: Path, count: int, before: Callable[[int], None] = lambda rank: None) -> list[Any]:
     """Write a checkpoint from so many threads; return what each returned or raised."""
     barrier, said, ended = threading.Barrier(count), dict[int, Any](), dict[int, Any]()
@@ -71,7 +66,9 @@ def save_all(root: Path, count: int, before: Callable[[int], None] = lambda rank
         group = Threads(Ranks(rank=rank, size=count), barrier, said)
         try:
             before(rank)
-            ended[rank] = write_divided(root, part_state(rank, count), manifest(2), group=group)
+            ended[rank] = write_divided(
+                root, part_state(rank, count), make_manifest(2, trainable=TRAINABLE), group=group
+            )
         except SaveFailed as error:
             ended[rank] = error
 
@@ -89,7 +86,7 @@ def test_parts_are_one_state(count: int, tmp_path: Path) -> None:
     committed = save_all(root, count)
     assert {one.folder for one in committed} == {root / "step-00000002"}
     checkpoint = open_checkpoint(root / "step-00000002")
-    assert len(checkpoint.manifest["files"]) == 2 * count + 1
+    assert len(checkpoint.manifest.files) == 2 * count + 1
     state = checkpoint.load()
     for name, array in WHOLE.items():
         np.testing.assert_array_equal(np.asarray(state.weights[name]), array)

@@ -95,12 +95,6 @@ def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
     assert load(file=file) == Config()
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "1.5", "", "1e400"])
-def test_a_whole_number_is_a_finite_whole_number(value: str) -> None:
-    with pytest.raises(ConfigError):
-        load(f"--batch_size={value}")
-
-
 def test_python_arguments_are_checked_like_flags() -> None:
     assert make_config(lr=1, model="x").model_name == "x"
     with pytest.raises(ConfigError, match="did you mean"):

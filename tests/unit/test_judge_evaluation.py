@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from manifests import make_manifest
 
 from crosstune.cli.judge import metric_lines as table_lines
 from crosstune.config.load import load_config, make_config
@@ -274,13 +275,13 @@ def test_a_moved_run_keeps_what_its_first_backend_chose() -> None:
         "seed": 7,
         "grad_norm": 1.0,
     }
-    manifest = {"recipe": "judge", "options": options, "backend": "mps", "precision": "fp32", "identity": {}}
+    manifest = make_manifest(recipe="judge", options=options, backend="mps")
     checkpoint: Any = SimpleNamespace(manifest=manifest, folder=Path("runs/a/checkpoints/step-1"))
     kept = kept_options(checkpoint, {"lr": 3e-4}, backend="cuda")
     assert kept == {"batch_size": 1, "model_name": "x", "grad_norm": 1.0}
     assert (
         kept_options(
-            SimpleNamespace(manifest=manifest | {"recipe": "sft"}, folder=checkpoint.folder),
+            SimpleNamespace(manifest=replace(manifest, recipe="sft"), folder=checkpoint.folder),
             {},
             backend="cuda",
         )

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from crosstune.config.fit_memory import _smaller_batches
 from crosstune.config.load import cache_override, load_config, make_config
 from crosstune.config.schema import Config, option_list
 from crosstune.core.errors import MOST_PROBLEMS, ConfigError, UserError, shown
@@ -42,12 +41,13 @@ NO_NUMBERS = [
     "1e",
     "",
     "1 2",
+    "1.5",
 ]
 NOT_NUMBERS = [10**400, 10**5000, -(10**400), float("inf"), [1], {"a": 1}, b"1", True, None, object()]
 NO_PATHS = ["", "  ", "a\0b", "a\x1b[2Jb", "\udcff", "x" * 5000, "y" * 256, "~nobody-here/x"]
 
 
-@pytest.mark.parametrize("option", ["batch_size", "lr", "seed", "warmup_steps"])
+@pytest.mark.parametrize("option", ["batch_size", "seed", "warmup_steps"])
 def test_a_number_is_a_number_within_its_limits(option: str) -> None:
     for value in NO_NUMBERS:
         text = refusal(f"--{option}={value}")
@@ -161,18 +161,6 @@ def test_numbers_in_a_backends_variables_are_checked() -> None:
         with pytest.raises(UserError, match="PYTORCH_MPS_HIGH_WATERMARK_RATIO"):
             spec.check_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": value})
     spec.check_environment({"PYTORCH_MPS_HIGH_WATERMARK_RATIO": "0.0"})
-
-
-@pytest.mark.parametrize("batch", [1, 2, 7, 12, 60, 97, 128])
-@pytest.mark.parametrize("accumulation", [1, 3, 8, 30])
-def test_smaller_batches_divide_the_rows_of_a_step(batch: int, accumulation: int) -> None:
-    wanted = [size for size in range(batch - 1, 0, -1) if (batch * accumulation) % size == 0]
-    assert _smaller_batches(batch, accumulation) == wanted
-
-
-def test_the_largest_batches_take_no_time() -> None:
-    assert len(_smaller_batches(2**20, 2**20)) == 20
-    assert _smaller_batches(1_048_573, 1_048_571) == [1_048_571, 1]  # two primes
 
 
 def test_a_request_without_options_is_the_default() -> None:

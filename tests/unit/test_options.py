@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manifests import make_manifest
 
 from crosstune.config.load import load_config, make_config
 from crosstune.config.option import OnResume
-from crosstune.config.schema import Config, option_list, options_by_name, options_on_resume
+from crosstune.config.schema import Config, option_list, options_on_resume
 from crosstune.config.table import help_text, markdown_table
 from crosstune.runs.resume import for_record
 from crosstune.runs.same_training import changed_options, explain_data
@@ -18,31 +19,26 @@ from crosstune.runs.same_training import changed_options, explain_data
 SOURCE = Path(__file__).parents[2] / "src" / "crosstune"
 
 
-def test_an_option_that_no_code_reads_says_that_it_is_not_built() -> None:
-    declared = ("options", "conditions.py", "unbuilt.py")
+def test_every_option_is_read_by_some_code() -> None:
     code = "".join(
         path.read_text(encoding="utf-8")
         for path in SOURCE.rglob("*.py")
-        if not (path.parent.name == "options" or (path.parent.name == "config" and path.name in declared))
+        if path.parent.name != "options" and path.name != "conditions.py"
     )
     names = [option.name for option in option_list()]
-    unread = {name for name in (*names, "no_such_option") if not re.search(rf'\.{name}\b|\["{name}"\]', code)}
-    assert "no_such_option" in unread
-    assert {name for name in unread & set(names) if options_by_name()[name].unbuilt is None} == set()
+    reads = r'\.{0}\b|\["{0}"\]|data_options=.*"{0}"'
+    unread = {name for name in (*names, "no_such_option") if not re.search(reads.format(name), code)}
+    assert unread == {"no_such_option"}
 
 
-def test_the_docs_and_the_help_say_what_is_not_built() -> None:
+def test_the_docs_and_the_help_say_when_an_option_has_an_effect() -> None:
     rows = {line.split("`")[1]: line for line in markdown_table().splitlines() if line.startswith("| `--")}
-    for option in option_list():
-        assert ("not built yet" in rows[f"--{option.name}"]) == (option.unbuilt is not None), option.name
     assert "only with lora or dora" in rows["--lora_rank"]
-    said = " ".join(help_text().split()).replace("`", "")
-    for unbuilt in {option.unbuilt for option in option_list()} - {None}:
-        assert unbuilt is not None and f"not built yet: {unbuilt.summary}".replace("`", "") in said
+    assert "only with lora or dora" in " ".join(help_text().split())
 
 
 def change(was: dict[str, Any], **now: Any) -> list[str]:
-    manifest = {"options": Config().options() | was}
+    manifest = make_manifest(options=Config().options() | was)
     return [found.what for found in changed_options(manifest, make_config(**now))]
 
 
@@ -63,7 +59,7 @@ def test_options_that_divide_the_data_are_named(option: str) -> None:
     other = {"seed": 1, "skip_eval": True, "eval_samples": 3, "truncation": "cut"}[option]
     found = explain_data(
         [Difference(kind="data", what="training data", was="a", now="b")],
-        {"options": Config().options()},
+        make_manifest(options=Config().options()),
         make_config(**{option: other}),
     )
     assert [difference.what for difference in found] == [option]

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manifests import make_manifest
 from planned import plan_on
 
+from crosstune.checkpoint.manifest import Manifest
 from crosstune.core.base_choice import BaseChoice
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
-from crosstune.runs.same_training import base_fields, check_base, compare, identity_of_options, recorded_base
+from crosstune.runs.same_training import base_fields, check_base, compare, identity_of_options
 
 BNB = {"quantizer": "bnb", "bits": 4, "group_size": 64}
 FP8 = {"quantizer": "fp8", "bits": 8, "group_size": 64}
@@ -117,14 +119,15 @@ def test_a_checkpoint_tells_what_was_decided_about_its_base(
 ) -> None:
     base = BaseChoice(quantizer="fp8", kept=kept, outside_fp8=groups)
     plan = plan_on("h200", base=base, base_precision="fp8")
-    manifest = {"identity": identity_of_options(plan), **base_fields(plan)}
-    assert recorded_base(json.loads(json.dumps(manifest))) == base
-    assert compare(manifest["identity"], identity_of_options(plan)) == []
+    manifest = make_manifest(identity=identity_of_options(plan), base=base_fields(plan))
+    found = Manifest.from_json(json.loads(json.dumps(manifest.to_json())))
+    assert found.base_choice == base
+    assert compare(found.identity, identity_of_options(plan)) == []
     # Neither an older version nor a run without fp8 writes the fields, and nothing is known then.
     plain = plan_on("h200", train_type="qlora")
-    assert base_fields(plain) == {} and recorded_base({"identity": identity_of_options(plain)}) is None
-    older = {"identity": identity_of_options(plan_on("h200", base_precision="fp8"))}
-    assert recorded_base(older) is None and recorded_base({"identity": {"quantization": None}}) is None
+    assert base_fields(plain) == {}
+    for other in (plain, plan_on("h200", base_precision="fp8"), plan_on("h200")):
+        assert make_manifest(identity=identity_of_options(other)).base_choice is None
 
 
 def test_a_new_training_over_an_adapter_chooses_its_own_layers(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_bf16_becomes_fp16_where_it_does_not_work(machine: str, asked: str, used
     assert plan.precision == used
     if asked != used:
         change = adjustment(plan, "precision", "change")
-        assert (change.asked, change.used) == (asked, used)
+        assert (change.requested, change.used) == (asked, used)
         assert "doesn't support bfloat16" in change.reason
 
 
@@ -90,7 +90,7 @@ def test_the_quantizer_is_one_that_runs_there(machine: str, backend: str, asked:
     plan = plan_on(machine, backend=backend, train_type="qlora", quantization_backend=asked)
     assert (plan.method, plan.quantizer, plan.n_bits) == ("lora", used, 4)
     if asked not in ("auto", used):
-        assert adjustment(plan, "quantization_backend", "change").asked == asked
+        assert adjustment(plan, "quantization_backend", "change").requested == asked
 
 
 @pytest.mark.parametrize(

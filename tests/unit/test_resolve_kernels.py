@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manifests import make_manifest
 from planned import adjustment, plan_on
 
 from crosstune.checkpoint.read import Checkpoint
@@ -185,7 +186,7 @@ def test_fast_layers_need_whole_weights() -> None:
 def test_a_run_goes_on_with_the_layers_it_began_with(
     began: str, options: dict[str, Any], asked: dict[str, Any], backend: str, kept: str | None
 ) -> None:
-    manifest = {"backend": began, "precision": "bf16", "identity": {}, "recipe": "sft", "options": options}
+    manifest = make_manifest(backend=began, precision="bf16", recipe="sft", options=options)
     checkpoint = Checkpoint(folder=Path("runs/old/checkpoints/step-00000001"), manifest=manifest)
     assert kept_options(checkpoint, asked, backend=backend).get("kernels") == kept
     again = make_config(
@@ -196,8 +197,8 @@ def test_a_run_goes_on_with_the_layers_it_began_with(
 
 def test_auto_keeps_what_a_run_chose_before_with_its_path_too(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    manifest = {"backend": "cpu", "precision": "fp32", "identity": {}, "recipe": "sft"}
-    manifest |= {"options": {"kernels": "general"}, "asked": {"backend": "cpu", "lr": 0.01}}
+    asked = {"backend": "cpu", "lr": 0.01}
+    manifest = make_manifest(recipe="sft", options={"kernels": "general"}, asked=asked)
     checkpoint = Checkpoint(folder=tmp_path / "checkpoints" / "step-00000001", manifest=manifest)
     again = make_config(resume=str(tmp_path), kernels="auto", precision="auto", backend="auto")
     config = resume._continue_path(again, tmp_path, {}, checkpoint)

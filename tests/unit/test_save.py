@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from manifests import make_manifest
 
 from crosstune.checkpoint import write as writing
 from crosstune.checkpoint.read import open_checkpoint
@@ -51,12 +51,6 @@ class OneWeight:
         return SessionState(weights=weights, moments={}, random={})
 
 
-def fields(step: int) -> Mapping[str, Any]:
-    """The fields of a checkpoint besides its state."""
-    known = {"step": step, "engine": "torch", "backend": "cpu", "precision": "fp32", "quantization": None}
-    return known | {"identity": {}, "schedule": {"step": step}, "data": {}, "progress": {"steps": step}}
-
-
 class Second(SingleProcess):
     """A process that is not the first."""
 
@@ -66,7 +60,7 @@ class Second(SingleProcess):
 def make(root: Path, **policy: Any) -> tuple[Checkpoints, Heard]:
     group = policy.pop("group", None)
     heard = Heard()
-    made = Checkpoints(root, policy=SavePolicy(**policy), fields=fields, observer=heard, group=group)
+    made = Checkpoints(root, policy=SavePolicy(**policy), manifest=make_manifest, observer=heard, group=group)
     assert made.longest_save_s == 0.0 and made.last_step == 0
     return made, heard
 
@@ -142,8 +136,8 @@ def test_a_checkpoint_is_written_and_told(tmp_path: Path, wait: bool) -> None:
     [event] = heard.of(CheckpointSaved)
     assert made.newest is not None and event.path == str(made.newest) and event.step == 7
     found = open_checkpoint(made.newest)
-    assert found.step == 7 and found.manifest["facts"] == {"scale": 2}
-    assert found.manifest["trainable"] == {"a.weight": {"dtype": "F32", "shape": [2, 2]}}
+    assert found.step == 7 and found.manifest.facts == {"scale": 2}
+    assert found.manifest.trainable == {"a.weight": {"dtype": "F32", "shape": [2, 2]}}
     np.testing.assert_array_equal(found.load().weights["a.weight"], np.full((2, 2), 3.0, np.float32))
     assert event.bytes > 0 and event.blocked_s > 0 and 0 < event.seconds == made.longest_save_s
     assert heard.of(Warned) == []
@@ -253,7 +247,7 @@ def test_a_write_that_fails_is_told_and_stops_the_run_unless_it_may_go_on(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing, "_fill", full)
+    monkeypatch.setattr(writing, "write_tensors", full)
     made, heard = make(tmp_path, **({} if stop_on_error is None else {"stop_on_error": stop_on_error}))
 
     def save_all() -> None:

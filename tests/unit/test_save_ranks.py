@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from manifests import make_manifest
 
 from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.checkpoint.write import SaveFailed
@@ -57,11 +58,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def open_checkpoints(root: Path, *, writes: bool, **policy: Any) -> Checkpoints:
-    fields = {"step": 1, "identity": {}, "progress": {}}
     return Checkpoints(
         root,
         policy=SavePolicy(**policy),
-        fields=lambda step: fields | {"step": step},
+        manifest=make_manifest,
         observer=Observers(),
         group=None if writes else Second(),
     )
@@ -127,7 +127,7 @@ def test_a_failed_write_is_raised_where_all_ranks_are(
 
     monkeypatch.setattr(save, "write_checkpoint", refuse)
     checkpoints = Checkpoints(
-        tmp_path, policy=SavePolicy(), fields=lambda step: {}, observer=Observers(), group=First()
+        tmp_path, policy=SavePolicy(), manifest=make_manifest, observer=Observers(), group=First()
     )
     checkpoints.save(OneWeight(), 3, evaluations={}, wait=True)
     with pytest.raises(SaveFailed, match="no room"):
@@ -145,7 +145,7 @@ def test_too_little_memory_for_a_part_is_a_failed_save(
     part = StatePart(number=0, count=1, writes=True, shapes={"w": (1,)})
     state = SessionState(weights={"w": np.ones(1, np.float32)}, moments={}, random={}, part=part)
     with pytest.raises(SaveFailed, match="not enough memory"):
-        write_divided(tmp_path, state, {"step": 1}, group=SingleProcess())
+        write_divided(tmp_path, state, make_manifest(), group=SingleProcess())
 
 
 def test_infinities_of_both_signs_sum_to_nan() -> None:

@@ -12,7 +12,7 @@ from crosstune.cli.plan import describe_plan, plan_to_json
 from crosstune.config.plan import Adjustment, Plan
 from crosstune.core.errors import UserError
 from crosstune.planner.predict import Prediction, predict
-from crosstune.runs.check_request import Checked, check_plan
+from crosstune.runs.check_request import RequestCheck, check_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class PlanReport:
     """A plan for a machine, and what is wrong with it. It prints as `crosstune plan` does."""
 
     plan: Plan
-    checked: Checked
+    checked: RequestCheck
 
     @property
     def prediction(self) -> Prediction | None:

@@ -70,7 +70,7 @@ def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, An
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Return the note of an archive, which is its first member."""
+    """Return the note of an archive, its first member."""
     with _opened(path) as tar:
         return _read_note(path, tar)
 
@@ -84,7 +84,7 @@ def read_unpacked_note(folder: Path) -> dict[str, Any]:
 
 
 def unpack_archive(path: Path, folder: Path) -> None:
-    """Unpack an archive to `folder`, which appears only when all files are checked; write nowhere else."""
+    """Unpack an archive to `folder`. It appears when all files are checked; nothing else is written."""
     with _opened(path) as tar:
         files = _read_note(path, tar)["files"]
         members = _checked(path, tar)
@@ -176,7 +176,7 @@ def _check_size(path: Path, members: list[tarfile.TarInfo], folder: Path) -> int
 
 @contextlib.contextmanager
 def _parents_of(folder: Path) -> Iterator[None]:
-    """Make the parents of a folder; remove those that were made if the block raises."""
+    """Make the parents of a folder; remove them again if the block raises."""
     made: list[Path] = []
     parent = folder.absolute().parent
     while not parent.exists():

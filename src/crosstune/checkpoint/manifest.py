@@ -1,15 +1,18 @@
-"""Encode and check the manifest of a checkpoint and its seal, the hash of its bytes."""
+"""The manifest of a checkpoint: its fields, their checks, its bytes and its seal (the hash of those bytes)."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from crosstune.checkpoint.manifest_fields import wrong_manifest
+from crosstune.core.base_choice import BaseChoice
 from crosstune.core.errors import UserError, shown
+from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, Rule, list_of, map_of, real, whole, wrong_field
 from crosstune.core.json_files import parse_json, to_json
+from crosstune.core.quantization import read_spec, wrong_spec
 
 FORMAT = "crosstune-checkpoint"
 VERSION = 1
@@ -18,6 +21,9 @@ SEAL = "manifest.sha256"
 WEIGHTS, MOMENTS, RANDOM = "weights.safetensors", "moments.safetensors", "random.safetensors"
 MANIFEST_LIMIT = 64 * 2**20
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+Fields = Mapping[str, Any]
 
 
 class DamagedCheckpoint(UserError):
@@ -35,10 +41,78 @@ class UnknownVersion(UserError):
     """A checkpoint has a format version that this crosstune cannot read."""
 
 
-def encode(fields: Mapping[str, Any]) -> bytes:
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything in a checkpoint except its arrays. The fields are named as in manifest.json."""
+
+    step: int
+    created: str | None = None
+    engine: str
+    backend: str
+    precision: str
+    quantization: str | None
+    """The name of the base's quantization."""
+    base: Fields = field(default_factory=dict)
+    """`outside_fp8`, once opening the model decided it; written at the top level."""
+    method: str | None = None
+    recipe: str | None = None
+    identity: Fields
+    """What makes it this training: compared when a run is resumed."""
+    schedule: Fields
+    data: Fields
+    """The position in the data."""
+    progress: Fields
+    asked: Fields = field(default_factory=dict)
+    """The options that the user set."""
+    options: Fields = field(default_factory=dict)
+    """All options as resolved."""
+    versions: Fields = field(default_factory=dict)
+    resumed_from: Fields | None = None
+    trainable: Fields = field(default_factory=dict)
+    """Name -> dtype and shape of each trained array."""
+    facts: Fields = field(default_factory=dict)
+    """`SessionState.facts`."""
+    files: Fields = field(default_factory=dict)
+    """Name -> size and sha256 of each file."""
+    extra: Fields = field(default_factory=dict)
+    """Other fields, such as `imported`; kept, not read."""
+
+    @property
+    def base_choice(self) -> BaseChoice | None:
+        """What this training decided about its base; None if it is not recorded, as by older versions."""
+        spec = read_spec(self.identity.get("quantization"))
+        if spec is None or not (self.base or spec.kept):
+            return None
+        groups = self.base.get("outside_fp8")
+        return BaseChoice(
+            quantizer=spec.quantizer,
+            kept=spec.kept,
+            outside_fp8=tuple(groups) if groups is not None else None,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        named = {name: getattr(self, name) for name in _NAMES}
+        return {"format": FORMAT, "format_version": VERSION, **named, **self.base, **self.extra}
+
+    @classmethod
+    def from_json(cls, data: Fields) -> Manifest:
+        """Return the manifest in fields that passed `wrong_manifest`."""
+        empty: dict[str, Any] = {"asked": {}, "options": {}, "versions": {}}
+        named = {name: data[name] for name in _NAMES if name in data}
+        base = {name: data[name] for name in _BASE if name in data}
+        known = {*_NAMES, *_BASE, "format", "format_version"}
+        extra = {name: value for name, value in data.items() if name not in known}
+        given = {name: value for name, value in named.items() if name not in empty or value is not None}
+        return cls(**(empty | given), base=base, extra=extra)
+
+
+_BASE = ("outside_fp8",)
+_NAMES = tuple(item.name for item in fields(Manifest) if item.name not in ("base", "extra"))
+
+
+def encode(manifest: Manifest) -> bytes:
     """Return the bytes of manifest.json. NaN becomes null."""
-    manifest = {"format": FORMAT, "format_version": VERSION, **fields}
-    return (to_json(manifest, indent=1) + "\n").encode()
+    return (to_json(manifest.to_json(), indent=1) + "\n").encode()
 
 
 def seal(manifest: bytes) -> bytes:
@@ -46,36 +120,122 @@ def seal(manifest: bytes) -> bytes:
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
-def decode(raw: bytes, *, seal_found: bytes, folder: Any) -> dict[str, Any]:
-    """Return the manifest after checking its seal, version, required fields and file names."""
+def decode(raw: bytes, *, seal_found: bytes, folder: Any) -> Manifest:
+    """Return the manifest after checking its seal, version, fields and file names."""
     if seal_found != seal(raw):
         raise DamagedCheckpoint(folder, f"{MANIFEST} does not match {SEAL}")
     try:
-        manifest = parse_json(raw)
+        found = parse_json(raw)
     except ValueError as error:
         raise DamagedCheckpoint(folder, f"{MANIFEST} is not JSON: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise DamagedCheckpoint(folder, f"{MANIFEST} is not the manifest of a crosstune checkpoint")
-    version = manifest.get("format_version")
+    version = found.get("format_version")
     if type(version) is not int or version != VERSION:
         raise UnknownVersion(
             f"The checkpoint {folder} has format version {shown(version)}.",
             why=f"this crosstune reads version {VERSION}, and guessing could lose state.",
             do="use the version of crosstune that wrote it, or a newer one",
         )
-    wrong = wrong_manifest(manifest)
+    wrong = _wrong_manifest(found)
     if wrong is not None:
         raise DamagedCheckpoint(folder, f"{MANIFEST} is not valid: {wrong}")
-    for name, facts in manifest["files"].items():
-        _check_file(name, facts, folder)
-    return manifest
+    for name, facts in found["files"].items():
+        if _FILE_NAME.fullmatch(name) is None or ".." in name or name in (MANIFEST, SEAL):
+            raise DamagedCheckpoint(folder, f"{shown(name)} is not a plain file name")
+        if wrong_field(facts, _FILE, required=tuple(_FILE)) is not None:
+            raise DamagedCheckpoint(folder, f"{MANIFEST} has no valid size and hash for {name}")
+    return Manifest.from_json(found)
 
 
-def _check_file(name: str, facts: Any, folder: Any) -> None:
-    plain = _FILE_NAME.fullmatch(name) is not None and ".." not in name and name not in (MANIFEST, SEAL)
-    if not plain:
-        raise DamagedCheckpoint(folder, f"{shown(name)} is not a plain file name")
-    size, digest = (facts.get("bytes"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
-    good_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
-    if not good_size or not isinstance(digest, str) or re.fullmatch(r"[0-9a-f]{64}", digest) is None:
-        raise DamagedCheckpoint(folder, f"{MANIFEST} has no valid size and hash for {name}")
+def _by_step(rule: Rule) -> Rule:
+    return Rule(
+        f"an object with {rule.needs} at each number of a step",
+        lambda value: map_of(rule).fits(value) and all(map(_is_step, value)),
+    )
+
+
+def _is_step(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 20
+
+
+_COUNT = whole(0) | NOTHING
+_NUMBER = real() | NOTHING
+EVALUATIONS = _by_step(_NUMBER) | NOTHING
+"""Step -> evaluation loss; null where it was not finite."""
+_REQUIRED = {
+    "step": whole(0),
+    "engine": TEXT,
+    "backend": TEXT,
+    "precision": TEXT,
+    "quantization": TEXT | NOTHING,
+    "identity": OBJECT,
+    "trainable": map_of(OBJECT),
+    "schedule": OBJECT,
+    "data": OBJECT,
+    "facts": OBJECT,
+    "progress": OBJECT,
+    "files": map_of(OBJECT),
+}
+_OPTIONAL = {
+    "created": TEXT | NOTHING,
+    "method": TEXT | NOTHING,
+    "recipe": TEXT | NOTHING,
+    "outside_fp8": list_of(TEXT) | NOTHING,
+    "asked": OBJECT | NOTHING,
+    "options": OBJECT | NOTHING,
+    "metadata": OBJECT | NOTHING,
+}
+_PARTS: Mapping[str, Mapping[str, Rule]] = {
+    "identity": {
+        "model": OBJECT,
+        "order": OBJECT,
+        "eval_data": TEXT | NOTHING,
+        "trainable": OBJECT,
+        "quantization": OBJECT | NOTHING,
+        "optimizer": TEXT,
+    },
+    "schedule": {"step": _COUNT, "num_steps": _COUNT},
+    "data": {"rows_done": _COUNT},
+    "facts": {"loss_scale": OBJECT | NOTHING},
+    "progress": {
+        "steps": whole(0),
+        "tokens": whole(0),
+        "supervised_tokens": whole(0),
+        "skipped": whole(0),
+        "first_loss": _NUMBER,
+        "final_loss": _NUMBER,
+        "seconds": real(0),
+        "wall_s": real(0),
+        "peak_memory_bytes": whole(0),
+        "eval_before": map_of(_NUMBER) | NOTHING,
+        "evaluations": EVALUATIONS,
+        "eval_metrics": _by_step(map_of(_NUMBER)) | NOTHING,
+    },
+    "options": {"batch_size": whole(1) | NOTHING, "world_size": whole(-1) | NOTHING},
+}
+_MODEL = {"name": TEXT | NOTHING, "identity": TEXT | NOTHING, "config": TEXT | NOTHING}
+_ORDER = {"rows_per_step": whole(1) | NOTHING}
+_LOSS_SCALE = {"factor": real(0), "good_steps": whole(0)}
+_FILE = {
+    "bytes": whole(0),
+    "sha256": Rule("a hash", lambda value: isinstance(value, str) and bool(_SHA256.fullmatch(value))),
+}
+
+
+def _wrong_manifest(data: Fields) -> str | None:
+    """Return a sentence about the first field that is missing or has another type; None when all are right."""
+    wrong = wrong_field(data, _REQUIRED | _OPTIONAL, required=tuple(_REQUIRED))
+    for part, rules in _PARTS.items():
+        wrong = wrong or wrong_field(data.get(part) or {}, rules, place=f"{part}.")
+    if wrong is not None:
+        return wrong
+    identity, scale = data["identity"], data["facts"].get("loss_scale")
+    if "model" in identity:
+        wrong = wrong_field(identity["model"], _MODEL, required=("identity",), place="identity.model.")
+    wrong = wrong or wrong_field(identity.get("order") or {}, _ORDER, place="identity.order.")
+    if scale:
+        wrong = wrong or wrong_field(
+            scale, _LOSS_SCALE, required=tuple(_LOSS_SCALE), place="facts.loss_scale."
+        )
+    return wrong or wrong_spec(identity.get("quantization"))

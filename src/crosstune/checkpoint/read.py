@@ -18,6 +18,7 @@ from crosstune.checkpoint.manifest import (
     SEAL,
     WEIGHTS,
     DamagedCheckpoint,
+    Manifest,
     decode,
 )
 from crosstune.checkpoint.parts import describe_joined, files_of, join
@@ -35,14 +36,14 @@ class Checkpoint:
     """A checkpoint that passed its checks."""
 
     folder: Path
-    manifest: Mapping[str, Any]
+    manifest: Manifest
 
     @property
     def step(self) -> int:
-        return int(self.manifest["step"])
+        return self.manifest.step
 
     def num_bytes(self) -> int:
-        return sum(int(facts["bytes"]) for facts in self.manifest["files"].values())
+        return sum(int(facts["bytes"]) for facts in self.manifest.files.values())
 
     def load(self) -> SessionState:
         moments: dict[str, dict[str, Array]] = {}
@@ -55,28 +56,26 @@ class Checkpoint:
             raise DamagedCheckpoint(self.folder, error.short()) from error
         except OSError as error:
             raise DamagedCheckpoint(self.folder, str(error)) from error
-        return SessionState(
-            weights=weights, moments=moments, random=random, facts=dict(self.manifest["facts"])
-        )
+        return SessionState(weights=weights, moments=moments, random=random, facts=dict(self.manifest.facts))
 
     def _read(self, file: str) -> dict[str, Array]:
-        """Return the arrays of a file, or of all its parts; those of parts are mapped, not read."""
-        names = files_of(file, self.manifest["files"])
+        """Return the arrays of a file, or of all its parts. Parts are mapped into memory, not read."""
+        names = files_of(file, self.manifest.files)
         return join([read_tensors(self.folder / name, mapped=len(names) > 1) for name in names])
 
 
 def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
     """Open a checkpoint after checking its manifest, the set of files, and their sizes, hashes and headers.
 
-    Without `hashes` the contents of the files are not read, which is enough for a listing.
+    For a listing, leave out `hashes`: the contents of the files are not read.
     """
     if not folder.is_dir():
         raise missing_checkpoint(folder)
     try:
         manifest = _read_manifest(folder)
         _check_step(folder, manifest)
-        check_names(folder, manifest["files"])
-        for name, facts in manifest["files"].items():
+        check_names(folder, manifest.files)
+        for name, facts in manifest.files.items():
             _check_file(folder, name, facts, hashes=hashes)
         _check_arrays(folder, manifest)
     except UnreadableFile as error:
@@ -87,12 +86,12 @@ def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
 
 
 def missing_checkpoint(folder: Path) -> UserError:
-    """Return the error for a checkpoint that does not exist, with those that do."""
+    """Return the error for a missing checkpoint; it lists the existing ones."""
     others = [path.name for _, path in checkpoint_folders(folder.parent)]
     if folder.parent.name == FOLDER:
         do = f"the run has: {', '.join(others[:5])}" if others else "the run has no checkpoints"
     else:
-        do = f"{what_runs_exist(folder)}; crosstune checkpoint list RUN lists those of a run"
+        do = f"{what_runs_exist(folder)}; `crosstune checkpoint list RUN` lists the checkpoints of a run"
     return UserError(f"There is no checkpoint at {folder}.", do=do)
 
 
@@ -110,21 +109,21 @@ def newest_valid(
 
 
 def find_run(path: Path) -> Path:
-    """Return the run folder of a path, which is a run folder or a checkpoint in one."""
+    """Return the run folder of a path to it or to one of its checkpoints."""
     folder = path.resolve()
     return folder.parent.parent if folder.parent.name == FOLDER else folder
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(folder: Path) -> Manifest:
     raw = read_plain(folder / MANIFEST, limit=MANIFEST_LIMIT, follow_links=False)
     found = read_plain(folder / SEAL, limit=_SEAL_LIMIT, follow_links=False)
     return decode(raw, seal_found=found, folder=folder)
 
 
-def _check_step(folder: Path, manifest: Mapping[str, Any]) -> None:
+def _check_step(folder: Path, manifest: Manifest) -> None:
     """Check that the folder name and the manifest agree on the step."""
-    named = (step_of(folder), manifest["schedule"].get("step"), manifest["progress"].get("steps"))
-    if any(step not in (None, manifest["step"]) for step in named):
+    named = (step_of(folder), manifest.schedule.get("step"), manifest.progress.get("steps"))
+    if any(step not in (None, manifest.step) for step in named):
         raise DamagedCheckpoint(folder, f"its name and {MANIFEST} have different steps")
 
 
@@ -153,14 +152,14 @@ def _check_file(folder: Path, name: str, facts: Mapping[str, Any], *, hashes: bo
         raise DamagedCheckpoint(folder, f"the contents of {name} have changed since it was written")
 
 
-def _check_arrays(folder: Path, manifest: Mapping[str, Any]) -> None:
+def _check_arrays(folder: Path, manifest: Manifest) -> None:
     """Check that the files hold the arrays that the manifest lists."""
     found = {
-        file: describe_joined([describe_tensors(folder / name) for name in files_of(file, manifest["files"])])
+        file: describe_joined([describe_tensors(folder / name) for name in files_of(file, manifest.files)])
         for file in (WEIGHTS, MOMENTS, RANDOM)
     }
     described = {name: [dtype, list(shape)] for name, (dtype, shape) in found[WEIGHTS].items()}
-    listed = {name: [facts.get("dtype"), facts.get("shape")] for name, facts in manifest["trainable"].items()}
+    listed = {name: [facts.get("dtype"), facts.get("shape")] for name, facts in manifest.trainable.items()}
     if described != listed:
         raise DamagedCheckpoint(folder, f"{WEIGHTS} does not hold the trained weights that {MANIFEST} lists")
     unknown = [key for key in found[MOMENTS] if key.partition("/")[2] not in described]

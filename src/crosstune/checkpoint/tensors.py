@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import queue
-import threading
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from crosstune.core.plain_files import open_plain
-from crosstune.core.protocols import Array
+from crosstune.core.protocols import Array, SessionState
 from crosstune.core.safetensors_header import BadSafetensors, Header, read_header_of
 
 CHUNK_BYTES = 4 * 2**20
@@ -42,11 +41,18 @@ class Written:
 
 
 def write_tensors(path: Path, arrays: Mapping[str, Array]) -> Written:
-    """Write a new file, hashed in a thread meanwhile. The caller syncs it to disk."""
-    hasher = _Hasher()
-    with hasher:
-        num_bytes = write_new(path, map(hasher.add, _chunks(arrays)))
-    return Written(num_bytes=num_bytes, sha256=hasher.digest())
+    """Write a new file and hash it meanwhile. The caller syncs it to disk."""
+    sha = hashlib.sha256()
+    with ThreadPoolExecutor(max_workers=1) as pool:
+
+        def hashed() -> Iterator[Any]:
+            for chunk in _chunks(arrays):
+                update = pool.submit(sha.update, chunk)
+                yield chunk
+                update.result()
+
+        num_bytes = write_new(path, hashed())
+    return Written(num_bytes=num_bytes, sha256=sha.hexdigest())
 
 
 def write_new(path: Path, chunks: Iterable[Any]) -> int:
@@ -70,7 +76,7 @@ def file_bytes(arrays: Mapping[str, Array]) -> int:
 
 
 def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, Array]:
-    """Return all arrays in a file: copies, or `mapped` into memory, so that only what is used is read."""
+    """Return all arrays in a file: copies, or `mapped` into memory and read when used."""
     arrays: dict[str, Array] = {}
     with open_plain(path, follow_links=False) as file:
         header = _read_header(file, path)
@@ -101,40 +107,21 @@ def word_of(array: Array) -> str:
     return _NAMES[array.dtype.newbyteorder("<")]
 
 
+def describe_trainable(state: SessionState) -> dict[str, Any]:
+    """Return name -> dtype and shape of each trained array, for `Manifest.trainable`."""
+    if state.part is not None:  # its masters are in fp32
+        return {name: {"dtype": "F32", "shape": list(shape)} for name, shape in state.part.shapes.items()}
+    return {
+        name: {"dtype": word_of(array), "shape": list(array.shape)} for name, array in state.weights.items()
+    }
+
+
 def _read_header(file: BinaryIO, path: Path) -> Header:
     header = read_header_of(file, path=path)
     for name, entry in header.tensors.items():
         if entry["dtype"] not in DTYPES:
             raise BadSafetensors(path, f"{name!r} is {entry['dtype']}, a dtype that checkpoints do not use")
     return header
-
-
-class _Hasher:
-    """Compute sha256 in a thread, at the same time as the chunks are written."""
-
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256()
-        self._chunks: queue.Queue[Any] = queue.Queue(maxsize=4)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> _Hasher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._chunks.put(None)
-        self._thread.join()
-
-    def add(self, chunk: Any) -> Any:
-        self._chunks.put(chunk)
-        return chunk
-
-    def digest(self) -> str:
-        return self._sha.hexdigest()
-
-    def _run(self) -> None:
-        while (chunk := self._chunks.get()) is not None:
-            self._sha.update(chunk)
 
 
 def _chunks(arrays: Mapping[str, Array]) -> Iterator[Any]:

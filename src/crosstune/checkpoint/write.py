@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from crosstune.checkpoint.folders import name_of, point_latest
-from crosstune.checkpoint.manifest import MANIFEST, MOMENTS, RANDOM, SEAL, WEIGHTS, encode, seal
+from crosstune.checkpoint.manifest import MANIFEST, MOMENTS, RANDOM, SEAL, WEIGHTS, Manifest, encode, seal
 from crosstune.checkpoint.tensors import file_bytes, write_new, write_tensors
 from crosstune.core.atomic_files import put_new, staging_folder
 from crosstune.core.disk import NO_ROOM, free_space, readable_bytes
@@ -34,10 +34,23 @@ class Committed:
     """The reason that `latest` could not be updated; the checkpoint itself is valid."""
 
 
-def write_checkpoint(root: Path, state: SessionState, fields: Mapping[str, Any]) -> Committed:
-    """Write `root/step-NNNNNNNN` and point `latest` at it."""
-    target = root / name_of(fields["step"])
-    return committed(root, target, write_folder(target, state, fields))
+def write_checkpoint(root: Path, state: SessionState, manifest: Manifest) -> Committed:
+    """Write `root/step-NNNNNNNN` and point `latest` at it. The manifest's `files` are filled in here."""
+    target = root / name_of(manifest.step)
+    check_finite(state)
+    parts = state_files(state)
+    need = sum(file_bytes(arrays) for arrays in parts.values())
+    try:
+        # No parents: when the disk is gone, do not create the path elsewhere.
+        root.mkdir(mode=0o700, exist_ok=True)
+        check_room(root, need)
+        with staging_folder(target) as staged:
+            files = {name: write_listed(staged / name, arrays) for name, arrays in parts.items()}
+            write_manifest(staged, replace(manifest, files=files))
+            put_new(staged, target)
+    except OSError as error:
+        raise failed(target, need, error) from error
+    return committed(root, target, need)
 
 
 def committed(root: Path, target: Path, num_bytes: int) -> Committed:
@@ -49,43 +62,20 @@ def committed(root: Path, target: Path, num_bytes: int) -> Committed:
     return Committed(folder=target, num_bytes=num_bytes)
 
 
-def write_folder(target: Path, state: SessionState, fields: Mapping[str, Any]) -> int:
-    """Write a new checkpoint under any name, and return its size in bytes.
-
-    `fields` is the manifest without `files`.
-    """
-    check_finite(state)
-    parts = state_files(state)
-    need = sum(file_bytes(arrays) for arrays in parts.values())
-    root = target.parent
-    try:
-        # No parents: when the disk is gone, do not create the path elsewhere.
-        root.mkdir(mode=0o700, exist_ok=True)
-        check_room(root, need)
-        with staging_folder(target) as staged:
-            _fill(staged, parts, fields)
-            put_new(staged, target)
-    except OSError as error:
-        raise failed(target, need, error) from error
-    return need
-
-
 def state_files(state: SessionState) -> dict[str, dict[str, Array]]:
     """Return the arrays of each file. The key of a moment is `slot/canonical name of the weight`."""
     moments = {f"{slot}/{name}": a for slot, arrays in state.moments.items() for name, a in arrays.items()}
     return {WEIGHTS: dict(state.weights), MOMENTS: moments, RANDOM: dict(state.random)}
 
 
-def _fill(staged: Path, parts: Mapping[str, Mapping[str, Array]], fields: Mapping[str, Any]) -> None:
-    files = {}
-    for name, arrays in parts.items():
-        written = write_tensors(staged / name, arrays)
-        files[name] = {"bytes": written.num_bytes, "sha256": written.sha256}
-    write_manifest(staged, {**fields, "files": files})
+def write_listed(path: Path, arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """Write arrays to a file, and return its entry in `Manifest.files`."""
+    written = write_tensors(path, arrays)
+    return {"bytes": written.num_bytes, "sha256": written.sha256}
 
 
-def write_manifest(staged: Path, fields: Mapping[str, Any]) -> None:
-    raw = encode(fields)
+def write_manifest(staged: Path, manifest: Manifest) -> None:
+    raw = encode(manifest)
     write_new(staged / MANIFEST, [raw])
     write_new(staged / SEAL, [seal(raw)])
 

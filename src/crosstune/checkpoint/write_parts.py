@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.folders import name_of
-from crosstune.checkpoint.manifest import MOMENTS, RANDOM, WEIGHTS
+from crosstune.checkpoint.manifest import MOMENTS, RANDOM, WEIGHTS, Manifest
 from crosstune.checkpoint.parts import part_name
-from crosstune.checkpoint.tensors import file_bytes, write_tensors
+from crosstune.checkpoint.tensors import file_bytes
 from crosstune.checkpoint.write import (
     Committed,
     SaveFailed,
@@ -20,6 +21,7 @@ from crosstune.checkpoint.write import (
     failed,
     no_memory,
     state_files,
+    write_listed,
     write_manifest,
 )
 from crosstune.core.atomic_files import put_new, staging_folder
@@ -28,13 +30,13 @@ from crosstune.core.protocols import SessionState
 from crosstune.core.ranks import Group
 
 
-def write_divided(root: Path, state: SessionState, fields: Mapping[str, Any], *, group: Group) -> Committed:
+def write_divided(root: Path, state: SessionState, manifest: Manifest, *, group: Group) -> Committed:
     """Write `root/step-NNNNNNNN`, to which every process writes its part, and point `latest` at it.
 
     Every process calls this; all raise SaveFailed if one of them cannot write.
     """
     assert state.part is not None
-    target = root / name_of(fields["step"])
+    target = root / name_of(manifest.step)
     parts = state_files(state)
     need = sum(file_bytes(arrays) for arrays in parts.values()) * state.part.count
     with contextlib.ExitStack() as stack:
@@ -52,9 +54,8 @@ def write_divided(root: Path, state: SessionState, fields: Mapping[str, Any], *,
         with _together(group, target, need):
             if group.ranks.first:
                 files = _take_listed(staged, state.part.count)
-                written = write_tensors(staged / RANDOM, parts[RANDOM])
-                files[RANDOM] = {"bytes": written.num_bytes, "sha256": written.sha256}
-                write_manifest(staged, {**fields, "files": files})
+                files[RANDOM] = write_listed(staged / RANDOM, parts[RANDOM])
+                write_manifest(staged, replace(manifest, files=files))
                 put_new(staged, target)
     return committed(root, target, need) if group.ranks.first else Committed(folder=target, num_bytes=need)
 
@@ -78,8 +79,7 @@ def _write_part(staged: Path, state: SessionState) -> None:
         # A process may have no rows of an array; the first has some of each, unless the array is empty.
         arrays = {key: array for key, array in parts[file].items() if array.size or number == 0}
         name = part_name(file, number, count)
-        written = write_tensors(staged / name, arrays)
-        files[name] = {"bytes": written.num_bytes, "sha256": written.sha256}
+        files[name] = write_listed(staged / name, arrays)
     write_json(staged / _listed(number), files)
 
 

@@ -97,11 +97,11 @@ def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
         except (DamagedCheckpoint, UnknownVersion) as error:
             row["problem"] = error.why
         else:
-            progress = found.manifest["progress"]
+            progress = found.manifest.progress
             row |= {
                 "bytes": found.num_bytes(),
-                "created": found.manifest.get("created"),
-                "backend": found.manifest["backend"],
+                "created": found.manifest.created,
+                "backend": found.manifest.backend,
                 "loss": progress.get("final_loss"),
                 "eval_loss": (progress.get("evaluations") or {}).get(str(step)),
             }
@@ -119,7 +119,7 @@ def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
 def _evaluations(rows: Sequence[dict[str, Any]], target: Path) -> dict[int, float]:
     """Return the evaluation losses by step, from the summary and the newest manifest: an evaluation follows the
     checkpoint of its step."""
-    from crosstune.checkpoint.manifest_fields import EVALUATIONS
+    from crosstune.checkpoint.manifest import EVALUATIONS
     from crosstune.checkpoint.read import find_run, open_checkpoint
     from crosstune.core.json_fields import check_fields
     from crosstune.core.json_files import read_json
@@ -127,7 +127,7 @@ def _evaluations(rows: Sequence[dict[str, Any]], target: Path) -> dict[int, floa
     newest = next((row for row in rows if not row["problem"]), None)
     if newest is None:
         return {}
-    progress = open_checkpoint(Path(newest["path"]), hashes=False).manifest["progress"]
+    progress = open_checkpoint(Path(newest["path"]), hashes=False).manifest.progress
     path = find_run(Path(newest["path"])) / "summary.json"
     summary = read_json(path)
     check_fields(summary, {"evaluations": EVALUATIONS}, source=path)
@@ -161,27 +161,27 @@ def _verify(own: Any) -> int:
 
 def _show(own: Any) -> int:
     from crosstune.cli.screen import Screen
-    from crosstune.runs.restore import pick_checkpoint
+    from crosstune.runs.resume import pick_checkpoint
 
     with Screen(live=False) as screen:
         found = pick_checkpoint(own.target, screen)
     manifest = found.manifest
-    identity, progress = manifest["identity"], manifest["progress"]
-    trained = sum(math.prod(facts["shape"]) for facts in manifest["trainable"].values())
+    identity, progress = manifest.identity, manifest.progress
+    trained = sum(math.prod(facts["shape"]) for facts in manifest.trainable.values())
     lines = {
         "checkpoint": found.folder,
-        "step": f"{found.step} of {manifest['schedule'].get('num_steps', '?')}",
-        "written": f"{manifest.get('created')} on {manifest['backend']} ({manifest['engine']}), {manifest['precision']}",
+        "step": f"{found.step} of {manifest.schedule.get('num_steps', '?')}",
+        "written": f"{manifest.created} on {manifest.backend} ({manifest.engine}), {manifest.precision}",
         "model": identity.get("model", {}).get("name"),
-        "method": f"{manifest.get('method')}, {trained:,} trained parameters in {len(manifest['trainable'])} tensors",
-        "base": manifest["quantization"] or "not quantized",
-        "data": f"epoch {manifest['data'].get('epoch')}, row {manifest['data'].get('row_in_epoch')}",
+        "method": f"{manifest.method}, {trained:,} trained parameters in {len(manifest.trainable)} tensors",
+        "base": manifest.quantization or "not quantized",
+        "data": f"epoch {manifest.data.get('epoch')}, row {manifest.data.get('row_in_epoch')}",
         "tokens": progress.get("tokens"),
         "loss": progress.get("final_loss"),
         "size": size(found.num_bytes()),
     }
     shown = (f"{name:<11} {value}" for name, value in lines.items())
-    return print_result(dict(manifest), shown, as_json=own.json)
+    return print_result(manifest.to_json(), shown, as_json=own.json)
 
 
 def _prune(own: Any) -> int:
@@ -210,7 +210,8 @@ def _prune_held(own: Any) -> int:
 def _export(own: Any, flags: Sequence[str]) -> int:
     from crosstune.cli.screen import Screen
     from crosstune.config.load import load_config
-    from crosstune.runs.restore import export_checkpoint, pick_checkpoint
+    from crosstune.runs.restore import export_checkpoint
+    from crosstune.runs.resume import pick_checkpoint
 
     config = load_config(flags)
     unused = sorted(set(config.asked) - {"backend", "model_name"})

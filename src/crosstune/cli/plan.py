@@ -20,7 +20,7 @@ from crosstune.core.ranks import Ranks
 if TYPE_CHECKING:
     from crosstune.emulate.verdict import Verdict
     from crosstune.planner.predict import Prediction
-    from crosstune.runs.check_request import Checked
+    from crosstune.runs.check_request import RequestCheck
 
 EXAMPLES = """examples:
   crosstune plan --train_type qlora --model_name meta-llama/Llama-2-7b-hf
@@ -126,17 +126,14 @@ def _cluster(config: Config, machine: Machine | None, num_nodes: int) -> Ranks |
 
 
 def plan_to_json(
-    plan: Plan, checked: Checked | None = None, prediction: Prediction | None = None
+    plan: Plan, checked: RequestCheck | None = None, prediction: Prediction | None = None
 ) -> dict[str, Any]:
-    from crosstune.config.check_built import unbuilt_parts
-
     found = prediction.to_json() if prediction is not None else None
     own = checked.own_model if checked is not None else None
     return plan.to_json() | {
         "prediction": found,
         "own_model": own.to_json(plan) if own is not None else None,
         "settings": _settings(plan),
-        "not_built": [problem.asked for problem in unbuilt_parts(plan)],
         "cannot_train": [problem.asked for problem in checked.problems] if checked else [],
         "not_checked": checked.not_checked if checked else [],
         "warnings": checked.warnings if checked else [],
@@ -179,7 +176,7 @@ def _demo_hint(config: Config) -> str:
     return " (the bundled demo data; pass your own with --dataset)" if is_demo else ""
 
 
-def _row_length(config: Config, checked: Checked | None) -> str:
+def _row_length(config: Config, checked: RequestCheck | None) -> str:
     data = checked.data if checked is not None else None
     if checked is not None and checked.own_model is not None:
         data = checked.own_model.data
@@ -200,7 +197,7 @@ def _length(config: Config) -> str:
 
 
 def describe_plan(
-    plan: Plan, checked: Checked | None = None, prediction: Prediction | None = None
+    plan: Plan, checked: RequestCheck | None = None, prediction: Prediction | None = None
 ) -> list[str]:
     """Return the lines that show a plan."""
     return [text for text, _ in _plan_lines(plan, checked, prediction)]
@@ -208,17 +205,17 @@ def describe_plan(
 
 def _plan_lines(
     plan: Plan,
-    checked: Checked | None = None,
+    checked: RequestCheck | None = None,
     prediction: Prediction | None = None,
     *,
     priced: bool = False,
 ) -> Iterator[tuple[str, str | None]]:
     """Yield the lines that show a plan, with their styles."""
     from crosstune.cli.output import ERROR, WARNING
-    from crosstune.planner.gather import needs_base_model
+    from crosstune.config.recipe_spec import load_recipe
 
     config = plan.config
-    plan_needs_base = needs_base_model(config)
+    plan_needs_base = load_recipe(config.recipe).needs_base_model
     device = plan.backend.devices[0].name if plan.backend.devices else plan.backend.device
     quantized = f", {plan.quantizer} base of {plan.n_bits} bits" if plan.quantizer != "none" else ""
     rows = [

@@ -20,7 +20,7 @@ CROWD = 4
 
 def processes_here(config: Config, nodes: Nodes | None) -> int:
     """Return the number of processes to start on this machine, from --world_size or the guides' variables."""
-    from crosstune.run import num_processes
+    from crosstune.runs.pipeline import num_processes
 
     if nodes is None:
         return num_processes(config)
@@ -52,7 +52,7 @@ def remark_on_crowd(backend: str, num_local: int, *, cores: int) -> str:
 
 def start_ranks(words: Sequence[str], config: Config, *, nodes: Nodes | None, num_local: int) -> int:
     """Run the same command as ranks, and return the exit code of the run."""
-    from crosstune.run import plan_here
+    from crosstune.runs.pipeline import plan_here
 
     command = [sys.executable, "-m", "crosstune", "train", *words]
     plan, limits = plan_here(config), limits_of(config)

@@ -17,7 +17,7 @@ from crosstune.distributed.environment import read_nodes, read_ranks
 if TYPE_CHECKING:
     from crosstune.cli.screen import Screen
     from crosstune.loop.stop import StopSignal
-    from crosstune.run import RunResult
+    from crosstune.runs.pipeline import RunResult
     from crosstune.tracking.observe import Tracking
 
 EXAMPLES = """examples:
@@ -110,7 +110,7 @@ def show_training(
     from crosstune.cli.ending import print_ending
     from crosstune.cli.screen import open_screen
     from crosstune.loop.stop import StopSignal
-    from crosstune.run import train
+    from crosstune.runs.pipeline import train
 
     with open_screen(config, as_json=as_json, quiet=quiet) as screen:
         result = train(

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from crosstune.backends._host import memory_bytes
-from crosstune.config.check_built import can_use_several_devices
 from crosstune.config.fit_kernels import prefers_fast
 from crosstune.config.fit_precision import best_precision
 from crosstune.config.load import backend_variables
@@ -260,7 +259,7 @@ def find_capabilities(machine: Machine, backend: Backend) -> BackendCapabilities
         bits.add(16)
     # gloo on MPS: it reduces copies of the tensors in host memory.
     collective = next(iter(report.collectives), backend_specs()[report.name].collective)
-    is_distributed = collective is not None and can_use_several_devices(report.engine)
+    is_distributed = collective is not None
     return BackendCapabilities(
         quantization_bits=sorted(bits),
         supports_distributed=is_distributed,

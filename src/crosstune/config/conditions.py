@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ _SCHEDULES_WITH_FLOOR = ("cosine", "cosine_with_restarts", "exponential")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decided:
-    """The decisions of a plan that conditions depend on."""
+class ResolvedOptions:
+    """The resolved options, and the decisions of a plan that conditions depend on."""
 
     options: Mapping[str, Any]
     engine: str
@@ -38,9 +38,9 @@ class Decided:
 class Condition:
     summary: str
     """For the table of options, after "only with"; empty when the option's own text says it."""
-    holds: Callable[[Decided], bool]
+    holds: Callable[[ResolvedOptions], bool]
     otherwise: str
-    """The reason that the option has no effect; a template for `Decided.values`."""
+    """The reason that the option has no effect; a template for `ResolvedOptions.values`."""
     recipe: str = ""
     """The only recipe that has the option, if it is one recipe's."""
 
@@ -50,7 +50,7 @@ def shards_weights(strategy: str) -> bool:
     return strategy not in REPLICATED
 
 
-def idle_reason(needs: tuple[Condition, ...], decided: Decided) -> str | None:
+def idle_reason(needs: Sequence[Condition], decided: ResolvedOptions) -> str | None:
     """Return the reason of the first condition that does not hold, or None if all hold."""
     failing = next((condition for condition in needs if not condition.holds(decided)), None)
     return failing.otherwise.format(**decided.values()) if failing is not None else None
@@ -72,6 +72,15 @@ def _with_recipe(name: str) -> Condition:
         holds=lambda now: now.options["recipe"] == name,
         otherwise="has no effect with the recipe {recipe}",
         recipe=name,
+    )
+
+
+def _with_option(*names: str, value: str = "") -> Condition:
+    """Return the condition that one of these options is set to something else than 0 or false."""
+    return Condition(
+        summary=" or ".join(f"`--{name}`" for name in names),
+        holds=lambda now: any(now.options[name] for name in names),
+        otherwise=f"has no effect without {' or '.join(f'--{name}' for name in names)}{value}",
     )
 
 
@@ -146,16 +155,8 @@ DEVICE_MEMORY = Condition(
     holds=lambda now: now.options["backend"] != "cpu",
     otherwise="has no effect on a CPU, whose activations are in host memory",
 )
-RECOMPUTATION = Condition(
-    summary="`--use_gradient_checkpointing`",
-    holds=lambda now: bool(now.options["use_gradient_checkpointing"]),
-    otherwise="has no effect without --use_gradient_checkpointing",
-)
-CLIPPING = Condition(
-    summary="`--apply_gradient_clipping`",
-    holds=lambda now: bool(now.options["apply_gradient_clipping"]),
-    otherwise="has no effect without --apply_gradient_clipping",
-)
+RECOMPUTATION = _with_option("use_gradient_checkpointing")
+CLIPPING = _with_option("apply_gradient_clipping")
 SCHEDULE_WITH_FLOOR = Condition(
     summary=f"{', '.join(_SCHEDULES_WITH_FLOOR)}",
     holds=lambda now: now.options["lr_scheduler"] in _SCHEDULES_WITH_FLOOR,
@@ -171,16 +172,8 @@ NO_SKIP_EVAL = Condition(
     holds=lambda now: not now.options["skip_eval"],
     otherwise="has no effect without evaluation",
 )
-SAVING = Condition(
-    summary="`--save_steps` or `--save_minutes`",
-    holds=lambda now: bool(now.options["save_steps"] or now.options["save_minutes"]),
-    otherwise="has no effect without --save_steps or --save_minutes",
-)
-EVALUATIONS = Condition(
-    summary="`--eval_steps`",
-    holds=lambda now: bool(now.options["eval_steps"]),
-    otherwise="has no effect without --eval_steps N",
-)
+SAVING = _with_option("save_steps", "save_minutes")
+EVALUATIONS = _with_option("eval_steps", value=" N")
 RESUMING = Condition(
     summary="`--resume`",
     holds=lambda now: now.options["resume"] != "none",
@@ -190,8 +183,4 @@ PROJECTS = _with_trackers("wandb", "weave", "trackio")
 TRACKER_GROUPS = _with_trackers("wandb", "trackio")
 TRACKER_OWNERS = _with_trackers("wandb", "weave")
 JUDGE = _with_recipe("judge")
-PROFILE = Condition(
-    summary="`--profile` or `--profile_memory`",
-    holds=lambda now: bool(now.options["profile"] or now.options["profile_memory"]),
-    otherwise="has no effect without --profile",
-)
+PROFILE = _with_option("profile", "profile_memory")

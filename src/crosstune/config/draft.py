@@ -16,7 +16,7 @@ from crosstune.core.machine import BackendReport
 class Draft:
     """The requested options with the values changed so far, the adjustments and the problems."""
 
-    asked: Config
+    request: Config
     facts: Facts
     report: BackendReport
     values: dict[str, Any] = field(default_factory=dict)
@@ -24,24 +24,26 @@ class Draft:
     problems: list[UserError] = field(default_factory=list)
 
     def __getitem__(self, option: str) -> Any:
-        return self.values.get(option, getattr(self.asked, option))
+        return self.values.get(option, getattr(self.request, option))
 
     def is_asked(self, option: str) -> bool:
-        return option in self.asked.asked
+        return option in self.request.asked
 
     def set(self, option: str, used: Any, reason: str, *, kind: Kind | None = None) -> None:
         """Use another value. By default it is a `change` of a value that the user set, and a `choice` otherwise."""
-        asked = options_by_name()[option].written(getattr(self.asked, option))
+        requested = options_by_name()[option].written(getattr(self.request, option))
         if kind is None:
-            kind = "change" if self.is_asked(option) and asked not in ("auto", None) else "choice"
+            kind = "change" if self.is_asked(option) and requested not in ("auto", None) else "choice"
         self.values[option] = used
         self.adjustments = [
             a for a in self.adjustments if a.option != option or a.kind in ("warning", "name")
         ]
-        self.adjustments.append(Adjustment(option=option, asked=asked, used=used, reason=reason, kind=kind))
+        self.adjustments.append(
+            Adjustment(option=option, requested=requested, used=used, reason=reason, kind=kind)
+        )
 
     def warn(self, option: str, reason: str) -> None:
         value = self[option]
         self.adjustments.append(
-            Adjustment(option=option, asked=value, used=value, reason=reason, kind="warning")
+            Adjustment(option=option, requested=value, used=value, reason=reason, kind="warning")
         )

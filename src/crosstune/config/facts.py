@@ -1,4 +1,4 @@
-"""Define what a plan depends on besides the request. It is gathered once; resolving reads nothing else."""
+"""The facts that a plan depends on: machine, model, data. Resolving reads nothing else but the request."""
 
 from __future__ import annotations
 

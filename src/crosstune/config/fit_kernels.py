@@ -8,11 +8,11 @@ from crosstune.config.fit_precision import BF16_WORTH_IT
 from crosstune.core.machine import BackendReport
 
 FAST_BY_DEFAULT = ("cuda", "cpu")
-"""The backends on which `auto` may take the fast layers: those where they were measured."""
+"""The backends on which `auto` may choose the fast layers."""
 
 
 def fit_kernels(draft: Draft, *, method: str, quantizer: str, world_size: int) -> None:
-    """Replace `auto`, and `fast` where it cannot be used; what a model's classes say is checked when it is opened."""
+    """Resolve `auto`, and replace `fast` where it cannot run. The model's classes are checked when it is opened."""
     asked, reason = draft["kernels"], _why_general(draft, method, world_size)
     if asked == "auto":
         _choose(draft, reason, quantizer)
@@ -25,8 +25,7 @@ def fit_kernels(draft: Draft, *, method: str, quantizer: str, world_size: int) -
 
 
 def _choose(draft: Draft, reason: str | None, quantizer: str) -> None:
-    """Choose the fast layers where they are preferred and nothing speaks against them. That they are not needs no words
-    unless it is the model that does not have them."""
+    """Choose the fast layers where they are preferred and can run. Stay silent unless the model lacks them."""
     report = draft.report
     preferred = prefers_fast(report, draft["precision"], quantizer=quantizer)
     if not preferred or reason or draft["torch_compile"]:
@@ -38,9 +37,11 @@ def _choose(draft: Draft, reason: str | None, quantizer: str) -> None:
 
 
 def prefers_fast(report: BackendReport, precision: str, *, quantizer: str) -> bool:
-    """Return whether LoRA takes the fast layers by default: where they were measured to be faster. That is an NVIDIA GPU in
-    bf16, if it has torch's flash attention and Triton, and a CPU with fast 16-bit products over weights that are not
-    quantized."""
+    """Return whether LoRA uses the fast layers by default: where they were measured to be faster.
+
+    That is an NVIDIA GPU in bf16 with flash attention and Triton, and a CPU with fast 16-bit products over weights that
+    are not quantized.
+    """
     if report.name == "cuda":
         return precision == "bf16" and report.has_flash_attention and report.has_triton
     fast_bf16 = report.bf16_speedup >= BF16_WORTH_IT
@@ -57,7 +58,7 @@ def fit_compile(draft: Draft, *, world_size: int) -> None:
     if not draft["torch_compile"] or draft.report.engine != "torch":
         return
     if draft["kernels"] == "fast":
-        draft.set("torch_compile", False, "the fast layers have kernels of their own")
+        draft.set("torch_compile", False, "the fast layers have their own kernels")
     elif world_size > 1 and shards_weights(draft["sharding_strategy"]):
         draft.set(
             "torch_compile",
@@ -68,7 +69,7 @@ def fit_compile(draft: Draft, *, world_size: int) -> None:
 
 def _why_general(draft: Draft, method: str, world_size: int) -> str | None:
     if draft["recipe"] == "latent_diffusion":
-        return "the fast layers are those of language models"
+        return "the fast layers are for language models"
     if draft["recipe"] == "judge" and draft["head"] == "scalar":
         return "the fast layers have no scalar head"
     if method != "lora":

@@ -18,7 +18,7 @@ from crosstune.core.training_step import Step
 MOST_ESTIMATED = 64
 """The largest batch that is estimated for `--batch_size auto`."""
 RECOMPUTES_BY_MEMORY = "cuda"
-"""The device of torch, which is ROCm's too, on which the fast layers know how much memory is free."""
+"""The torch device (of ROCm, too) on which the fast layers know how much memory is free."""
 
 
 def fit_memory(
@@ -31,7 +31,7 @@ def fit_memory(
     num_shards: int = 1,
 ) -> Fitted | None:
     """Turn on activation checkpointing, then reduce the micro-batch, until the step fits into `limit` bytes of each
-    process; return what it takes. The weights are divided over `num_shards` processes."""
+    process; return the fitted step. The weights are sharded over `num_shards` processes."""
     facts, report = draft.facts, draft.report
     fitted = _Fitting(
         draft=draft, method=method, quantizer=quantizer, n_bits=n_bits, num_shards=num_shards, limit=limit
@@ -44,25 +44,21 @@ def fit_memory(
     if not limit:
         return fitted.result()
     why = f"the step is estimated at {need / GIB:.1f} GiB and {report.name} has {limit / GIB:.1f} GiB to use"
-    # The fast layers recompute as many of them as it takes, by themselves.
+    # The fast layers recompute as many of them as needed.
     recomputes = draft["kernels"] == "fast" and report.device == RECOMPUTES_BY_MEMORY
     if need > limit and not recomputes and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, why)
         need = fitted.estimate()
-    batch, accumulation = draft["batch_size"], draft["gradient_accumulation_steps"]
-    for smaller in _smaller_batches(batch, accumulation):
+    batch, rows = draft["batch_size"], draft["batch_size"] * draft["gradient_accumulation_steps"]
+    for smaller in (size for size in range(batch - 1, 0, -1) if rows % size == 0):
         if need <= limit:
             break
         draft.set("batch_size", smaller, why)
-        draft.set(
-            "gradient_accumulation_steps",
-            batch * accumulation // smaller,
-            "keeps the number of rows per step",
-        )
+        draft.set("gradient_accumulation_steps", rows // smaller, "keeps the number of rows per step")
         need = fitted.estimate()
     if need > limit:
         advice = advise(
-            {name: draft[name] for name in draft.asked.options()}
+            {name: draft[name] for name in draft.request.options()}
             | ({"use_gradient_checkpointing": True} if recomputes else {}),
             report=report,
             spec=facts.backends[report.name],
@@ -163,7 +159,7 @@ class _Fitting:
 
 
 def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
-    """Set an estimated batch for `--batch_size auto`, which `train` then replaces by one that it searches for."""
+    """Set an estimated batch for `--batch_size auto`; `train` replaces it by a search."""
     usual = options_by_name()["batch_size"].default
     chosen = usual
     if fitting.shape is not None and limit:
@@ -174,24 +170,6 @@ def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
         chosen = max(1, largest_batch(fitting.shape, step, limit_bytes=limit, at_most=MOST_ESTIMATED))
     how = "estimated" if fitting.shape is not None else "a first guess, as the model's sizes are not known"
     draft.set("batch_size", chosen, f"{how}; train finds it with real passes", kind="choice")
-
-
-def _smaller_batches(batch: int, accumulation: int) -> list[int]:
-    """Return the batch sizes below `batch` that divide the rows of a step, largest first."""
-    divisors = {1}
-    for prime in _prime_factors(batch) + _prime_factors(accumulation):
-        divisors |= {prime * divisor for divisor in divisors if prime * divisor < batch}
-    return sorted(divisors - {batch}, reverse=True)
-
-
-def _prime_factors(number: int) -> list[int]:
-    found, prime = list[int](), 2
-    while prime * prime <= number:
-        while number % prime == 0:
-            found.append(prime)
-            number //= prime
-        prime += 1
-    return found + [number] * (number > 1)
 
 
 def _num_new_blocks(draft: Draft, method: str) -> int:

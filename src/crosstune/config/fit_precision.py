@@ -7,7 +7,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.machine import BackendReport
 
 BF16_WORTH_IT = 1.3
-"""On a CPU, `auto` takes bf16 if its matrix products are this many times as fast as those of fp32."""
+"""On a CPU, `auto` chooses bf16 if its matrix products are this many times as fast as in fp32."""
 
 
 def fit_precision(draft: Draft) -> None:
@@ -40,7 +40,7 @@ def fit_precision(draft: Draft) -> None:
 
 
 def best_precision(report: BackendReport) -> tuple[str, str]:
-    """Return the precision that `auto` takes on a backend, and why."""
+    """Return the precision that `auto` chooses on a backend, and why."""
     if report.device == "cpu":
         if "bf16" in report.dtypes and report.bf16_speedup >= BF16_WORTH_IT:
             return (

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from crosstune.config.mlx_settings import options_in
+from crosstune.config.mlx_settings import SECTION, alpha_for_scale, options_in, read_settings, wrong_settings
 from crosstune.config.mmdit_file import is_mmdit, translate
 from crosstune.config.option_names import find_option
 from crosstune.config.peer_names import SECTIONS
@@ -34,7 +34,7 @@ class Setting:
 
 
 Given = dict[str, Setting]
-"""Option name -> what was given."""
+"""Option name -> the value given for it."""
 
 
 def load_config(
@@ -76,7 +76,7 @@ def child_environment(added: Mapping[str, str]) -> dict[str, str]:
 
 
 def add_environment(spec: BackendSpec) -> None:
-    """Set the environment variables of a backend, before its engine starts; keep those that the user set."""
+    """Set the environment variables of a backend, before its engine starts; keep the user's values."""
     spec.check_environment(os.environ)
     os.environ.update(spec.missing_environment(os.environ))
 
@@ -94,7 +94,7 @@ def remove_variables(names: Iterable[str]) -> None:
 
 
 def launch_variables() -> Mapping[str, str]:
-    """Return the environment variables of this process, among which are those of NCCL and of launchers."""
+    """Return the environment variables of this process."""
     return os.environ
 
 
@@ -149,16 +149,26 @@ def _add_mlx_settings(given: Given, problems: list[UserError]) -> Given:
     if "mlx_config" not in given:
         return given
     setting, option = given["mlx_config"], options_by_name()["mlx_config"]
+    found: Given = {}
     try:
         file = convert_value(option, setting.raw, setting.source)
         if file is None:
             return given
-        options, wrong = options_in(file, {name: other.raw for name, other in given.items()})
+        data = read_settings(file)
     except UserError as error:
         problems.append(error)
         return {name: other for name, other in given.items() if name != "mlx_config"}
-    problems += wrong
-    return {name: Setting(value, file) for name, value in options.items()} | given
+    for key, raw in options_in(data).items():
+        where = f"{shown(key)[1:-1]} in {file}"
+        _add(found, problems, key=key, raw=raw, where=where, source=file, section=SECTION)
+    problems += wrong_settings(data, file)
+    if "scale" in data:
+        known = {name: other.raw for name, other in (found | given).items()}
+        try:
+            found["lora_alpha"] = Setting(alpha_for_scale(data, known, file), file)
+        except UserError as error:
+            problems.append(error)
+    return found | given
 
 
 def _read_file(path: Path, problems: list[UserError]) -> Given:
@@ -181,7 +191,7 @@ def _read_file(path: Path, problems: list[UserError]) -> Given:
 
 
 def _flat(data: Mapping[Any, Any], path: Path, problems: list[UserError]) -> Iterator[tuple[str, str, Any]]:
-    """Yield the section (or nothing), the name and the value of each option in a file, which may have sections."""
+    """Yield section (empty without one), name and value of each option in a file."""
     for key, value in data.items():
         name = str(key) if isinstance(key, (str, int, float)) else shown(key)
         if not isinstance(value, dict) or _is_value(name, value):

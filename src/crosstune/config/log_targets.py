@@ -32,7 +32,7 @@ def check_targets(value: str) -> str | None:
         if name not in known:
             return f"{takes}; {did_you_mean(name, known)}".rstrip("; ")
     if set(SCREENS) <= set(names):
-        return "either tqdm or stdout, besides any trackers"
+        return "either tqdm or stdout, and any trackers"
     if NONE in names and trackers_in(value):
         return f"{NONE} alone, or the names of trackers"
     return None if names else takes

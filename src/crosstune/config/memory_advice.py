@@ -1,4 +1,4 @@
-"""Advise on options that reduce the memory of a run, leaving out what is in use already."""
+"""Advise on options that reduce the memory of a run and are not in use already."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Advice:
         return f"use {_either((*self.resumable, *self.new_run))}"
 
     def sentence_after_failure(self) -> str:
-        """Return the advice for a run that has failed, which may have checkpoints to continue from."""
+        """Return the advice for a failed run that may have checkpoints."""
         anew = f"start a new run with {_either(self.new_run)}"
         return f"continue with {_either(self.resumable)}; or {anew}" if self.resumable else anew
 
@@ -50,7 +50,7 @@ def advise(
     need: Need = "step",
     longest_row: int | None = None,
 ) -> Advice:
-    """Return the changes to the resolved `options` that would reduce what is needed.
+    """Return the changes to the resolved `options` that would reduce the memory.
 
     `environment` are the variables that are set; `longest_row` is in tokens, if the data is known.
     """

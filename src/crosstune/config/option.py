@@ -10,7 +10,6 @@ from enum import Enum, Flag, auto
 from typing import Any, Union
 
 from crosstune.config.conditions import Condition
-from crosstune.config.unbuilt import Unbuilt
 from crosstune.core.durations import parse_duration
 
 Choices = Sequence[str] | Callable[[], Sequence[str]]
@@ -23,7 +22,7 @@ class Holds(Enum):
 
     WORDS = auto()
     PATH = auto()
-    """A file or folder; some options take names besides."""
+    """A file or folder; some options also take names."""
     FOLDER_NAME = auto()
     """The name of one folder, without its parents."""
 
@@ -57,20 +56,23 @@ class Option:
     default: Any
     text: str
     group: str
-    aliases: tuple[str, ...]
-    low: float | None
-    high: float | None
-    holds: Holds
-    check: Check | None
-    env: str | None
-    needs: tuple[Condition, ...]
-    on_resume: OnResume
-    unbuilt: Unbuilt | None
-    joins_items: str | None
-    """Set if a file or Python may give a list, which is joined by commas: what to put between the items of a mapping,
-    or an empty string if it takes none."""
-    fixed_choices: Choices | None
-    auto: int | None
+    aliases: Sequence[str] = ()
+    low: float | None = None
+    high: float | None = None
+    """The limits of a number."""
+    holds: Holds = Holds.WORDS
+    check: Check | None = None
+    """Refuses values of the right type."""
+    env: str | None = None
+    """The environment variable that sets it."""
+    needs: Sequence[Condition] = ()
+    """The conditions under which it has an effect."""
+    on_resume: OnResume = OnResume.REPORTED
+    joins_items: str | None = None
+    """Set if a file or Python may give a list, which is joined by commas: the text between key and value of a mapping's
+    items, or an empty string if it takes no mapping."""
+    all_choices: Choices | None = None
+    auto: int | None = None
     """The value that stands for the word `auto`, outside of its limits; None if it does not take the word."""
 
     def written(self, value: Any) -> Any:
@@ -79,48 +81,14 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...] | None:
-        if self.fixed_choices is None:
+        if self.all_choices is None:
             return None
-        return tuple(self.fixed_choices() if callable(self.fixed_choices) else self.fixed_choices)
+        return tuple(self.all_choices() if callable(self.all_choices) else self.all_choices)
 
 
-def option(
-    default: Any,
-    text: str,
-    *,
-    choices: Choices | None = None,
-    aliases: Sequence[str] = (),
-    low: float | None = None,
-    high: float | None = None,
-    holds: Holds = Holds.WORDS,
-    check: Check | None = None,
-    env: str | None = None,
-    needs: Sequence[Condition] = (),
-    on_resume: OnResume = OnResume.REPORTED,
-    unbuilt: Unbuilt | None = None,
-    joins_items: str | None = None,
-    auto: int | None = None,
-) -> Any:
-    """Declare an option as a field of a dataclass.
-
-    `low` and `high` are the limits of a number, `holds` is what a string is, and `check` refuses values for reasons of
-    its own. `needs` are the conditions under which it has an effect, `on_resume` is what a change means when a run is resumed,
-    and `unbuilt` names what `plan` resolves but `train` cannot do yet.
-    """
-    parsing = {
-        "text": text,
-        "choices": choices,
-        "aliases": tuple(aliases),
-        "low": low,
-        "high": high,
-        "holds": holds,
-        "check": check,
-        "env": env,
-        "joins_items": joins_items,
-        "auto": auto,
-    }
-    facts = {"needs": tuple(needs), "on_resume": on_resume, "unbuilt": unbuilt}
-    return field(default=default, metadata=parsing | facts)
+def option(default: Any, text: str, *, choices: Choices | None = None, **facts: Any) -> Any:
+    """Declare an option as a field of a dataclass; `facts` are fields of `Option`."""
+    return field(default=default, metadata={"text": text, "all_choices": choices, **facts})
 
 
 def not_zero(value: int) -> str | None:
@@ -142,14 +110,6 @@ def read_option(item: Field[Any], *, hint: Any, group: str) -> Option:
     optional = typing.get_origin(hint) in (types.UnionType, Union)
     kind = next(arg for arg in typing.get_args(hint) if arg is not type(None)) if optional else hint
     assert item.default is not MISSING, item.name
-    facts = dict(item.metadata)
-    choices = facts.pop("choices")
     return Option(
-        name=item.name,
-        type=kind,
-        optional=optional,
-        default=item.default,
-        group=group,
-        fixed_choices=choices,
-        **facts,
+        name=item.name, type=kind, optional=optional, default=item.default, group=group, **item.metadata
     )

@@ -25,7 +25,7 @@ class Adjustment:
     """
 
     option: str
-    asked: Any
+    requested: Any
     used: Any
     reason: str
     kind: Kind
@@ -34,17 +34,23 @@ class Adjustment:
         """Return the event that records it."""
         return Adjusted(
             option=self.option,
-            asked=self.asked,
+            asked=self.requested,
             used=self.used,
             reason=self.reason,
             adjustment_kind=self.kind,
             sentence=self.sentence(),
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of plan.json, where the requested value is called `asked`."""
+        return {"asked" if name == "requested" else name: value for name, value in asdict(self).items()}
+
     def sentence(self) -> str:
         if self.kind == "warning":
             return f"{self.option}: {self.reason}"
-        arrow = f"{_shown(self.asked)} -> {_shown(self.used)}" if self.kind == "change" else _shown(self.used)
+        arrow = (
+            f"{_shown(self.requested)} -> {_shown(self.used)}" if self.kind == "change" else _shown(self.used)
+        )
         return f"{self.option}: {arrow} ({self.reason})"
 
 
@@ -108,7 +114,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "asked": self.config.options_asked() | {a.option: a.asked for a in self.replaced()},
+            "asked": self.config.options_asked() | {a.option: a.requested for a in self.replaced()},
             "options": self.config.options(),
             "backend": self.backend.name,
             "engine": self.engine,
@@ -123,7 +129,7 @@ class Plan:
             "estimated_bytes": self.estimated_bytes,
             "usable_bytes": self.usable_bytes,
             "memory_parts": self.fitted.parts.to_json() if self.fitted is not None else None,
-            "adjustments": [asdict(adjustment) for adjustment in self.adjustments],
+            "adjustments": [adjustment.to_json() for adjustment in self.adjustments],
             "machine": self.machine.to_json(),
         }
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from crosstune.config.check_values import check_values
 from crosstune.config.choose_method import choose_method
-from crosstune.config.conditions import Decided, shards_weights
+from crosstune.config.conditions import ResolvedOptions, shards_weights
 from crosstune.config.draft import Draft
 from crosstune.config.facts import Facts
 from crosstune.config.fit_attention import fit_attention
@@ -58,7 +58,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
     )
     _check_sharded_optimizer(draft, num_shards=shares)
     check_values(draft, method)
-    decided = Decided(
+    decided = ResolvedOptions(
         options={option.name: draft[option.name] for option in option_list()},
         engine=draft.report.engine,
         method=method,
@@ -90,15 +90,15 @@ def resolve(config: Config, facts: Facts) -> Plan:
 
 def _mention_names(draft: Draft) -> None:
     """Record the options that were set under another trainer's name."""
-    for option, name in draft.asked.renamed.items():
-        value = getattr(draft.asked, option)
+    for option, name in draft.request.renamed.items():
+        value = getattr(draft.request, option)
         draft.adjustments.append(
-            Adjustment(option=option, asked=value, used=value, reason=f"given as {name}", kind="name")
+            Adjustment(option=option, requested=value, used=value, reason=f"given as {name}", kind="name")
         )
 
 
 def _with_stored_quantization(config: Config, facts: Facts) -> Config:
-    """Take the quantization options from a folder of quantized weights, except those that the user set."""
+    """Use the quantization options of a folder of quantized weights, unless the user set others."""
     library, stored = TRAIN_TYPE_PARTS[config.train_type][1], facts.stored
     if library == "none" or stored is None or library not in ("auto", stored.quantizer):
         return config
@@ -117,7 +117,7 @@ def _num_sharing(draft: Draft, world_size: int) -> int:
 
 def _forbidden(adjustment: Adjustment) -> UserError:
     return UserError(
-        f"{adjustment.option} cannot stay {adjustment.asked}.",
+        f"{adjustment.option} cannot stay {adjustment.requested}.",
         why=f"{adjustment.reason}; --strict forbids using {adjustment.used} instead.",
         do=f"use --{adjustment.option} {adjustment.used}, or leave out --strict",
     )
@@ -127,7 +127,7 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
     machine = facts.machine
     if config.backend == "auto":
         name = choose_backend(machine, preference=facts.preference())
-        draft = Draft(asked=config, facts=facts, report=machine.backends[name])
+        draft = Draft(request=config, facts=facts, report=machine.backends[name])
         reason = auto_reason(machine, preference=facts.preference())
         if draft.report.is_torch_cpu:
             reason += "; a CPU is slow: for small models and tests"
@@ -142,7 +142,7 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
             do=f"{facts.backends[config.backend].install.rstrip('.')}; or use --backend auto, or one that is available here: "
             f"{', '.join(machine.available())}",
         )
-    return Draft(asked=config, facts=facts, report=report)
+    return Draft(request=config, facts=facts, report=report)
 
 
 def _fit_world(draft: Draft) -> tuple[int, str | None]:
@@ -176,8 +176,8 @@ def _fit_world(draft: Draft) -> tuple[int, str | None]:
 
 
 def _refuse_collective(draft: Draft, wanted: str, used: str, *, world_size: int) -> None:
-    """Add a problem for a communication library that the backend lacks. Without other processes it does not matter, and on
-    MPS, where commands written for NVIDIA's GPUs are promised to work, gloo takes its place."""
+    """Add a problem for a communication library that the backend lacks. In a run of one process it is ignored. On MPS it
+    becomes gloo, since commands written for NVIDIA's GPUs are promised to work there."""
     report = draft.report
     why = f"{wanted} does not run on {report.name} ({draft.facts.backends[report.name].title}), {used} does"
     if world_size == 1 or report.name == "mps":
@@ -228,7 +228,7 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
 
 
 def _check_sharded_optimizer(draft: Draft, *, num_shards: int) -> None:
-    """Add a problem for an optimizer whose moments are not one number for each weight, so that they cannot be divided."""
+    """Add a problem for an optimizer whose moments cannot be sharded: they are not one number per weight."""
     optimizer = draft["optimizer"]
     if num_shards > 1 and (optimizer == "adafactor" or optimizer.endswith("_8bit")):
         each = "row and column" if optimizer == "adafactor" else "256 weights"

@@ -25,7 +25,6 @@ class Description:
     default: str
     has_effect: str
     on_resume: str
-    not_built: str
     environment: str
     other_names: list[str]
     names_elsewhere: list[str]
@@ -37,7 +36,6 @@ class Description:
             ("default", self.default),
             ("has effect", self.has_effect),
             ("on resume", self.on_resume),
-            ("not built", self.not_built),
             ("environment", self.environment),
             ("also", ", ".join(f"--{name}" for name in self.other_names)),
             ("elsewhere", ", ".join(self.names_elsewhere)),
@@ -62,7 +60,6 @@ def describe_option(option: Option) -> Description:
         default=_shown(option.default),
         has_effect=f"only with {conditions}" if conditions else "always",
         on_resume=_on_resume(option),
-        not_built=option.unbuilt.summary if option.unbuilt is not None else "",
         environment=option.env or "",
         other_names=list(option.aliases),
         names_elsewhere=names_of(option),
@@ -127,7 +124,7 @@ def markdown_table() -> str:
         "Each option is a flag (`--name value`, dashes and underscores alike), a key of the YAML file given with",
         "`--config`, and a keyword of `crosstune.train`. A flag wins over the environment,",
         "the environment over the file, the file over the default. `plan` and `train` warn about an option that is set but",
-        "has no effect; `train` stops with an error for what is marked as not built yet.",
+        "has no effect.",
     ]
     for title in GROUPS:
         lines += ["", f"## {title}", "", "| option | takes | default | meaning |", "|---|---|---|---|"]
@@ -163,11 +160,10 @@ def _help_lines(option: Option, width: int, *, recipe: str = "") -> list[str]:
 
 
 def _limits(option: Option, *, recipe: str = "") -> list[str]:
-    """Return when the option has an effect for a recipe, and which part of it is not built yet."""
+    """Return when the option has an effect, for one recipe if it is named."""
     needs = [condition for condition in option.needs if not recipe or condition.recipe != recipe]
     conditions = [condition.summary for condition in needs if condition.summary]
-    limits = [f"only with {' and '.join(conditions)}"] if conditions else []
-    return limits + ([f"**not built yet**: {option.unbuilt.summary}"] if option.unbuilt is not None else [])
+    return [f"only with {' and '.join(conditions)}"] if conditions else []
 
 
 def _fill(head: str, body: str, width: int, *, indent: int = 36) -> list[str]:

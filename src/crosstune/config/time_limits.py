@@ -12,14 +12,20 @@ SHORTEST_S = 60.0
 """An evaluation or a checkpoint of a large model may take longer than this."""
 LONGEST_S = 86_400.0
 _MILLISECONDS_S = 600_000.0
-"""A number of seconds from this one on is likely to be meant as milliseconds."""
-BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-_NEEDED = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "a collective of NCCL that fails or hangs would never be ended",
-    "NCCL_ASYNC_ERROR_HANDLING": "a collective of NCCL that fails or hangs would never be ended",
-    "TORCH_NCCL_ENABLE_MONITORING": "a hung watchdog of NCCL would never be noticed",
+"""From here on, the number was likely meant in milliseconds."""
+_BLOCKS = "a process that blocks in a collective cannot overlap it with computation, so 0 is used"
+_NEVER_ENDS = "a collective of NCCL that fails or hangs would never be ended, so it is not used"
+_OVERRIDDEN = {
+    "TORCH_NCCL_BLOCKING_WAIT": (True, _BLOCKS),
+    "NCCL_BLOCKING_WAIT": (True, _BLOCKS),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": (False, _NEVER_ENDS),
+    "NCCL_ASYNC_ERROR_HANDLING": (False, _NEVER_ENDS),
+    "TORCH_NCCL_ENABLE_MONITORING": (
+        False,
+        "a hung watchdog of NCCL would never be noticed, so it is not used",
+    ),
 }
-"""Variables that must not be 0, with the reason."""
+"""Variable -> whether it is overridden when it is on, or else off (0); and why."""
 _SET_BY = {"collective_timeout": "NCCL_TIMEOUT", "heartbeat_timeout": "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"}
 
 
@@ -66,15 +72,10 @@ def limit_warnings(config: Config, environment: Mapping[str, str]) -> list[str]:
             and _seconds(given) != parse_duration(getattr(config, name))
         ):
             warnings.append(f"{variable} is {given}, but --{name} {getattr(config, name)} is used")
-    for variable in BLOCKING:
-        if environment.get(variable, "").strip() not in ("", "0"):
-            warnings.append(
-                f"{variable} is {environment[variable].strip()}: a process that blocks in a collective cannot overlap it with "
-                "computation, so 0 is used"
-            )
-    for variable, why in _NEEDED.items():
-        if environment.get(variable, "").strip() == "0":
-            warnings.append(f"{variable} is 0: {why}, so it is not used")
+    for variable, (when_on, why) in _OVERRIDDEN.items():
+        given = environment.get(variable, "").strip()
+        if given and (given != "0") == when_on:
+            warnings.append(f"{variable} is {given}: {why}")
     return warnings
 
 

@@ -11,13 +11,12 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
-from crosstune.config.check_built import unbuilt_parts
 from crosstune.config.load import environment_of
 from crosstune.config.options.hardware import EMULATED_PACKAGE
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import UserError, naming, raise_all
+from crosstune.core.errors import UserError, naming
 from crosstune.core.events import Loaded, Loading, Observer, Observers
 from crosstune.core.names import load_plugin
 from crosstune.core.protocols import Evaluation, Recipe
@@ -118,10 +117,9 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
             do=f"leave --backend out, or use --backend {device.BACKEND}",
         )
     config = replace(config, backend=device.BACKEND, asked={**config.asked, "backend": "--emulate"})
-    config = read_request(config, observer=screen, hashes=False).config
+    config, _ = read_request(config, observer=screen, hashes=False)
     there = load_machine(machine or device.MACHINE)
     plan = make_plan(config, machine=there)
-    raise_all(unbuilt_parts(plan))
     _check_quantizer(plan)
     with naming("model_name"):
         model = find_model(plan.config, screen)

@@ -1,4 +1,4 @@
-"""Raise an error of the first process, which writes, in every process of a run: at a point that all of them reach."""
+"""Defer an error of the writing process until all processes of a run can raise it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from crosstune.core.record import RecordFailed, RecordFailedElsewhere
 
 
 class DeferredErrors:
-    """Keep an error of one process until the next point at which all processes meet: raised earlier, it would leave the
-    others waiting."""
+    """Errors kept until the next collective. A process that raised one between two collectives would leave the others
+    waiting."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.problem: UserError | None = None
 
     def keep(self, error: UserError) -> None:
-        """Raise an error in every process at the next meeting point; with a single process, at once."""
+        """Raise an error at the next collective, in every process; immediately in a run of one process."""
         if self.group.ranks.size == 1:
             raise error
         self.problem = self.problem or error
 
     def forget_failed_save(self) -> None:
-        """Forget a checkpoint that could not be written; it was reported."""
+        """Continue after a checkpoint that could not be written; the failure was reported."""
         if isinstance(self.problem, SaveFailed):
             self.problem = None
 

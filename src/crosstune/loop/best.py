@@ -42,7 +42,7 @@ def early_stopping_message(evaluations: Losses, *, patience: int) -> str:
 
 
 def evaluation_warning(evaluations: Losses) -> tuple[str, str]:
-    """Return what is wrong with the last evaluation, in a word and in a sentence; empty if nothing is."""
+    """Return the problem of the last evaluation as a word and a sentence; both empty without one."""
     last = max(evaluations, default=0)
     if not math.isfinite(evaluations.get(last, 0.0)):
         return "not finite", (

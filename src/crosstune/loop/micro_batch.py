@@ -38,7 +38,7 @@ def _halve_evaluation(config: Config) -> Config | None:
 
 
 def describe_recovery(error: OutOfMemory, after: Config, *, step: int) -> Recovered:
-    """Return the event of a change that was made to go on; `step` counts from 1."""
+    """Return the event for smaller micro-batches; `step` counts from 1."""
     if error.doing != STEP:
         return Recovered(
             step=step,

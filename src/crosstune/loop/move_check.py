@@ -14,8 +14,8 @@ BOUND, BOUND_REQUANTIZED = 0.02, 0.25
 
 
 def _windows(recipe: Recipe, *, step: int, like: LossMeasurement | None) -> tuple[int, list[Sequence[Batch]]]:
-    """Return the windows of a few steps: those of `like` if given, otherwise the next ones, or the first ones if the run
-    is at its end."""
+    """Return the micro-batches of a few steps: the steps of `like` if given, else the next ones, or the first ones at the
+    end of the run."""
     if like is not None:
         last = min(like.first_step + like.num_steps, recipe.num_steps())
         return like.first_step, [recipe.window(number) for number in range(like.first_step, last)]
@@ -36,7 +36,7 @@ def measure(
     quantization: str | None,
     like: LossMeasurement | None = None,
 ) -> LossMeasurement:
-    """Measure the loss on a few steps, the same as those of `like` if given."""
+    """Measure the loss on a few steps: the steps of `like` if given."""
     first_step, windows = _windows(recipe, step=step, like=like)
     result = session.evaluate([batch for window in windows for batch in window])
     return LossMeasurement(

@@ -57,7 +57,7 @@ class Progress:
     """Step -> all metrics on held-out data."""
 
     recoveries: list[dict[str, Any]] = field(default_factory=list)
-    """The changes after which this process went on although something did not fit into memory."""
+    """The changes that this process made after running out of memory."""
 
     def add_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self.eval_metrics[step] = dict(metrics)
@@ -126,5 +126,5 @@ class Progress:
 
 
 def _numbers(carried: Mapping[str, Any], read_key: Callable[[str], _Key]) -> dict[_Key, float]:
-    """Return numbers from JSON, which has null for one that is not finite."""
+    """Return numbers from JSON, where null stands for one that is not finite."""
     return {read_key(key): math.nan if value is None else float(value) for key, value in carried.items()}

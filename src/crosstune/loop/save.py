@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from crosstune.checkpoint.folders import name_of
+from crosstune.checkpoint.manifest import Manifest
 from crosstune.checkpoint.rotate import Keep, rotate
-from crosstune.checkpoint.tensors import word_of
+from crosstune.checkpoint.tensors import describe_trainable
 from crosstune.checkpoint.write import Committed, SaveFailed, no_memory, write_checkpoint
 from crosstune.checkpoint.write_parts import write_divided
 from crosstune.core.errors import UserError
@@ -25,8 +26,6 @@ from crosstune.loop.agreement import DeferredErrors
 
 SNAPSHOT_SHARE = 0.25
 """Largest snapshot as a share of free memory; a larger state is written while training waits."""
-
-Fields = Callable[[int], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +65,12 @@ class Checkpoints:
         root: Path,
         *,
         policy: SavePolicy,
-        fields: Fields,
+        manifest: Callable[[int], Manifest],
         observer: Observer,
         group: Group | None = None,
         agreement: DeferredErrors | None = None,
     ) -> None:
-        self.root, self.policy, self.fields, self.observer = root, policy, fields, observer
+        self.root, self.policy, self.manifest, self.observer = root, policy, manifest, observer
         self.group = group if group is not None else SingleProcess()
         self.agreement = agreement if agreement is not None else DeferredErrors(self.group)
         self.writes = self.group.ranks.first
@@ -121,18 +120,18 @@ class Checkpoints:
         if not self.writes and state.part is None:
             self.newest = self.root / name_of(step)  # where the first process writes it
             return
-        fields = dict(self.fields(step)) | {"trainable": _trainable(state), "facts": dict(facts or {})}
+        manifest = replace(self.manifest(step), trainable=describe_trainable(state), facts=dict(facts or {}))
         writing = _Writing(step=step, blocked_s=0.0, started=started, divided=state.part is not None)
         self._writing = writing
         scores = dict(evaluations)
         in_background = in_background and state.part is None  # the parts are written together
         if in_background:
             writing.thread = threading.Thread(
-                target=self._write, args=(writing, state, fields, scores), daemon=True
+                target=self._write, args=(writing, state, manifest, scores), daemon=True
             )
             writing.thread.start()
         else:
-            self._write(writing, state, fields, scores)
+            self._write(writing, state, manifest, scores)
         writing.blocked_s = time.perf_counter() - started
         if not in_background:
             self.finish()
@@ -176,14 +175,14 @@ class Checkpoints:
         self,
         writing: _Writing,
         state: SessionState,
-        fields: Mapping[str, Any],
+        manifest: Manifest,
         evaluations: Mapping[int, float],
     ) -> None:
         try:
             if state.part is not None:
-                writing.committed = write_divided(self.root, state, fields, group=self.group)
+                writing.committed = write_divided(self.root, state, manifest, group=self.group)
             else:
-                writing.committed = write_checkpoint(self.root, state, fields)
+                writing.committed = write_checkpoint(self.root, state, manifest)
             if self.writes:
                 writing.removed, writing.problem = self._rotate(evaluations)
         except MemoryError as error:
@@ -207,14 +206,6 @@ class Checkpoints:
         if divided:
             raise error
         self.agreement.keep(error)
-
-
-def _trainable(state: SessionState) -> dict[str, Any]:
-    if state.part is not None:  # its masters are in fp32
-        return {name: {"dtype": "F32", "shape": list(shape)} for name, shape in state.part.shapes.items()}
-    return {
-        name: {"dtype": word_of(array), "shape": list(array.shape)} for name, array in state.weights.items()
-    }
 
 
 def _fits_in_memory(num_trained: int) -> bool:

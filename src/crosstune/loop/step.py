@@ -62,6 +62,6 @@ def _nonfinite(result: Backward) -> NonFiniteError:
     what = "loss" if not math.isfinite(result.loss) else "gradient"
     return NonFiniteError(
         f"The {what} is not a finite number.",
-        why="the step was stopped before the optimizer update; the weights are those of the previous step.",
+        why="the step was stopped before the optimizer update; the weights of the previous step are unchanged.",
         do="lower --lr, use --precision bf16 or fp32, or look at the data of this step",
     )

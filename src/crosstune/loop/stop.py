@@ -46,7 +46,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def droppable(self) -> Iterator[None]:
-        """Raise StopRequested as soon as a signal arrives inside the block, which must not change the model."""
+        """Raise StopRequested as soon as a signal arrives inside the block. The block must not change the model."""
         if self.shared:
             yield
             return

@@ -66,7 +66,7 @@ class Training:
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
     profile: StepProfile | None = None
     _warned_of: str = ""
-    """What is wrong with the last evaluation, which was reported."""
+    """The problem of the last evaluation, already reported."""
 
     def run(self) -> None:
         """Run the remaining steps. Progress is always up to date; a stop writes a checkpoint."""
@@ -82,7 +82,7 @@ class Training:
         except (NonFiniteError, OutOfMemory, PeerLost, RecordFailed) as error:
             try:
                 if self._can_save_after(error):
-                    self._save(wait=True)  # the weights are those of the last completed step
+                    self._save(wait=True)  # the weights of the last completed step are intact
                 self.checkpoints.finish()  # an earlier write may still be in progress
             except (SaveFailed, RecordFailed, OutOfMemory):  # reported as far as it can be
                 raise error from None  # the one that stopped the run
@@ -101,8 +101,8 @@ class Training:
         return self.checkpoints.agreement
 
     def _can_save_after(self, error: BaseException) -> bool:
-        """Return whether a state can be exported after an error: one that is divided needs every process, and only an
-        error that all of them raise brings them here."""
+        """Return whether the state can be exported after an error. A sharded state needs every process, and only some
+        errors are raised in all of them."""
         return not is_divided(self.session) or isinstance(error, (NonFiniteError, RecordFailed))
 
     def _run(self, num_steps: int) -> None:
@@ -207,8 +207,7 @@ class Training:
 
     @contextlib.contextmanager
     def _saving_on_error(self) -> Iterator[None]:
-        """Write a checkpoint when a recipe's own code raises, whatever it raises: the weights are those of the last
-        completed step."""
+        """Write a checkpoint when the recipe raises anything: the weights of the last completed step are intact."""
         saves = True
         try:
             yield
@@ -221,7 +220,7 @@ class Training:
                 self._save_where_kept()
 
     def _save_where_kept(self) -> None:
-        """Write a checkpoint unless the run keeps none, or the state is divided and the other processes go on."""
+        """Write a checkpoint unless the run keeps none, or the state is sharded and the other processes keep training."""
         if is_divided(self.session):
             return
         if self.checkpoints.policy.at_end or self.checkpoints.newest is not None:
@@ -346,7 +345,7 @@ class Training:
     def _try_to_evaluate(self) -> Evaluation | None:
         """Return None if the evaluation is to be repeated with fewer rows at a time."""
         try:
-            with memory_errors(doing=EVALUATING):  # of the recipe; those of the session are converted there
+            with memory_errors(doing=EVALUATING):  # the session converts its own
                 return self.recipe.evaluate(self.session, observer=self.observer)
         except OutOfMemory as error:
             self._choose_smaller(error, step=self.progress.steps)

@@ -11,6 +11,7 @@ from crosstune.config.facts import Facts, Preset, StoredQuantization, auto_prefe
 from crosstune.config.load import backend_variables, cache_override, make_config
 from crosstune.config.mlx_settings import read_settings
 from crosstune.config.plan import Plan
+from crosstune.config.recipe_spec import load_recipe
 from crosstune.config.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.config.train_types import TRAIN_TYPE_PARTS
@@ -18,7 +19,6 @@ from crosstune.core.backend import backend_specs
 from crosstune.core.base_choice import BaseChoice, recorded_choice
 from crosstune.core.errors import UserError
 from crosstune.core.machine import Machine, choose_backend
-from crosstune.core.names import load_plugin
 from crosstune.core.quantization import QuantSpec
 from crosstune.core.quantizers import quantizer_names, read_quantizers
 from crosstune.core.ranks import Ranks
@@ -62,7 +62,7 @@ def gather(
         longest_row=longest_row,
         preset=preset,
         corrections=read_corrections(machine),
-        engines=_engines(config),
+        engines=load_recipe(config.recipe).engines,
         base=base,
         **model_facts(config, preset),
     )
@@ -87,30 +87,17 @@ def with_all_devices(config: Config, *, machine: Machine | None = None) -> Confi
 
 
 def _preset(config: Config, machine: Machine) -> Mapping[str, Preset]:
-    """Return the recipe's preset for the backend, from its function `choose_preset`."""
-    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
-    if not hasattr(recipe, "choose_preset"):
+    """Return what the recipe chooses for the backend."""
+    recipe = load_recipe(config.recipe)
+    if recipe.choose_preset is None:
         return {}
     name = config.backend
     if name == "auto" and machine.available():
-        name = choose_backend(machine, preference=auto_preference(backend_specs(), engines=_engines(config)))
+        name = choose_backend(machine, preference=auto_preference(backend_specs(), engines=recipe.engines))
     report = machine.backends.get(name)
     if report is None or not report.available:
         return {}
-    chosen: Mapping[str, Preset] = recipe.choose_preset(config, report)
-    return chosen
-
-
-def _engines(config: Config) -> tuple[str, ...]:
-    """Return the engines that the recipe has a task for, if its file names them as `ENGINES`."""
-    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
-    return tuple(getattr(recipe, "ENGINES", ()))
-
-
-def needs_base_model(config: Config) -> bool:
-    """Return whether the recipe trains an existing model; one that builds its own sets `NEEDS_BASE_MODEL = False`."""
-    recipe = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
-    return bool(getattr(recipe, "NEEDS_BASE_MODEL", True))
+    return recipe.choose_preset(config, report)
 
 
 def _with_preset(config: Config, preset: Mapping[str, Preset]) -> Config:
@@ -120,7 +107,7 @@ def _with_preset(config: Config, preset: Mapping[str, Preset]) -> Config:
 def model_facts(config: Config, preset: Mapping[str, Preset]) -> dict[str, Any]:
     """Return the fields of `Facts` about the model, as far as known before a download."""
     config = _with_preset(config, preset)
-    if not needs_base_model(config):
+    if not load_recipe(config.recipe).needs_base_model:
         return {"shape": None, "stored": None}
     method, library = TRAIN_TYPE_PARTS[config.train_type]
     loaded = (config.llama_pro_path if method == "llama_pro" else None) or config.model_name

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from crosstune.config.load import cache_override
+from crosstune.config.recipe_spec import RecipeSpec
 from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
@@ -348,3 +349,6 @@ def _questions(rows: Sequence[tuple[Row, str]], tokenizer: Tokenizer) -> list[Qu
         tokens = encode_prompt(asked, tokenizer, tools=tools_of(row))
         questions.append(Question(text, tokens, reference))
     return questions
+
+
+SPEC = RecipeSpec(open=open_recipe, check_data=check_data)

@@ -1,1 +1,1 @@
-"""A run from its request to its result: checked, prepared, executed, resumed, moved."""
+"""The pipeline of a run: check, prepare, execute, resume, restore, move."""

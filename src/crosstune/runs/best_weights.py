@@ -19,12 +19,11 @@ from crosstune.loop.progress import Progress
 def best_weights(
     config: Config, progress: Progress, runs: Sequence[Path], observer: Observer, *, group: Group
 ) -> tuple[Checkpoint | None, int | None]:
-    """Return the checkpoint to make the result from, None for the weights of the last step; and the best step. It is
-    looked for in `runs`: this one, and the one that it continues.
+    """Return the checkpoint for the result, None for the weights of the last step; and the best step.
 
-    `auto` takes the best weights if there was more than one evaluation after the start. Weights that are no longer
-    there are replaced by the last ones, with a warning. Every process calls this, and all return the same checkpoint: the
-    one that the first of them finds, or none where one of them cannot open it.
+    `runs` are this run and the one it continues. `auto` means best if there was more than one evaluation after the start.
+    If the best checkpoint is missing, warn and use the last weights. Every process calls this, and all return the same
+    checkpoint: None unless each of them can open it.
     """
     losses, best = trained_losses(progress.evaluations), best_step(progress.evaluations)
     wanted = config.result == "best" or (config.result == "auto" and len(losses) > 1)

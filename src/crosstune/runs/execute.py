@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.checkpoint.folders import clear_leftovers
-from crosstune.checkpoint.read import find_run
+from crosstune.checkpoint.manifest import Manifest
 from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.plan import Plan
@@ -31,8 +32,8 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
-from crosstune.core.protocols import Generates, HasNotes, Recipe, Session
-from crosstune.core.ranks import Group, SingleProcess
+from crosstune.core.protocols import Generates, HasNotes, Session
+from crosstune.core.ranks import Group
 from crosstune.core.record import Record, RecordFailed
 from crosstune.core.scaling import LossScale, needs_loss_scale
 from crosstune.core.weight_average import result_weights
@@ -43,12 +44,12 @@ from crosstune.loop.save import Checkpoints, SavePolicy
 from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Deadline, Training
 from crosstune.planner.learned import learn_peak
-from crosstune.runs import resume
 from crosstune.runs.best_weights import best_weights
-from crosstune.runs.manifest_fields import manifest_fields
 from crosstune.runs.memory_failure import with_advice
-from crosstune.runs.restore_session import Start, restore_session
-from crosstune.runs.same_training import base_fields, identity_of_options
+from crosstune.runs.open_parts import open_session
+from crosstune.runs.prepare import PreparedRun
+from crosstune.runs.restore_session import restore_session
+from crosstune.runs.same_training import base_fields, identity_of_options, quantization_name
 from crosstune.runs.save_result import clear_leftovers as clear_results
 from crosstune.runs.save_result import cost_of_saving, save_result
 from crosstune.runs.watch_folder import FirstStep, FolderWatch
@@ -69,23 +70,22 @@ class Execution:
     Every process executes the run; the first one writes.
     """
 
-    plan: Plan
-    recipe: Recipe
-    open_model: Callable[[], Session]
+    prepared: PreparedRun
+    described: Mapping[str, Any]
+    """The contents of plan.json."""
     record: Record
     observer: Observer
-    start: Start | None
-    described: Mapping[str, Any]
     deadline: Deadline | None
-    group: Group = field(default_factory=SingleProcess)
-    stop: StopSignal = field(default_factory=StopSignal)
-    tracking: Tracking = field(default_factory=Tracking)
+    group: Group
+    stop: StopSignal
+    tracking: Tracking
     failure: UserError | None = None
     """The error that ended the run early; all steps before it are kept."""
     checkpoints: Checkpoints | None = None
 
     def __post_init__(self) -> None:
-        self.ranks = self.group.ranks
+        self.plan, self.recipe = self.prepared.plan, self.prepared.recipe
+        self.point, self.ranks = self.prepared.point, self.group.ranks
         self.agreement = DeferredErrors(self.group)
         if self.ranks.size > 1:
             self.observer = KeepingErrors(self.observer, self.agreement)
@@ -94,7 +94,7 @@ class Execution:
     def run(self) -> dict[str, Any]:
         """Execute the run and return its summary."""
         plan, record = self.plan, self.record
-        carried = self.start.checkpoint.manifest["progress"] if self.start else {}
+        carried = self.point.manifest.progress if self.point is not None else {}
         self.progress = Progress.from_manifest(carried, weight_name=self.recipe.weight_name)
         stop = self.stop
         stop.shared = self.ranks.size > 1
@@ -107,7 +107,7 @@ class Execution:
         return self.progress.summary() | extra
 
     def _execute(self, stop: StopSignal, extra: dict[str, Any]) -> None:
-        """Execute the run and record how it ends. Fills `extra` with the summary's fields besides the progress."""
+        """Execute the run and record how it ends. `extra` gets the summary's fields that are not in the progress."""
         plan, record, observer = self.plan, self.record, self.observer
         self._watch = FolderWatch(record.folder, found=self._write_to) if self.ranks.first else None
         self._started = time.perf_counter() - self.progress.wall_s
@@ -130,8 +130,16 @@ class Execution:
                     parameters=extra["parameters"],
                 )
             )
-            if self.start is not None:
-                self._restore(session, self.start)
+            if self.point is not None:
+                self.group.activity.start("restoring the checkpoint")
+                restore_session(
+                    session,
+                    self.point,
+                    plan=self.plan,
+                    recipe=self.recipe,
+                    scale=self.scale,
+                    observer=observer,
+                )
             self.failure = self._train(session, stop)
             if self.failure is not None:
                 extra["error"] = str(self.failure)
@@ -156,7 +164,8 @@ class Execution:
         finally:
             if self.progress.status == "stopped" and stop.requested:
                 extra["stop_reason"] = stop.reason
-            self._learn()
+            if self._went_as_planned():
+                learn_peak(self.plan, self.progress.peak_memory_bytes)
             extra["seconds"] = self.progress.wall_s = time.perf_counter() - self._started
             if self._watch is not None:
                 self.failure = self._watch.look() or self.failure
@@ -164,23 +173,18 @@ class Execution:
             self.tracking.summarize(self.progress.summary() | extra)
             record.finish(self.progress.summary() | extra)
 
-    def _learn(self) -> None:
-        """Let the next plan know the peak of a whole run that went as planned."""
+    def _went_as_planned(self) -> bool:
+        """Return whether the peak memory of this run may correct later estimates."""
         progress = self.progress
-        if (
-            self.ranks.first
-            and progress.status == "finished"
-            and not progress.recoveries
-            and progress.steps > 1
-        ):
-            learn_peak(self.plan, progress.peak_memory_bytes)
+        whole = progress.status == "finished" and progress.steps > 1
+        return self.ranks.first and whole and not progress.recoveries
 
     def _write_result(self, session: Session, extra: dict[str, Any]) -> None:
         """Write the best or the last weights as the result, and record which."""
         self.group.meet()  # the first process has finished writing checkpoints
         runs = [Path(self.group.share(str(self.record.folder)))]
-        if self.start is not None:
-            runs.append(find_run(self.start.checkpoint.folder))
+        if self.point is not None:
+            runs.append(self.point.run)
         chosen, best = best_weights(self.plan.config, self.progress, runs, self.observer, group=self.group)
         extra["best"], extra["last"] = (self._evaluation(step) for step in (best, self.progress.steps))
         if chosen is not None:
@@ -223,7 +227,12 @@ class Execution:
         self.observer.on_event(Loading(model=self.described["model"]["name"]))
         try:
             with stop.droppable(), memory_errors(doing=LOADING):
-                return self.open_model()
+                return open_session(
+                    self.plan,
+                    self.prepared.model,
+                    task=self.recipe.task(self.plan.engine),
+                    group=self.group,
+                )
         except OutOfMemory as error:
             raise with_advice(error, self.plan, longest_row=self.recipe.longest_row()) from error
 
@@ -244,11 +253,13 @@ class Execution:
     def _train(self, session: Session, stop: StopSignal) -> UserError | None:
         """Train, and return the error that ended it early if the weights are still usable."""
         assert self.checkpoints is not None
+        watchers: list[Observer] = [FirstStep(self._set_later_aside), self.observer]
+        watchers += [self._watch] if self._watch is not None else []
         training = Training(
             session=session,
             recipe=self.recipe,
             config=self.plan.config,
-            observer=Observers([FirstStep(self._set_later_aside), self.observer, *self._watchers()]),
+            observer=Observers(watchers),
             stop=stop,
             progress=self.progress,
             checkpoints=self.checkpoints,
@@ -287,31 +298,25 @@ class Execution:
             session=session, config=config, folder=folder, observer=self.observer, engine=self.plan.engine
         )
 
-    def _watchers(self) -> list[Observer]:
-        return [self._watch] if self._watch is not None else []
-
     def _write_to(self, folder: Path) -> None:
         """Write to another folder from now on, and stop: the lock of the run does not hold there."""
         assert self.checkpoints is not None
         self.record.folder, self.checkpoints.root = folder, folder / CHECKPOINTS
         self.stop.request("the loss of its folder")
 
-    def _restore(self, session: Session, start: Start) -> None:
-        self.group.activity.start("restoring the checkpoint")
-        restore_session(
-            session, start, plan=self.plan, recipe=self.recipe, scale=self.scale, observer=self.observer
-        )
-
     def _open_checkpoints(self) -> Checkpoints:
         config, root = self.plan.config, self.record.folder / CHECKPOINTS
-        if self.ranks.first:
-            self._clean_up(root)
+        # The state of adapters is small; that of a full model is three times the model.
+        is_small = self.plan.method in ("lora", "dora") and config.save_minutes > 0
+        if self.ranks.first:  # remove what killed processes left behind
+            clear_leftovers(root)
+            clear_results(self.record.folder)
         checkpoints = Checkpoints(
             root,
             policy=SavePolicy(
                 every_steps=config.save_steps,
                 every_s=60 * config.save_minutes,
-                at_end=config.save_steps > 0 or config.resume != "none" or self._is_small(),
+                at_end=config.save_steps > 0 or config.resume != "none" or is_small,
                 keep=Keep(
                     last_n=config.keep_last_n,
                     best=config.keep_best or config.result != "last",
@@ -319,45 +324,53 @@ class Execution:
                 ),
                 stop_on_error=config.on_save_error == "stop",
             ),
-            fields=self._fields,
+            manifest=self._manifest,
             observer=self.observer,
             group=self.group,
             agreement=self.agreement,
         )
-        checkpoints.last_step = self.start.step if self.start else 0
+        checkpoints.last_step = self.point.step if self.point is not None else 0
         return checkpoints
-
-    def _is_small(self) -> bool:
-        """Return whether to save at the end by default: adapter state is small, a full model's is three times the model."""
-        return self.plan.method in ("lora", "dora") and self.plan.config.save_minutes > 0
-
-    def _clean_up(self, root: Path) -> None:
-        """Remove leftovers of killed processes."""
-        clear_leftovers(root)
-        clear_results(self.record.folder)
 
     def _set_later_aside(self) -> None:
         """Set aside the checkpoints after the one to continue from, whose steps are trained again."""
-        if not self.ranks.first:
-            return
-        if self.start is not None and resume.continues_in_place(self.record.folder, self.start.checkpoint):
-            for path in resume.settle_folder(self.record.folder, self.start.checkpoint):
-                self.observer.on_event(CheckpointSetAside(path=str(path), step=self.start.step))
+        if self.ranks.first and self.point is not None and self.point.is_in(self.record.folder):
+            for path in self.point.set_later_aside():
+                self.observer.on_event(CheckpointSetAside(path=str(path), step=self.point.step))
 
     def _newest(self) -> str | None:
         newest = self.checkpoints.newest if self.checkpoints is not None else None
-        if newest is None and self.start is not None:
-            newest = self.start.checkpoint.folder
+        if newest is None and self.point is not None:
+            newest = self.point.checkpoint.folder
         return str(newest) if newest is not None else None
 
-    def _fields(self, step: int) -> dict[str, Any]:
-        return manifest_fields(
-            step,
-            plan=self.plan,
-            recipe=self.recipe,
-            described=self.described,
-            next_lr=self._rate(step) if step < self.recipe.num_steps() else None,
+    def _manifest(self, step: int) -> Manifest:
+        """Return the manifest of a checkpoint, without its arrays and files."""
+        plan, config, described = self.plan, self.plan.config, self.described
+        num_steps = self.recipe.num_steps()
+        return Manifest(
+            step=step,
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            engine=plan.engine,
+            backend=plan.backend.name,
+            precision=plan.precision,
+            quantization=quantization_name(plan),
+            base=base_fields(plan),
+            method=plan.method,
+            recipe=config.recipe,
+            identity=described["identity"],
+            schedule={
+                "name": config.lr_scheduler,
+                "step": step,
+                "num_steps": num_steps,
+                "next_lr": self._rate(step) if step < num_steps else None,
+            },
+            data=dict(self.recipe.position(step)),
             progress=self.progress.to_manifest() | {"wall_s": time.perf_counter() - self._started},
+            asked=described["asked"],
+            options=described["options"],
+            versions=described["machine"].get("versions", {}),
+            resumed_from=described["resumed_from"],
         )
 
     def _is_good(self, session: Session) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from crosstune.config.options.training import AUTO
 from crosstune.config.plan import Adjustment, Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
@@ -37,7 +35,7 @@ _MATTERS = (
     *("kernels", "base_precision"),
     *("low_memory", "num_new_blocks", "train_on_prompt", "gradient_accumulation_steps", "rows_per_step"),
 )
-"""Options that decide how much memory a row takes, or how many rows are searched for."""
+"""Options that affect the memory of a row or the number of rows searched."""
 
 
 def find_batch_size(
@@ -60,21 +58,13 @@ def find_batch_size(
         size, why = found.batch_size, found.sentence()
         if group.ranks.first:
             remember(FILE, key, {"batch_size": size})
-    chosen = Adjustment(option="batch_size", asked="auto", used=size, reason=why, kind="choice")
+    chosen = Adjustment(option="batch_size", requested="auto", used=size, reason=why, kind="choice")
     observer.on_event(chosen.to_event())
     return replace(config, batch_size=size, asked={**config.asked, "batch_size": "a search"})
 
 
-def with_stored_size(config: Config, manifest: Mapping[str, Any]) -> Config:
-    """Return the configuration with the size of the checkpoint that is continued."""
-    stored = (manifest.get("options") or {}).get("batch_size")
-    if config.batch_size != AUTO or not stored:
-        return config
-    return replace(config, batch_size=stored, asked={**config.asked, "batch_size": "the checkpoint"})
-
-
 def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, group: Group) -> Found:
-    """Search with a session of its own: the one that trains then begins as it would without a search."""
+    """Search with a separate session, so that the training starts as it would without a search."""
     config, report = plan.config, plan.backend
     group.activity.start("finding the batch size")
     task = recipe.task(plan.engine)

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 
+from crosstune.config.recipe_spec import load_recipe
 from crosstune.config.schema import Config
-from crosstune.planner.gather import needs_base_model
 
 LONGEST_PART = 60
 """Characters of the model's name in the name of a run."""
@@ -21,7 +21,7 @@ def run_folder(config: Config, *, taken: Collection[Path] = ()) -> Path:
     """
     parent = Path(config.output_dir).expanduser()
     if config.name is None:
-        what = config.model_name if needs_base_model(config) else config.recipe
+        what = config.model_name if load_recipe(config.recipe).needs_base_model else config.recipe
         stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(what.rstrip('/')).name[:LONGEST_PART]}"
         names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
         folders = (parent / name for name in names)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from crosstune.checkpoint.folders import name_of
-from crosstune.checkpoint.tensors import word_of
+from crosstune.checkpoint.manifest import Manifest
+from crosstune.checkpoint.tensors import describe_trainable
 from crosstune.checkpoint.write import write_checkpoint
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config
@@ -52,7 +53,7 @@ def import_checkpoint(
     _make_folder(root.parent)
     if (root / name_of(step)).exists():
         raise UserError(f"{root / name_of(step)} already exists.", do="choose another --out or --step")
-    committed = write_checkpoint(root, state, _fields(plan, model, state, found, step))
+    committed = write_checkpoint(root, state, _manifest(plan, model, state, found, step))
     return {
         "path": str(committed.folder),
         "step": step,
@@ -116,35 +117,25 @@ def _step(facts: Mapping[str, Any]) -> int:
     return int(found)
 
 
-def _fields(plan: Plan, model: ModelFolder, state: SessionState, found: Foreign, step: int) -> dict[str, Any]:
-    """Return the manifest fields. Data and order are unknown, so a resumed run is not checked against them."""
+def _manifest(plan: Plan, model: ModelFolder, state: SessionState, found: Foreign, step: int) -> Manifest:
+    """Return the manifest. Data and order are unknown, so a resumed run is not checked against them."""
     known = {key: found.facts[key] for key in ("backend", "precision", "quantization") if key in found.facts}
-    return {
-        "step": step,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "engine": "torch",
-        "backend": str(known.get("backend", plan.backend.name)),
-        "precision": str(known.get("precision", plan.precision)),
-        "quantization": known.get("quantization", quantization_name(plan)),
-        "method": plan.method,
-        "recipe": plan.config.recipe,
-        "identity": {
-            "model": {
-                "name": plan.config.model_name,
-                "identity": source_identity(model.path)["weights"],
-            },
-            "trainable": settings_of(plan),
-            "optimizer": "adamw",
-        },
-        "trainable": {
-            name: {"dtype": word_of(array), "shape": list(array.shape)}
-            for name, array in state.weights.items()
-        },
-        "schedule": {"step": step},
-        "data": {},
-        "facts": {},
-        "progress": {"steps": step},
-        "asked": plan.config.options_asked(),
-        "options": plan.config.options(),
-        "imported": dict(found.facts),
-    }
+    base = {"name": plan.config.model_name, "identity": source_identity(model.path)["weights"]}
+    return Manifest(
+        step=step,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        engine="torch",
+        backend=str(known.get("backend", plan.backend.name)),
+        precision=str(known.get("precision", plan.precision)),
+        quantization=known.get("quantization", quantization_name(plan)),
+        method=plan.method,
+        recipe=plan.config.recipe,
+        identity={"model": base, "trainable": settings_of(plan), "optimizer": "adamw"},
+        schedule={"step": step},
+        data={},
+        progress={"steps": step},
+        asked=plan.config.options_asked(),
+        options=plan.config.options(),
+        trainable=describe_trainable(state),
+        extra={"imported": dict(found.facts)},
+    )

@@ -1,5 +1,4 @@
-"""Measure small data for a plan: its rows, their lengths and the number of steps, with the tokenizer of the model; and the
-size of a model that its recipe builds."""
+"""Measure small data for a plan: rows, lengths, steps; and the size of a model that its recipe builds."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ MOST_BYTES = 4 << 20
 
 
 def measure_data(plan: Plan, model: ModelFolder) -> DataFacts | None:
-    """Return what is known of the data after tokenizing it; None for data that is large or not here, and for a recipe that
-    does not tell. Raise what `train` raises when it opens the data."""
+    """Tokenize the data and return its facts; None if it is large, not here, or the recipe has no rows to measure."""
     names = [plan.config.dataset, plan.config.eval_dataset]
     if not all(_is_small(name) for name in names if name):
         return None
@@ -29,7 +27,7 @@ def measure_data(plan: Plan, model: ModelFolder) -> DataFacts | None:
 
 
 def measure_own_model(plan: Plan) -> OwnModel:
-    """Return what a recipe that brings its own model tells of it and of its data. Raise what `train` raises."""
+    """Return the size of a model that its recipe builds, and the facts of its data."""
     recipe = open_recipe(plan.config, None, Observers())
     return OwnModel(parameters=recipe.describe().get("model_parameters"), data=_facts(recipe))
 

@@ -27,9 +27,9 @@ from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.packed_files import pack_files
-from crosstune.runs.prepare import identity_now
-from crosstune.runs.restore import check_model, pick_checkpoint, restored_config
-from crosstune.runs.same_training import check_same, compare, quantization_name, recorded_base
+from crosstune.runs.restore import check_model, restored_config
+from crosstune.runs.resume import pick_checkpoint
+from crosstune.runs.same_training import check_same, compare, identity_of, quantization_name
 
 _LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")
 
@@ -59,7 +59,7 @@ def move(
         raise unknown_name("backend", to, backend_specs())
     checkpoint = pick_checkpoint(run, observer)
     home = find_run(checkpoint.folder)
-    trained_on = str(checkpoint.manifest["backend"])
+    trained_on = str(checkpoint.manifest.backend)
     here = _open_side(checkpoint, _backend_here(trained_on, observer), observer, model_name)
     _check_training(checkpoint, here)
     measured = _measure(checkpoint, here)
@@ -77,7 +77,7 @@ def move(
         "step": checkpoint.step,
         "to": to,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "model": checkpoint.manifest["identity"].get("model"),
+        "model": checkpoint.manifest.identity.get("model"),
         "options": packed.options,
         "measured": measured.to_json(),
         "compared": compared.to_json() if compared is not None else None,
@@ -93,7 +93,7 @@ def move(
         "machine": there.machine.name,
         "assumed_machine": machine is None,
         "model_name": model_name,
-        "processes": int((checkpoint.manifest.get("options") or {}).get("world_size", 1)),
+        "processes": int(checkpoint.manifest.options.get("world_size", 1)),
         "measured": measured.to_json(),
         "compared": compared.to_json() if compared is not None else None,
         "changes": [a.sentence() for a in there.adjustments if a.kind == "change"],
@@ -106,7 +106,7 @@ def _open_side(checkpoint: Checkpoint, backend: str, observer: Observer, model_n
     plan = make_plan(restored_config(checkpoint, backend=backend, model_name=model_name))
     model = find_base(plan.config, checkpoint, observer)
     check_model(checkpoint, model)
-    plan = make_plan(plan.config, machine=plan.machine, base=recorded_base(checkpoint.manifest))
+    plan = make_plan(plan.config, machine=plan.machine, base=checkpoint.manifest.base_choice)
     return Side(plan=plan, model=model, recipe=open_recipe(plan.config, model, observer))
 
 
@@ -122,10 +122,10 @@ def _backend_here(trained_on: str, observer: Observer) -> str:
 
 
 def _check_training(checkpoint: Checkpoint, side: Side) -> None:
-    now = identity_now(side.plan, side.model, side.recipe)
-    differences = compare(checkpoint.manifest["identity"], now)
+    now = identity_of(side.plan, side.model, side.recipe)
+    differences = compare(checkpoint.manifest.identity, now)
     expected = (
-        {"quantization", "optimizer"} if side.plan.backend.name != checkpoint.manifest["backend"] else set()
+        {"quantization", "optimizer"} if side.plan.backend.name != checkpoint.manifest.backend else set()
     )
     check_same([d for d in differences if d.kind not in expected], side.plan.config)
 
@@ -178,6 +178,6 @@ def _compare_here(
 
 def _members(checkpoint: Checkpoint, home: Path, files: Mapping[str, Path]) -> dict[str, Path]:
     members = {name: home / name for name in _LOGS if (home / name).is_file()}
-    for name in sorted([MANIFEST, SEAL, *checkpoint.manifest["files"]]):
+    for name in sorted([MANIFEST, SEAL, *checkpoint.manifest.files]):
         members[f"{FOLDER}/{checkpoint.folder.name}/{name}"] = checkpoint.folder / name
     return members | {f"data/{name}": path for name, path in files.items()}

@@ -1,4 +1,4 @@
-"""List the commands that use a run, where its recipe has some of its own."""
+"""List the commands that use a run, as its recipe declares them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.recipe_spec import load_recipe, recipe_names
 from crosstune.core.json_files import read_json
-from crosstune.core.names import load_plugin, plugin_names
 
 
 def next_commands(run: str, options: Any) -> list[tuple[str, str]]:
-    """Return a label and a command each for a run's path and its resolved options, from the function `next_commands` of
-    its recipe; none without it."""
+    """Return a label and a command each, for a run's path and its resolved options; empty if its recipe has none."""
     name = options.get("recipe") if isinstance(options, dict) else None
-    if not isinstance(name, str) or name not in plugin_names("crosstune.recipes"):
+    recipe = load_recipe(name) if name in recipe_names() else None
+    if recipe is None or recipe.next_commands is None:
         return []
-    recipe = load_plugin("crosstune.recipes", name, kind="recipe")
-    if not hasattr(recipe, "next_commands"):
-        return []
-    commands: list[tuple[str, str]] = recipe.next_commands(shlex.quote(run), options)
-    return commands
+    return recipe.next_commands(shlex.quote(run), options)
 
 
 def read_options(folder: Path) -> Any:
-    """Return the resolved options of a run as its folder has them."""
+    """Return the resolved options of a run from its folder."""
     return read_json(folder / "plan.json").get("options")

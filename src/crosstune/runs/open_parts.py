@@ -7,16 +7,15 @@ import importlib
 from crosstune.checkpoint.read import Checkpoint
 from crosstune.config.load import add_environment, cache_override
 from crosstune.config.plan import Plan
+from crosstune.config.recipe_spec import load_recipe
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.events import ModelProgress, Observer
-from crosstune.core.names import load_plugin
 from crosstune.core.protocols import Recipe, Session, Task
 from crosstune.core.ranks import Group
 from crosstune.models.identity import identity
 from crosstune.models.locate import ModelFolder, locate
-from crosstune.planner.gather import needs_base_model
 
 
 def find_model(config: Config, observer: Observer) -> ModelFolder:
@@ -33,14 +32,14 @@ def find_model(config: Config, observer: Observer) -> ModelFolder:
 def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer) -> ModelFolder | None:
     """Find the base model of a run; None for a recipe that brings its own. The base of a moved run may have another name
     here."""
-    if not needs_base_model(config):
+    if not load_recipe(config.recipe).needs_base_model:
         return None
     try:
         return find_model(config, observer)
     except UserError as error:
         if checkpoint is None:
             raise
-        base = checkpoint.manifest["identity"].get("model", {})
+        base = checkpoint.manifest.identity.get("model", {})
         raise UserError(
             f"The base model of the run, {config.model_name}, was not found.",
             why=error.why or error.asked,
@@ -50,10 +49,8 @@ def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer)
 
 def open_recipe(config: Config, model: ModelFolder | None, observer: Observer) -> Recipe:
     """Open the recipe of a configuration with its data."""
-    module = load_plugin("crosstune.recipes", config.recipe, kind="recipe")
     folder = model.path if model is not None else None
-    recipe: Recipe = module.open_recipe(config, model_folder=folder, observer=observer)
-    return recipe
+    return load_recipe(config.recipe).open(config, model_folder=folder, observer=observer)
 
 
 def open_session(

@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from crosstune.checkpoint.folders import FOLDER
-from crosstune.checkpoint.read import Checkpoint, newest_valid, open_checkpoint
+from crosstune.checkpoint.read import Checkpoint
 from crosstune.config.load import make_config
 from crosstune.config.option import OnResume
 from crosstune.config.schema import Config, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Session
-from crosstune.core.record import holds_record
 from crosstune.core.weight_average import result_weights
 from crosstune.models.adapter_files import replace_tokenizer
 from crosstune.models.identity import source_identity
@@ -21,28 +19,9 @@ from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
-from crosstune.runs.resume import kept_options, skip_warning
-from crosstune.runs.same_training import recorded_base
+from crosstune.runs.resume import kept_options
 
 _SPARE_BYTES = 50_000_000
-
-
-def pick_checkpoint(path: Path, observer: Observer) -> Checkpoint:
-    """Return the checkpoint at `path`, or the newest valid one of a run; warn about damaged ones that are skipped."""
-    root = path / FOLDER
-    if not root.is_dir() and not holds_record(path):
-        return open_checkpoint(path.resolve())
-    if not root.is_dir():
-        adapter_option = f" --base_adapter {path / 'adapter'}" if (path / "adapter").is_dir() else ""
-        raise UserError(
-            f"{path} has no checkpoint.",
-            why="it ran without --save_steps and --save_minutes, and was not stopped.",
-            do=f"start a new run with --save_steps N{adapter_option}",
-        )
-    found = newest_valid(root, on_damaged=lambda error: observer.on_event(skip_warning(error)))
-    if found is None:
-        raise UserError(f"{path} has no intact checkpoint.", do=f"see: crosstune checkpoint verify {path}")
-    return found
 
 
 def restored_config(
@@ -50,7 +29,7 @@ def restored_config(
 ) -> Config:
     """Return the options of a checkpoint's training for a backend of this machine; `model_name` overrides the path of
     its base."""
-    asked, known = checkpoint.manifest.get("asked") or {}, make_config().options()
+    asked, known = checkpoint.manifest.asked, make_config().options()
     dropped = options_on_resume(OnResume.OWN_MACHINE, OnResume.ONE_START)
     kept = {name: value for name, value in asked.items() if name in known and name not in dropped}
     earlier = kept_options(checkpoint, asked, backend=backend)
@@ -67,7 +46,7 @@ def check_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
     """Raise if the base is not the one the checkpoint was trained from."""
     if model is None:  # the recipe brings its own
         return
-    recorded, found = checkpoint.manifest["identity"].get("model", {}), source_identity(model.path)
+    recorded, found = checkpoint.manifest.identity.get("model", {}), source_identity(model.path)
     other = [
         what
         for key, what in (("identity", "weights"), ("config", "config.json"))
@@ -86,7 +65,7 @@ def open_restored(
 ) -> Session:
     """Open the model of a checkpoint on a backend of this machine."""
     config = restored_config(checkpoint, backend=backend, model_name=model_name)
-    plan = make_plan(config, base=recorded_base(checkpoint.manifest))
+    plan = make_plan(config, base=checkpoint.manifest.base_choice)
     model = find_base(plan.config, checkpoint, observer)
     check_model(checkpoint, model)
     # A causal language model opens without its data; the model of another recipe may depend on it.
@@ -108,12 +87,12 @@ def export_checkpoint(
     check_out(out)
     session = open_restored(checkpoint, observer=observer, backend=backend, model_name=model_name)
     trained, total = session.num_parameters()
-    whole = checkpoint.manifest.get("method") not in ("lora", "dora")
+    whole = checkpoint.manifest.method not in ("lora", "dora")
     need = 4 * (total if whole else trained) + _SPARE_BYTES
     with staged(out, need_bytes=need) as stage:
         written = session.save_result(stage.scratch)
         assert written is not None
-        tokenizer = (checkpoint.manifest.get("options") or {}).get("tokenizer")
+        tokenizer = checkpoint.manifest.options.get("tokenizer")
         if tokenizer is not None:
             replace_tokenizer(Path(tokenizer).expanduser(), written)
         written.rename(stage.result)

@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from crosstune.checkpoint.manifest import Manifest
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.option import OnResume
 from crosstune.config.options.run import MISMATCHES, mismatches
 from crosstune.config.plan import Plan
 from crosstune.config.schema import Config, options_on_resume
-from crosstune.core.base_choice import BaseChoice
 from crosstune.core.errors import UserError
+from crosstune.core.protocols import HasEvaluationData, Recipe
 from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
 from crosstune.models.folder_record import read_record
-from crosstune.models.identity import recorded_sha256
+from crosstune.models.identity import recorded_sha256, source_identity
+from crosstune.models.locate import ModelFolder
 
 # Optimizers that keep the same moments.
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
@@ -36,15 +38,18 @@ class Difference:
         return f"{self.what}: {_short(self.was)} in the checkpoint, {_short(self.now)} now"
 
 
-def identity_of(
-    plan: Plan, *, model: Mapping[str, Any], data: str, eval_data: str | None, order: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the identity of a training, compared part by part when a run is resumed."""
+def identity_of(plan: Plan, model: ModelFolder | None, recipe: Recipe) -> dict[str, Any]:
+    """Return the identity of a training, compared part by part when a run is resumed. A recipe that brings its own model
+    is identified by its name."""
+    base = {"name": plan.config.recipe, "identity": "the recipe's own"}
+    if model is not None:
+        source = source_identity(model.path)
+        base = {"name": plan.config.model_name, "identity": source["weights"], "config": source["config"]}
     return {
-        "model": dict(model),
-        "data": data,
-        "eval_data": eval_data,
-        "order": dict(order),
+        "model": base,
+        "data": recipe.identity(),
+        "eval_data": recipe.eval_identity() if isinstance(recipe, HasEvaluationData) else None,
+        "order": dict(recipe.order()),
         **identity_of_options(plan),
     }
 
@@ -59,22 +64,11 @@ def identity_of_options(plan: Plan) -> dict[str, Any]:
 
 
 def base_fields(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a record for what opening the model decided, besides the layers in the quantization."""
+    """Return what opening the model decided about its base, for plan.json and `Manifest.base`."""
     if plan.base is None:
         return {}
     groups = plan.base.outside_fp8
     return {"outside_fp8": list(groups) if groups is not None else None}
-
-
-def recorded_base(manifest: Mapping[str, Any]) -> BaseChoice | None:
-    """Return what the training of a checkpoint decided about its base; None if it does not say, as in older versions."""
-    spec = read_spec(manifest["identity"].get("quantization"))
-    if spec is None or ("outside_fp8" not in manifest and not spec.kept):
-        return None
-    groups = manifest.get("outside_fp8")
-    return BaseChoice(
-        quantizer=spec.quantizer, kept=spec.kept, outside_fp8=tuple(groups) if groups is not None else None
-    )
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:
@@ -128,39 +122,29 @@ def _comparable(kind: str, value: Any) -> Any:
     return _FAMILIES.get(value, value) if kind == "optimizer" else value
 
 
-def is_adapted(difference: Difference, manifest: Mapping[str, Any], plan: Plan, *, measured: bool) -> bool:
-    """Return whether a difference is expected on another backend: a requantized base, if its effect is measured, or
-    8-bit Adam moments that become fp32."""
-    if manifest["backend"] == plan.backend.name:
-        return False
-    if difference.kind == "quantization":
-        return measured and None not in (difference.was, difference.now)
-    return difference.kind == "optimizer" and _leaves_eight_bits(difference)
-
-
 def find_differences(
-    plan: Plan, manifest: Mapping[str, Any], identified: Mapping[str, Any], *, measured: bool
+    plan: Plan, manifest: Manifest, identified: Mapping[str, Any], *, measured: bool
 ) -> tuple[list[Difference], list[Difference]]:
-    """Return the differences of a request from the training of a checkpoint, and those that are expected."""
-    found = compare(manifest["identity"], identified)
-    adapted = [
-        difference for difference in found if is_adapted(difference, manifest, plan, measured=measured)
-    ]
+    """Return the unexpected and the expected differences of a request from the training of a checkpoint."""
+    found = compare(manifest.identity, identified)
+    moved = manifest.backend != plan.backend.name
+    adapted = [difference for difference in found if moved and _is_adapted(difference, measured=measured)]
     others = [difference for difference in found if difference not in adapted]
     return explain_data(others, manifest, plan.config), adapted
 
 
-def _leaves_eight_bits(difference: Difference) -> bool:
-    return _FAMILIES.get(difference.was, difference.was) == "adamw_8bit" and (
-        _FAMILIES.get(difference.now, difference.now) == "adamw"
-    )
+def _is_adapted(difference: Difference, *, measured: bool) -> bool:
+    """Return whether a difference is expected on another backend: a requantized base, if its effect is measured, or
+    8-bit Adam moments that become fp32."""
+    if difference.kind == "quantization":
+        return measured and None not in (difference.was, difference.now)
+    families = [_comparable(difference.kind, value) for value in (difference.was, difference.now)]
+    return families == ["adamw_8bit", "adamw"]
 
 
-def explain_data(
-    differences: Sequence[Difference], manifest: Mapping[str, Any], config: Config
-) -> list[Difference]:
+def explain_data(differences: Sequence[Difference], manifest: Manifest, config: Config) -> list[Difference]:
     """If the training data differs, name instead the changed options that split the same file differently."""
-    was, now = manifest.get("options") or {}, config.options()
+    was, now = manifest.options, config.options()
     dividing = options_on_resume(OnResume.DIVIDES_DATA)
     changed = [name for name in now if name in dividing and name in was and was[name] != now[name]]
     if not changed or not any(difference.kind == "data" for difference in differences):
@@ -182,9 +166,9 @@ def check_same(differences: Sequence[Difference], config: Config) -> None:
         )
 
 
-def changed_options(manifest: Mapping[str, Any], config: Config) -> list[Difference]:
+def changed_options(manifest: Manifest, config: Config) -> list[Difference]:
     """Return the options that differ from the earlier part of the run and affect the training."""
-    was, now = manifest.get("options") or {}, config.options()
+    was, now = manifest.options, config.options()
     unreported = options_on_resume(OnResume.FREE, OnResume.ONE_START)
     return [
         Difference(kind="option", what=name, was=was[name], now=now[name])

@@ -25,7 +25,7 @@ _FEWEST_BYTES = 2
 def save_result(session: Session, recipe: Recipe, folder: Path, *, writes: bool) -> Path | None:
     """Write the result to a staging folder and move it into place, so that an older one is replaced atomically.
 
-    Every process takes part, since gathering the weights may need all of them; the one that `writes` returns its path.
+    Every process calls this, since gathering the weights may need all of them; the process that `writes` returns the path.
     """
     if not writes:
         session.save_result(None)

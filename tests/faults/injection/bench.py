@@ -145,7 +145,7 @@ def read_bits(folder: Path) -> Bits:
             for row in steps
         ],
         "step": newest.step,
-        "state": {name: facts["sha256"] for name, facts in newest.manifest["files"].items()},
+        "state": {name: facts["sha256"] for name, facts in newest.manifest.files.items()},
         "result": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in results},
     }
 

@@ -90,7 +90,7 @@ def warm_up() -> None:
     import crosstune.cli.train
     import crosstune.recipes.sft
     import crosstune.report
-    import crosstune.run
+    import crosstune.runs.pipeline
     import crosstune.torch_engine.session  # noqa: F401
 
 

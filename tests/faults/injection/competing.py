@@ -85,11 +85,11 @@ def _set_aside(folder: Path) -> list[Path]:
 
 def _wait_at(moment: str, gate: Path) -> None:
     """Make this process wait at a moment of its start, from when it has made `gate` until that is removed."""
-    from crosstune import run
+    from crosstune.runs import pipeline as run
     from crosstune.runs.execute import Execution
 
     places: dict[str, tuple[Any, str]] = {
-        "before the lock": (run, "folder_of"),
+        "before the lock": (run, "choose_folder"),
         "at its first line": (run, "describe"),
         "when the model is loaded": (Execution, "_train"),
     }

@@ -77,7 +77,7 @@ def options(home: Path, *, batch_size: int) -> dict[str, Any]:
 
 def main(home: Path, *, batch_size: int, share: float) -> None:
     from crosstune.config.load import make_config
-    from crosstune.run import train
+    from crosstune.runs.pipeline import train
 
     asked, limit = options(home, batch_size=batch_size), Limit(share)
     free = train(make_config(**asked, name="free"))

@@ -299,7 +299,7 @@ def _find(run: Path) -> int:
 
     config = make_config(resume="auto", name=run.name, output_dir=str(run.parent))
     try:
-        return 0 if read_request(config, observer=Observers()).checkpoint else 2
+        return 0 if read_request(config, observer=Observers())[1] else 2
     except UserError as error:
         print(error)
         return error.exit_code

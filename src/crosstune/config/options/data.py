@@ -73,7 +73,7 @@ class DataOptions:
     )
     eval_metric: str = option(
         "auto",
-        "Metric besides the loss; auto: exact_match for the bundled data, otherwise the loss only",
+        "Additional metric; auto: exact_match for the bundled data, otherwise the loss only",
         choices=("auto", "loss", "exact_match"),
         needs=(EVALUATION,),
     )

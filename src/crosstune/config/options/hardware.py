@@ -34,7 +34,7 @@ def _emulated_names() -> Sequence[str]:
 class HardwareOptions:
     backend: str = option(
         "auto",
-        "Backend to train on; auto takes the first available one",
+        "Backend to train on; auto: the first available one",
         choices=_backend_names,
         env="FSDP_BACKEND",
         on_resume=OnResume.OWN_MACHINE,
@@ -47,7 +47,7 @@ class HardwareOptions:
     )
     precision: str = option(
         "auto",
-        "Number format of weights and computation; auto takes the best one that works on the backend",
+        "Number format of weights and computation; auto: the best one that works on the backend",
         choices=PRECISIONS,
         on_resume=OnResume.OWN_MACHINE,
     )
@@ -60,8 +60,8 @@ class HardwareOptions:
     use_flash_attention: bool | None = option(None, "Use flash attention; unset: wherever it is available")
     kernels: str = option(
         "auto",
-        "Decoder layers: general are those of transformers, fast are fused for adapters on a frozen base (Llama, Mistral, "
-        "Qwen, Gemma, Phi-3); auto takes the fast ones for LoRA in bf16 on an NVIDIA GPU and on a CPU with fast 16-bit products",
+        "Decoder layers: general (from transformers) or fast, fused for adapters on a frozen base (Llama, Mistral, "
+        "Qwen, Gemma, Phi-3); auto: fast for LoRA in bf16 on an NVIDIA GPU and on a CPU with fast 16-bit products",
         choices=("auto", "fast", "general"),
         needs=(TORCH_ENGINE,),
         on_resume=OnResume.OWN_MACHINE,

@@ -17,7 +17,6 @@ from crosstune.config.conditions import (
 )
 from crosstune.config.option import OnResume, option
 from crosstune.config.train_types import TRAIN_TYPE_PARTS
-from crosstune.config.unbuilt import LLAMA_PRO_ON_MLX
 from crosstune.core.names import plugin_names
 from crosstune.core.quantizers import quantizer_names
 
@@ -35,9 +34,8 @@ class MethodOptions:
     recipe: str = option("sft", "Kind of training", choices=_recipe_names)
     train_type: str = option(
         "lora",
-        "Training method; types with qlora, bnb or hqq in their name quantize the frozen base",
+        "Training method; types with qlora, bnb or hqq in their name quantize the frozen base; llama_pro needs a torch backend",
         choices=tuple(TRAIN_TYPE_PARTS),
-        unbuilt=LLAMA_PRO_ON_MLX,
     )
     base_precision: str = option(
         "auto",

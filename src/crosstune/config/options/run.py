@@ -21,7 +21,7 @@ MISMATCHES = ("model", "data", "eval_data", "order", "quantization", "trainable"
 
 
 LONGEST_NAME_BYTES = 200
-"""A file system takes 255, and crosstune appends to the name: `~1`, a suffix of an archive or of a temporary folder."""
+"""File systems allow 255; crosstune appends to the name: `~1`, the suffix of an archive or a temporary folder."""
 
 
 def mismatches(value: str) -> list[str]:
@@ -128,8 +128,8 @@ class RunOptions:
     )
     result: str = option(
         "auto",
-        "The weights to write as the result: those with the lowest evaluation loss (best), or those of the last step "
-        "(last); auto is best if there was more than one evaluation",
+        "The weights to write as the result: with the lowest evaluation loss (best) or of the last step (last); "
+        "auto is best if there was more than one evaluation",
         choices=("auto", "best", "last"),
         on_resume=OnResume.FREE,
     )

@@ -47,7 +47,7 @@ class TrainingOptions:
     )
     eval_batch_size: int = option(
         0,
-        "Rows per batch of an evaluation; 0 for those of batch_size, and for at least 16 prompts at a time in generation",
+        "Rows per batch of an evaluation; 0: batch_size, and at least 16 prompts at a time in generation",
         low=0,
         high=2**20,
         on_resume=OnResume.FREE,

@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.recipe_spec import RecipeSpec
 from crosstune.config.schema import Config
 from crosstune.core.events import Observer
 from crosstune.recipes.judge.open_splits import open_judge_data
-from crosstune.recipes.judge.presets import OPTIONS as PRESET_OPTIONS
-from crosstune.recipes.judge.presets import choose_preset
-from crosstune.recipes.judge.read_items import TARGETS as COLUMNS
+from crosstune.recipes.judge.presets import OPTIONS, choose_preset
+from crosstune.recipes.judge.read_items import TARGETS
 from crosstune.recipes.judge.recipe import JudgeRecipe
 from crosstune.recipes.judge.verdicts import choose_format
-
-__all__ = ["COLUMNS", "PRESET_OPTIONS", "check_data", "choose_preset", "next_commands", "open_recipe"]
 
 
 def open_recipe(config: Config, *, model_folder: Path, observer: Observer | None = None) -> JudgeRecipe:
@@ -30,8 +28,19 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
 
 
 def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what to do with a finished run: a judge answers with verdicts, so there is nothing to chat about."""
+    """Return the commands for a finished run: a judge answers with verdicts, so there is no chat."""
     return [
         ("use it", f"crosstune judge predict {run} --input answers.jsonl --output verdicts.jsonl"),
         ("test it", f"crosstune judge eval {run} --dataset labelled.jsonl"),
     ]
+
+
+SPEC = RecipeSpec(
+    open=open_recipe,
+    data_options=("dataset", "eval_dataset", "test_dataset"),
+    columns=TARGETS,
+    preset_options=tuple(OPTIONS),
+    choose_preset=choose_preset,
+    check_data=check_data,
+    next_commands=next_commands,
+)

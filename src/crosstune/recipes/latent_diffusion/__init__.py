@@ -9,6 +9,7 @@ from typing import Any
 
 from crosstune.config.facts import Preset
 from crosstune.config.load import cache_override, make_config
+from crosstune.config.recipe_spec import RecipeSpec
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer
@@ -19,11 +20,8 @@ from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, is_pair_f
 from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.settings import make_modes
 
-NEEDS_BASE_MODEL = False
-ENGINES = ("torch",)
 _DEFAULTS = {"dataset": "grammar", "train_type": "full", "lr": 1e-3, "batch_size": 64, "eval_samples": 256}
-"""Defaults of this recipe, on every backend."""
-PRESET_OPTIONS = tuple(_DEFAULTS)
+"""Options whose default is another one with this recipe, on every backend."""
 _MEANINGLESS = {
     "its model starts from random weights": "model_name base_adapter llama_pro_path quantization_backend no_4bit",
     "its texts have the tokenizer of their folder of pairs": "tokenizer chat_template",
@@ -137,3 +135,16 @@ def _open(config: Config) -> PairFolder:
             do="build the pairs with --max_tokens and --too_long drop, or use a larger --context_length",
         )
     return pairs
+
+
+SPEC = RecipeSpec(
+    open=open_recipe,
+    needs_base_model=False,
+    engines=("torch",),
+    preset_options=tuple(_DEFAULTS),
+    choose_preset=choose_preset,
+    check_dataset=check_dataset,
+    check_data=check_data,
+    check_options=check_options,
+    next_commands=next_commands,
+)

@@ -1,0 +1,64 @@
+"""Describe a recipe to the rest of the package, and load it by the name of its file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from crosstune.config.facts import Preset
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
+from crosstune.core.events import Observer
+from crosstune.core.machine import BackendReport
+from crosstune.core.names import load_plugin, plugin_names
+from crosstune.core.protocols import Recipe
+
+PACKAGE = "crosstune.recipes"
+
+
+class OpensRecipe(Protocol):
+    def __call__(self, config: Config, *, model_folder: Any, observer: Observer) -> Recipe: ...
+
+
+class ChecksData(Protocol):
+    def __call__(self, config: Config, *, model_folder: Path | None) -> list[str]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeSpec:
+    """The entry points of a recipe. Its file exposes one as `SPEC`; a part left out has the default behaviour."""
+
+    open: OpensRecipe
+    """Open the data. `model_folder` is None for a recipe that brings its own model."""
+    needs_base_model: bool = True
+    """False for a recipe that builds its own model."""
+    engines: tuple[str, ...] = ()
+    """The engines with a task; empty for all. `--backend auto` chooses no other."""
+    data_options: tuple[str, ...] = ("dataset", "eval_dataset")
+    """The options that name data."""
+    columns: Sequence[str] | None = None
+    """The names that --columns may map to; None for the columns of conversations."""
+    preset_options: tuple[str, ...] = ()
+    """The options that `choose_preset` may set."""
+    choose_preset: Callable[[Config, BackendReport], Mapping[str, Preset]] | None = None
+    """Return a value and a reason for each option that was left open and has another default on this backend."""
+    check_dataset: Callable[[str], None] | None = None
+    """Raise a UserError for a data set that the recipe cannot read; by default it is a file of rows or texts."""
+    check_data: ChecksData | None = None
+    """Raise a UserError for a bad row and return what was not checked; `model_folder` is None when the model is not here."""
+    check_options: Callable[[Config], list[UserError]] | None = None
+    """Return a problem for each option without meaning in a recipe that brings its own model."""
+    next_commands: Callable[[str, Mapping[str, Any]], list[tuple[str, str]]] | None = None
+    """Return a label and a command for each use of a finished run, from its quoted path and resolved options."""
+
+
+def load_recipe(name: str) -> RecipeSpec:
+    """Return the spec of a recipe; raise a UserError with the existing names when there is none."""
+    spec: RecipeSpec = load_plugin(PACKAGE, name, kind="recipe").SPEC
+    return spec
+
+
+def recipe_names() -> list[str]:
+    return plugin_names(PACKAGE)

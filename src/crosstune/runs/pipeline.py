@@ -1,0 +1,242 @@
+"""The story of a run: read the request, gather facts, resolve, open data and model, resume, train, save, report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from crosstune.config.load import to_yaml
+from crosstune.config.plan import Plan
+from crosstune.config.schema import Config
+from crosstune.core.durations import parse_duration
+from crosstune.core.errors import UserError
+from crosstune.core.events import Observer, Observers, RunMovedAside, Started, Warned
+from crosstune.core.metric_names import check_metric_names
+from crosstune.core.plain_files import read_plain_text
+from crosstune.core.ranks import Group, SingleProcess
+from crosstune.core.record import Record, RunRecord, holds_run, move_aside, read_log
+from crosstune.core.run_lock import InUse, hold
+from crosstune.core.secrets import redact, redact_command
+from crosstune.data.tokenizer import TEMPLATE_LIMIT
+from crosstune.distributed.group import check_shared_folder
+from crosstune.distributed.restart import remember_folder
+from crosstune.loop.stop import StopSignal
+from crosstune.loop.train import Deadline
+from crosstune.models.identity import identity
+from crosstune.planner.gather import make_plan, may_have_several_devices, with_all_devices
+from crosstune.runs.execute import Execution
+from crosstune.runs.folder import run_folder
+from crosstune.runs.prepare import PreparedRun, prepare
+from crosstune.runs.resume import KEPT_FILES, find_resumed_folder, for_record, names_path, read_request
+from crosstune.tracking.observe import Tracking
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    folder: Path
+    summary: dict[str, Any]
+    failure: UserError | None = None
+    """The error that ended the run early; all steps before it are kept."""
+
+
+def train(
+    config: Config,
+    *,
+    observers: Sequence[Observer] = (),
+    command: Sequence[str] | None = None,
+    group: Group | None = None,
+    stop: StopSignal | None = None,
+    tracking: Tracking | None = None,
+) -> RunResult:
+    """Train as configured. Problems with the request are raised before the run folder is made.
+
+    Every process of a `group` calls this; only the first one reports and writes. A request in `stop` ends the run after
+    the current step. Trackers that are given stay open after the training.
+    """
+    if config.emulate is not None:
+        raise UserError(
+            "train does not emulate.", do="call crosstune.emulate.verdict.emulate, or leave out --emulate"
+        )
+    started = time.monotonic()
+    group = group if group is not None else SingleProcess()
+    screen = Observers(list(observers) if group.ranks.first else [])
+    with hold_run(config, group) as folder:
+        prepared = prepare(config, folder, group, screen)
+        if (done := _already_finished(prepared, group)) is not None:
+            return done
+        limit = prepared.config.time_limit
+        with Tracking() as own:
+            tracking = tracking or own
+            described = describe(prepared, command=command)
+            record, observer = _begin(prepared, described, group=group, screen=screen, tracking=tracking)
+            execution = Execution(
+                prepared=prepared,
+                described=described,
+                record=record,
+                observer=observer,
+                deadline=Deadline(at=started + parse_duration(limit)) if limit else None,
+                group=group,
+                stop=stop or StopSignal(),
+                tracking=tracking,
+            )
+            summary = execution.run()
+        return RunResult(folder=record.folder, summary=summary, failure=execution.failure)
+
+
+@contextlib.contextmanager
+def hold_run(config: Config, group: Group) -> Iterator[Path]:
+    """Choose the folder of a run and hold its lock, before anything in it is read. The first process holds it for all;
+    a run without a name gets the next free one."""
+    with contextlib.ExitStack() as stack:
+        folder, taken = choose_folder(config), list[Path]()
+        while group.ranks.first:
+            try:
+                stack.enter_context(hold(folder))
+                break
+            except InUse:
+                if config.name is not None or config.resume != "none":
+                    raise
+                taken.append(folder)
+                folder = run_folder(config, taken=taken)
+        folder = Path(group.share(str(folder.absolute()) if group.ranks.size > 1 else str(folder)))
+        remember_folder(group, folder)
+        yield folder
+
+
+def choose_folder(config: Config) -> Path:
+    """Return the folder of the run that a request starts or continues."""
+    return find_resumed_folder(config) if names_path(config) else run_folder(config)
+
+
+def _already_finished(prepared: PreparedRun, group: Group) -> RunResult | None:
+    """Return the existing result if the run is finished and has no further steps."""
+    folder, point = prepared.folder, prepared.point
+    summary = read_log(folder / "summary.json") if prepared.in_place and group.ranks.first else {}
+    finished = point is not None and point.step >= prepared.recipe.num_steps()
+    if not group.any(finished and summary.get("status") == "finished"):
+        return None
+    return RunResult(folder=folder, summary=summary | {"status": "finished", "already_finished": True})
+
+
+def describe(prepared: PreparedRun, *, command: Sequence[str] | None) -> dict[str, Any]:
+    """Return the contents of plan.json."""
+    plan, model, recipe, point = prepared.plan, prepared.model, prepared.recipe, prepared.point
+    base: dict[str, Any] = {"name": plan.config.recipe, "source": "recipe"}
+    if model is not None:
+        base = dataclasses.asdict(model) | {"path": str(model.path), "identity": identity(model.path)}
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    if prepared.in_place:  # keep the time of the first process
+        created = read_log(prepared.folder / "plan.json").get("created", created)
+    return plan.to_json() | {
+        "name": prepared.folder.name,
+        "created": created,
+        "command": redact_command(list(command)) if command is not None else None,
+        "num_steps": recipe.num_steps(),
+        "model": base,
+        "data": recipe.describe(),
+        "identity": prepared.identified,
+        "resumed_from": point.facts() if point is not None else None,
+        "warnings": list(prepared.warnings),
+    }
+
+
+def _begin(
+    prepared: PreparedRun,
+    described: Mapping[str, Any],
+    *,
+    group: Group,
+    screen: Observer,
+    tracking: Tracking,
+) -> tuple[Record, Observer]:
+    """Make the run folder or open it again, start the trackers, and report the start of the run."""
+    plan, recipe, folder, point = prepared.plan, prepared.recipe, prepared.folder, prepared.point
+    check_metric_names(recipe.task(plan.engine).metric_names, weight_name=recipe.weight_name)
+    record: Record = Record(folder)
+    if group.ranks.first:
+        record = _open_record(prepared, described, screen)
+    check_shared_folder(group, folder)
+    if group.ranks.first:
+        tracking.start(
+            plan.config,
+            described,
+            folder=folder,
+            report=Observers([screen, record]),
+            in_place=prepared.in_place,
+            resumes_at=point.step if point is not None else 0,
+            earlier=point.run if point is not None else None,
+        )
+    observer = Observers([record, screen, tracking])
+    observer.on_event(
+        Started(
+            folder=str(folder),
+            data=recipe.describe(),
+            num_steps=recipe.num_steps(),
+            processes=_processes(plan),
+        )
+    )
+    for event in prepared.early.events:
+        record.on_event(event)
+    for sentence in prepared.warnings:
+        observer.on_event(Warned(message=sentence))
+    return record, observer
+
+
+def _open_record(prepared: PreparedRun, described: Mapping[str, Any], screen: Observer) -> RunRecord:
+    folder, point = prepared.folder, prepared.point
+    config_yaml = to_yaml(for_record(prepared.config))
+    if prepared.in_place:
+        assert point is not None
+        record = RunRecord.reopen(folder, config_yaml=config_yaml, plan=described, step=point.step)
+    else:
+        if holds_run(folder):
+            screen.on_event(RunMovedAside(path=str(move_aside(folder))))
+        record = RunRecord.create(folder, config_yaml=config_yaml, plan=described)
+        if point is not None:
+            record.carry_on(point.run / "metrics.jsonl", step=point.step)
+    _keep_files(folder, prepared.plan.config)
+    for adjustment in prepared.plan.adjustments:
+        record.on_event(adjustment.to_event())
+    return record
+
+
+def _keep_files(folder: Path, config: Config) -> None:
+    """Copy the files that options name into the run, so that it can continue if they are moved."""
+    for option, name in KEPT_FILES.items():
+        source, copy = Path(getattr(config, option) or "").expanduser(), folder / name
+        if source.is_file() and source.resolve() != copy.resolve():
+            text = read_plain_text(source, limit=TEMPLATE_LIMIT)
+            copy.write_text(redact(text) if option == "mlx_config" else text, encoding="utf-8")
+
+
+def _processes(plan: Plan) -> str:
+    """Return a description of the processes of a run for the screen; an empty text for one process."""
+    if plan.world_size == 1:
+        return ""
+    over = f" over {plan.collective}" if plan.collective else ""
+    strategy = f", {plan.config.sharding_strategy}" if plan.engine == "torch" else ""
+    return f"{plan.world_size} on {plan.backend.name}{over}{strategy}"
+
+
+def num_processes(config: Config, *, num_local: int | None = None) -> int:
+    """Return the number of processes to start on this machine; raise any problem with the plan of the run.
+
+    `num_local` is the number that was asked for with variables instead of --world_size; -1 for one per device.
+    """
+    config, _ = read_request(config, observer=Observers(), hashes=False)
+    if num_local is not None:
+        asked = {**config.asked, "world_size": "NPROC_PER_NODE"}
+        config = dataclasses.replace(config, world_size=num_local, asked=asked)
+    if config.world_size == 1 or (config.world_size == -1 and not may_have_several_devices()):
+        return 1
+    return make_plan(with_all_devices(config)).world_size
+
+
+def plan_here(config: Config) -> Plan:
+    """Return the plan of a run on this machine as one process would make it, for its backend and engine."""
+    return make_plan(read_request(config, observer=Observers(), hashes=False)[0])
