@@ -97,15 +97,10 @@ def test_the_quantizer_is_one_that_runs_there(machine: str, backend: str, asked:
     ("train_type", "parts"),
     [
         ("full", ("full", "none")),
-        ("lora", ("lora", "none")),
         ("custom_lora", ("lora", "none")),
-        ("qlora", ("lora", "bnb")),
         ("custom_qlora", ("lora", "bnb")),
-        ("hqq_lora", ("lora", "hqq")),
         ("hqq_dora", ("dora", "hqq")),
-        ("bnb_dora", ("dora", "bnb")),
         ("bnb_llama_pro", ("llama_pro", "bnb")),
-        ("hqq_llama_pro", ("llama_pro", "hqq")),
     ],
 )
 def test_a_train_type_is_a_method_and_a_quantizer(train_type: str, parts: tuple[str, str]) -> None:

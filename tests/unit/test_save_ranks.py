@@ -131,8 +131,8 @@ def test_a_failed_write_is_raised_where_all_ranks_are(
     )
     checkpoints.save(OneWeight(), 3, evaluations={}, wait=True)
     with pytest.raises(SaveFailed, match="no room"):
-        checkpoints.agreement.check()
-    checkpoints.agreement.check()
+        checkpoints.deferred.check()
+    checkpoints.deferred.check()
 
 
 def test_too_little_memory_for_a_part_is_a_failed_save(

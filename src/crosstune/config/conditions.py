@@ -39,10 +39,14 @@ class Condition:
     summary: str
     """For the table of options, after "only with"; empty when the option's own text says it."""
     holds: Callable[[ResolvedOptions], bool]
-    otherwise: str
-    """The reason that the option has no effect; a template for `ResolvedOptions.values`."""
+    otherwise: str = ""
+    """The reason that the option has no effect; a template for `ResolvedOptions.values`. By default it names the summary."""
     recipe: str = ""
     """The only recipe that has the option, if it is one recipe's."""
+
+    def reason(self, resolved: ResolvedOptions) -> str:
+        plain = self.summary.replace("`", "")
+        return self.otherwise.format(**resolved.values()) or f"has no effect without {plain}"
 
 
 def shards_weights(strategy: str) -> bool:
@@ -50,10 +54,10 @@ def shards_weights(strategy: str) -> bool:
     return strategy not in REPLICATED
 
 
-def idle_reason(needs: Sequence[Condition], decided: ResolvedOptions) -> str | None:
+def idle_reason(needs: Sequence[Condition], resolved: ResolvedOptions) -> str | None:
     """Return the reason of the first condition that does not hold, or None if all hold."""
-    failing = next((condition for condition in needs if not condition.holds(decided)), None)
-    return failing.otherwise.format(**decided.values()) if failing is not None else None
+    failing = next((condition for condition in needs if not condition.holds(resolved)), None)
+    return failing.reason(resolved) if failing is not None else None
 
 
 def _with_trackers(*names: str) -> Condition:
@@ -62,7 +66,6 @@ def _with_trackers(*names: str) -> Condition:
     return Condition(
         summary=" or ".join(f"`{flag}`" for flag in flags),
         holds=lambda now: bool({*names} & {*trackers_in(now.options["log_to"])}),
-        otherwise=f"has no effect without {' or '.join(flags)}",
     )
 
 
@@ -75,12 +78,11 @@ def _with_recipe(name: str) -> Condition:
     )
 
 
-def _with_option(*names: str, value: str = "") -> Condition:
+def _with_option(*names: str) -> Condition:
     """Return the condition that one of these options is set to something else than 0 or false."""
     return Condition(
         summary=" or ".join(f"`--{name}`" for name in names),
         holds=lambda now: any(now.options[name] for name in names),
-        otherwise=f"has no effect without {' or '.join(f'--{name}' for name in names)}{value}",
     )
 
 
@@ -102,7 +104,6 @@ BLOCKS_TO_ADD = Condition(
 QUANTIZED_BASE = Condition(
     summary="a quantized base",
     holds=lambda now: now.quantizer is not None,
-    otherwise="has no effect without a quantized base",
 )
 QUANTIZING_TRAIN_TYPE = Condition(
     summary="a train type that quantizes",
@@ -122,7 +123,6 @@ DOUBLE_QUANT = Condition(
 STREAMED_LOADING = Condition(
     summary="a quantized base or llama_pro",
     holds=lambda now: now.quantizer is not None or now.method == "llama_pro",
-    otherwise="has no effect without a quantized base",
 )
 TORCH_ENGINE = Condition(
     summary="the torch engine",
@@ -165,19 +165,16 @@ SCHEDULE_WITH_FLOOR = Condition(
 EVALUATION = Condition(
     summary="evaluation",
     holds=lambda now: not now.options["skip_eval"] and now.options["eval_samples"] > 0,
-    otherwise="has no effect without evaluation",
 )
 NO_SKIP_EVAL = Condition(
     summary="evaluation",
     holds=lambda now: not now.options["skip_eval"],
-    otherwise="has no effect without evaluation",
 )
 SAVING = _with_option("save_steps", "save_minutes")
-EVALUATIONS = _with_option("eval_steps", value=" N")
+EVALUATIONS = _with_option("eval_steps")
 RESUMING = Condition(
     summary="`--resume`",
     holds=lambda now: now.options["resume"] != "none",
-    otherwise="has no effect without --resume",
 )
 PROJECTS = _with_trackers("wandb", "weave", "trackio")
 TRACKER_GROUPS = _with_trackers("wandb", "trackio")

@@ -50,20 +50,20 @@ class DeferredErrors:
 class KeepingErrors:
     """An observer that keeps the failure of a record until all processes can raise it."""
 
-    def __init__(self, observer: Observer, agreement: DeferredErrors) -> None:
-        self._observer, self._agreement = observer, agreement
+    def __init__(self, observer: Observer, deferred: DeferredErrors) -> None:
+        self._observer, self._deferred = observer, deferred
 
     def on_step(self, metrics: StepMetrics) -> None:
         try:
             self._observer.on_step(metrics)
         except RecordFailed as error:
-            self._agreement.keep(error)
+            self._deferred.keep(error)
 
     def on_event(self, event: Event) -> None:
         try:
             self._observer.on_event(event)
         except RecordFailed as error:
-            self._agreement.keep(error)
+            self._deferred.keep(error)
 
 
 def _to_text(problem: UserError | None) -> str:

@@ -68,11 +68,11 @@ class Checkpoints:
         manifest: Callable[[int], Manifest],
         observer: Observer,
         group: Group | None = None,
-        agreement: DeferredErrors | None = None,
+        deferred: DeferredErrors | None = None,
     ) -> None:
         self.root, self.policy, self.manifest, self.observer = root, policy, manifest, observer
         self.group = group if group is not None else SingleProcess()
-        self.agreement = agreement if agreement is not None else DeferredErrors(self.group)
+        self.deferred = deferred if deferred is not None else DeferredErrors(self.group)
         self.writes = self.group.ranks.first
         self.newest: Path | None = None
         self.last_step = 0
@@ -205,7 +205,7 @@ class Checkpoints:
             return
         if divided:
             raise error
-        self.agreement.keep(error)
+        self.deferred.keep(error)
 
 
 def _fits_in_memory(num_trained: int) -> bool:

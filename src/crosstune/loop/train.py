@@ -87,18 +87,18 @@ class Training:
             except (SaveFailed, RecordFailed, OutOfMemory):  # reported as far as it can be
                 raise error from None  # the one that stopped the run
             finally:
-                self._agreement.problem = None
+                self._deferred.problem = None
             raise
         except BaseException:
             with contextlib.suppress(SaveFailed):  # already reported as an event
                 self.checkpoints.finish()  # the thread that writes would die with the process
             raise
         self.checkpoints.finish()
-        self._agreement.check()
+        self._deferred.check()
 
     @property
-    def _agreement(self) -> DeferredErrors:
-        return self.checkpoints.agreement
+    def _deferred(self) -> DeferredErrors:
+        return self.checkpoints.deferred
 
     def _can_save_after(self, error: BaseException) -> bool:
         """Return whether the state can be exported after an error. A sharded state needs every process, and only some
@@ -174,7 +174,7 @@ class Training:
             progress.stopped_early = True
             message = early_stopping_message(progress.evaluations, patience=self.config.early_stopping)
             self.observer.on_event(Warned(message=message, step=progress.steps))
-            if self._agreement.any(self.checkpoints.due_at_end(progress.steps)):
+            if self._deferred.any(self.checkpoints.due_at_end(progress.steps)):
                 self._save()
         return True
 
@@ -187,7 +187,7 @@ class Training:
 
     def _stop_together(self) -> None:
         """Stop in every process of the run if any of them has a request to stop."""
-        if self._agreement.any(self.stop.requested):
+        if self._deferred.any(self.stop.requested):
             self.stop.request("another process of the run")
             raise StopRequested(self.stop.reason)
 
@@ -196,7 +196,7 @@ class Training:
         done = self.progress.steps
         self.checkpoints.poll()
         save_last = done == num_steps and self.checkpoints.due_at_end(done)
-        if self._agreement.any(save_last or self.checkpoints.due(done)):
+        if self._deferred.any(save_last or self.checkpoints.due(done)):
             self._save()
         self._evaluate_if_due(num_steps)
 
@@ -281,8 +281,8 @@ class Training:
         return True
 
     def _choose_smaller(self, error: OutOfMemory, *, step: int) -> None:
-        """Go on with fewer rows at a time, or raise the error: where nothing can be halved, where --strict forbids a
-        change, and where the other processes of the run do not know of the error."""
+        """Halve the rows at a time, or raise the error: if nothing can be halved, --strict forbids a change, or other
+        processes of the run do not know of the error."""
         alone = self.group.ranks.size == 1
         smaller = halve(self.config, doing=error.doing) if alone or error.shared else None
         if smaller is None or self.config.strict:
@@ -293,7 +293,7 @@ class Training:
         self.observer.on_event(event)
 
     def _adopt_smaller(self) -> None:
-        """Give the new sizes to the recipe. The error is gone by now; what did not fit may be in cycles with its frames."""
+        """Configure the recipe with the new sizes, after freeing the arrays in reference cycles with the error's frames."""
         gc.collect()
         self.recipe.configure(self.config)
 

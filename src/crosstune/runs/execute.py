@@ -86,9 +86,9 @@ class Execution:
     def __post_init__(self) -> None:
         self.plan, self.recipe = self.prepared.plan, self.prepared.recipe
         self.point, self.ranks = self.prepared.point, self.group.ranks
-        self.agreement = DeferredErrors(self.group)
+        self.deferred = DeferredErrors(self.group)
         if self.ranks.size > 1:
-            self.observer = KeepingErrors(self.observer, self.agreement)
+            self.observer = KeepingErrors(self.observer, self.deferred)
         self.scale = LossScale(enabled=needs_loss_scale(self.plan.precision))
 
     def run(self) -> dict[str, Any]:
@@ -198,7 +198,7 @@ class Execution:
             extra["result"], extra["result_step"] = str(result), step
             costs = cost_of_saving(result)
             self.observer.on_event(ResultSaved(path=str(result), step=step, against_trained=costs))
-        self.agreement.check()
+        self.deferred.check()
 
     def _evaluation(self, step: int | None) -> dict[str, Any] | None:
         found = self.progress.eval_metrics.get(step) if step is not None else None
@@ -210,7 +210,7 @@ class Execution:
         if self.progress.steps > self.checkpoints.last_step and self._is_good(session):
             with contextlib.suppress(SaveFailed):  # already reported as an event
                 self._save_checkpoint(session)
-            self.agreement.forget_failed_save()
+            self.deferred.forget_failed_save()
 
     def _save_checkpoint(self, session: Session) -> None:
         assert self.checkpoints is not None
@@ -248,7 +248,7 @@ class Execution:
         try:
             self.record.on_plan(self.described)
         except RecordFailed as error:
-            self.agreement.keep(error)
+            self.deferred.keep(error)
 
     def _train(self, session: Session, stop: StopSignal) -> UserError | None:
         """Train, and return the error that ended it early if the weights are still usable."""
@@ -283,7 +283,7 @@ class Execution:
             self.progress.status = "stopped"
             with contextlib.suppress(SaveFailed):  # already reported as an event
                 self._save_checkpoint(session)
-            self.agreement.forget_failed_save()
+            self.deferred.forget_failed_save()
         except (NonFiniteError, PeerLost) as error:
             return error
         return self._watch.error if self._watch is not None else None
@@ -327,7 +327,7 @@ class Execution:
             manifest=self._manifest,
             observer=self.observer,
             group=self.group,
-            agreement=self.agreement,
+            deferred=self.deferred,
         )
         checkpoints.last_step = self.point.step if self.point is not None else 0
         return checkpoints
