@@ -55,7 +55,7 @@ LOADED = {"name": "run", "backend": "cpu", "engine": "torch", "checkpoint": None
 RESUMED = {"checkpoint": "c", "step": 4, "backend": "cpu", "adapted": ["a"], "allowed_differences": ["b"]}
 SAVED = {"step": 4, "path": "p", "bytes": 9, "blocked_s": 0.1, "seconds": 0.2, "removed": ["step-00000001"]}
 RECOVERED = {"step": 3, "doing": "a step", "cause": "2 GiB", "changed": {"batch_size": 2}}
-ADJUSTED = Adjustment(option="precision", asked="bf16", used="fp32", reason="no bf16", kind="change")
+ADJUSTED = Adjustment(option="precision", requested="bf16", used="fp32", reason="no bf16", kind="change")
 ADJUSTED_ROW = {"option": "precision", "asked": "bf16", "used": "fp32", "reason": "no bf16", "sort": "change"}
 
 # Events whose rows are their fields. Reports read rows of older runs: only additions may change these tables.
