@@ -162,7 +162,7 @@ def compare(
     try:
         run = train(config)
     except UserError as error:
-        return f"refused: {error.asked}", True
+        return f"refused: {error.message}", True
     ours = [row["loss"] for row in read_jsonl(run.folder / "metrics.jsonl")]
     recipe = open_recipe(config, model_folder=model, observer=Observers())
     order = [recipe.rows(step) for step in range(num_steps)]

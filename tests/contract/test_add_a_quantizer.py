@@ -84,7 +84,7 @@ def test_what_it_lacks_is_refused(shop: Workshop, changed: dict[str, object], wo
         "from crosstune.torch_engine.quantized import open_quantizer\n"
         f"spec = QuantSpec(**{fields!r})\n"
         "try: open_quantizer(spec).check(spec, (64, 64))\n"
-        "except UserError as error: print(error.asked)"
+        "except UserError as error: print(error.message)"
     )
     assert words in shop.python(code)
 

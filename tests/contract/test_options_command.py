@@ -40,7 +40,7 @@ def test_examples_are_requests_that_work(tmp_path: Path, monkeypatch: pytest.Mon
     for option in option_list():
         words = describe_option(option).example.split()
         assert words[:2] == ["crosstune", "train"]
-        assert list(load_config(words[2:], environment={}).asked) == [option.name]
+        assert list(load_config(words[2:], environment={}).sources) == [option.name]
 
 
 def test_a_part_of_a_name_lists_the_options_with_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,7 +83,7 @@ model: Model = run.load()
 one: str = model.generate("a")
 many: list[str] = model.generate(["a", "b"])
 folder: Path = model.merge("out")
-problems: list[str] = [problem.asked for problem in report.problems]
+problems: list[str] = [problem.message for problem in report.problems]
 """
 
 

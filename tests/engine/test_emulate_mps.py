@@ -127,9 +127,9 @@ def test_backward_and_optimizer_are_seen_and_the_numbers_are_those_of_a_plain_ru
     plain, watched = open_session(plan, model), open_session(plan, model)
     watch = Watch("mps", quantizer="none", environment={})
     for step in range(2):
-        expected = train_step(plain, recipe.window(step), lr=1e-3)
+        expected = train_step(plain, recipe.micro_batches(step), lr=1e-3)
         with watch.during("step"):
-            result = train_step(watched, recipe.window(step), lr=1e-3)
+            result = train_step(watched, recipe.micro_batches(step), lr=1e-3)
         assert result.loss == pytest.approx(expected.loss, rel=1e-5)
         assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
     seen = watch.seen.operators

@@ -52,7 +52,7 @@ def opened(
     recipe = SftRecipe(plan.config, model_folder=tiny_model, cache=folder)
     session = open_session(plan, ModelFolder(name=str(tiny_model), path=tiny_model, source="folder"))
     for _ in range(60):
-        if train_step(session, recipe.window(0), lr=config.lr).loss < 0.02:
+        if train_step(session, recipe.micro_batches(0), lr=config.lr).loss < 0.02:
             break
     return recipe, session
 
@@ -94,7 +94,7 @@ def test_one_wrong_token_makes_an_answer_wrong(opened: Opened) -> None:
     wrong = dataclasses.replace(first, tokens=tokens)
     found = session.evaluate([pad_rows([first, wrong], pad_id=0)])
     assert found.metrics["exact_match"] == 0.5
-    assert "exact_match" not in train_step(session, recipe.window(0), lr=0.0).metrics
+    assert "exact_match" not in train_step(session, recipe.micro_batches(0), lr=0.0).metrics
 
 
 def test_answers_are_numbered_over_rows_and_documents() -> None:

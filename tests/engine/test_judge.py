@@ -91,7 +91,7 @@ def test_the_loss_is_the_cross_entropy_to_divided_labels(
     opened: Opened, tiny_model: Path, data: Path, verdict: str
 ) -> None:
     config = make_config(**options(tiny_model, data, "cpu", verdict=verdict))
-    batch, session = JudgeRecipe(config, model_folder=tiny_model).window(0)[0], opened[1]
+    batch, session = JudgeRecipe(config, model_folder=tiny_model).micro_batches(0)[0], opened[1]
     assert (batch.shares > 0).sum() == 4, "every row has a divided label"
     expected = 0.0
     for row in range(4):
@@ -113,14 +113,14 @@ def test_only_the_verdict_and_its_end_carry_loss(tiny_model: Path, data: Path) -
     assert len(taught) == 2 and taught[-1] in recipe.tokenizer.stop_ids
     assert recipe.tokenizer.decode(taught[:1]) in "0123456789"
     hard = JudgeRecipe(replace(config, soft_scores=False), model_folder=tiny_model)
-    assert not hard.window(0)[0].shares.any()
+    assert not hard.micro_batches(0)[0].shares.any()
 
 
 def test_both_engines_take_the_same_steps(tiny_model: Path, data: Path) -> None:
     losses = {}
     for engine, backend in ENGINES.items():
         recipe, session = open_parts(tiny_model, data, backend, verdict="score")
-        losses[engine] = [train_step(session, recipe.window(step), lr=5e-3).loss for step in range(3)]
+        losses[engine] = [train_step(session, recipe.micro_batches(step), lr=5e-3).loss for step in range(3)]
     assert losses["mlx"] == pytest.approx(losses["torch"], rel=2e-4)
     assert losses["torch"][2] < losses["torch"][0]
 

@@ -47,7 +47,7 @@ def learned(pairs: PairFolder, steps: int, **options: Any) -> LatentDiffusionRec
         **options,
     )
     for step in range(steps):
-        session.backward([session.prepare(batch) for batch in recipe.window(step)])
+        session.backward([session.prepare(batch) for batch in recipe.micro_batches(step)])
         session.update(lr=5e-3 * min(1.0, (step + 1) / 15) * min(1.0, 2 * (steps - step) / steps))
     return recipe
 

@@ -74,7 +74,7 @@ def test_every_trained_weight_has_a_gradient(pairs: PairFolder, mode: str) -> No
     assert bool(frozen) == (mode in ("l2t", "t2l"))
     assert any(name.startswith("latent_head") for name in frozen) == (mode == "l2t")
     assert any(name.startswith("length_out") for name in frozen) == (mode == "t2l")
-    session.backward([session.prepare(batch) for batch in recipe.window(0)])
+    session.backward([session.prepare(batch) for batch in recipe.micro_batches(0)])
     missing = [name for name, p in session.model.named_parameters() if p.requires_grad and p.grad is None]
     assert not missing
 
@@ -84,19 +84,19 @@ def test_two_micro_batches_equal_one_large_batch(pairs: PairFolder, mode: str) -
     whole, session = opened(pairs, loss_type=mode, batch_size=16)
     unsettle(session.model)
     halves, _ = opened(pairs, loss_type=mode, batch_size=8, gradient_accumulation_steps=2)
-    assert [batch.weight for batch in halves.window(3)] == [8, 8]
-    one, two = gradients(session, whole.window(3)), gradients(session, halves.window(3))
+    assert [batch.weight for batch in halves.micro_batches(3)] == [8, 8]
+    one, two = gradients(session, whole.micro_batches(3)), gradients(session, halves.micro_batches(3))
     assert_same_gradients(two, one)
 
 
 def test_checkpointed_gradients_equal_plain_ones(pairs: PairFolder) -> None:
     recipe, session = opened(pairs, loss_type="random")
     unsettle(session.model)
-    plain = gradients(session, recipe.window(0))
+    plain = gradients(session, recipe.micro_batches(0))
     session.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     calls: list[int] = []
     hook = session.model.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    again = gradients(session, recipe.window(0))
+    again = gradients(session, recipe.micro_batches(0))
     hook.remove()
     assert len(calls) == 2  # forward, and once more in the backward pass
     for name in plain:
@@ -110,7 +110,7 @@ def test_leaving_padding_out_gives_the_same_losses_and_gradients(
     monkeypatch.setattr(torch_parts, "_WORTH_SKIPPING", 0.01)
     recipe, session = opened(pairs, loss_type=mode, use_gradient_checkpointing=checkpointing)
     unsettle(session.model)
-    window = recipe.window(0)
+    window = recipe.micro_batches(0)
     padded, of_padded = session.evaluate(window), gradients(session, window)
     recipe._task.skips_padding = session.model.aligns_logits = True
     assert "real_row" in session.prepare(window[0]).arrays
@@ -123,7 +123,7 @@ def test_leaving_padding_out_gives_the_same_losses_and_gradients(
 def test_rows_without_padding_are_taken_as_they_are(pairs: PairFolder) -> None:
     recipe, session = opened(pairs)
     recipe._task.skips_padding = True
-    [batch] = recipe.window(0)
+    [batch] = recipe.micro_batches(0)
     full = replace(batch, lengths=np.full_like(batch.lengths, batch.tokens.shape[1]))
     assert "real_row" not in session.prepare(full).arrays
 
@@ -134,7 +134,7 @@ def test_attention_that_holds_its_scores_gives_the_same_losses(pairs: PairFolder
         recipe, session = opened(pairs, loss_type="random", use_flash_attention=fused)
         unsettle(session.model)
         assert all(block.fuses_attention == (fused is None) for block in session.model.blocks)
-        found.append(gradients(session, recipe.window(0)))
+        found.append(gradients(session, recipe.micro_batches(0)))
     assert_same_gradients(found[1], found[0])
 
 
@@ -152,7 +152,9 @@ def test_compiled_blocks_train_alike_and_a_second_training_compiles_nothing(
         recipe._task.skips_padding = session.model.aligns_logits = True
         found = []
         for step in range(4):
-            found.append(session.backward([session.prepare(batch) for batch in recipe.window(step)]).loss)
+            found.append(
+                session.backward([session.prepare(batch) for batch in recipe.micro_batches(step)]).loss
+            )
             session.update(lr=1e-3)
         recipe._task.sampler().decode(recipe.train.latents[:4], options=DecodeOptions(steps=2))
         return found
@@ -188,7 +190,7 @@ def test_the_losses_are_those_of_an_independent_model(pairs: PairFolder, kind: s
         text_loss_weight=1.3,
     )
     unsettle(session.model)
-    [batch] = recipe.window(2)
+    [batch] = recipe.micro_batches(2)
     with torch.no_grad():
         loss, sums = session.task.loss(session.model, session._to_device(session.prepare(batch)))
     weights = {name: tensor.double().numpy() for name, tensor in session.model.state_dict().items()}
@@ -260,7 +262,7 @@ def test_the_average_is_evaluated_and_the_weights_go_on(pairs: PairFolder) -> No
     recipe, session = opened(pairs, ema_decay=0.5)
     by_hand: dict[str, torch.Tensor] = {}
     for step in range(4):
-        session.backward([session.prepare(batch) for batch in recipe.window(step)])
+        session.backward([session.prepare(batch) for batch in recipe.micro_batches(step)])
         session.update(lr=1e-2)
         for name, master in session.masters.masters.items():
             before = by_hand.get(name, master.detach().clone())
@@ -308,7 +310,7 @@ def test_a_gpu_that_leaves_padding_out_learns_as_the_cpu(
         )
         losses = []
         for step in range(10):
-            window = [session.prepare(batch) for batch in recipe.window(step)]
+            window = [session.prepare(batch) for batch in recipe.micro_batches(step)]
             assert ("real_row" in window[0].arrays) == on_gpu
             losses.append(session.backward(window).loss)
             session.update(lr=1e-3)
@@ -327,7 +329,9 @@ def test_bf16_on_a_gpu_learns_as_fp32_on_the_cpu(pairs: PairFolder) -> None:
         assert all(p.dtype == torch.float32 for p in session.model.parameters())
         losses = []
         for step in range(20):
-            losses.append(session.backward([session.prepare(batch) for batch in recipe.window(step)]).loss)
+            losses.append(
+                session.backward([session.prepare(batch) for batch in recipe.micro_batches(step)]).loss
+            )
             session.update(lr=1e-3)
         tokens = (
             recipe._task.sampler().decode(recipe.train.latents[:4], options=DecodeOptions(steps=2)).tokens

@@ -41,13 +41,13 @@ def saved_steps(tmp_path: Path) -> list[int]:
 
 def test_windows_are_made_beside_the_steps(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[str] = set()
-    window = SftRecipe.window
+    window = SftRecipe.micro_batches
 
     def watched(recipe: SftRecipe, step: int) -> Any:
         threads.add(threading.current_thread().name)
         return window(recipe, step)
 
-    monkeypatch.setattr(SftRecipe, "window", watched)
+    monkeypatch.setattr(SftRecipe, "micro_batches", watched)
     assert train(make_config(**options)).summary["steps"] == 5
     assert threads == {"prefetch"}
 
@@ -56,14 +56,14 @@ def test_windows_are_made_beside_the_steps(options: dict[str, Any], monkeypatch:
 def test_an_error_in_the_data_of_a_step_loses_no_step(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type[BaseException]
 ) -> None:
-    window = SftRecipe.window
+    window = SftRecipe.micro_batches
 
     def failing(recipe: SftRecipe, step: int) -> Any:
         if step == 3:
             raise error
         return window(recipe, step)
 
-    monkeypatch.setattr(SftRecipe, "window", failing)
+    monkeypatch.setattr(SftRecipe, "micro_batches", failing)
     with pytest.raises(error):
         train(make_config(**options))
     assert saved_steps(tmp_path) == [3]

@@ -67,7 +67,7 @@ SESSION = "crosstune.torch_engine.session.TorchSession"
         (
             numpy_allocation,
             "crosstune.recipes.sft.SftRecipe",
-            "window",
+            "micro_batches",
             4,
             3,
             "--use_gradient_checkpointing",

@@ -44,7 +44,7 @@ for asked in json.loads(pathlib.Path(sys.argv[1]).read_text()):
 try:
     train(make_config(**asked | {"name": "other", "resume": "none", "seed": group.ranks.rank}), group=group)
 except UserError as error:
-    print("refused:", error.asked)
+    print("refused:", error.message)
 assert group.any(group.ranks.rank == 1) and not group.any(False) and not group.same(str(group.ranks.rank))
 assert group.share("näher" * (1 + group.ranks.rank)) == "näher"
 """

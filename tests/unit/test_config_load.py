@@ -40,7 +40,7 @@ def test_every_option_is_a_flag_with_dashes_or_underscores(
             value = (durations | {"allow_mismatch": "data"}).get(option.name, option.default or value)
         for name in (option.name, option.name.replace("_", "-"), *option.aliases):
             config = load(f"--{name}", value)
-            assert option.name in config.asked
+            assert option.name in config.sources
             assert getattr(config, option.name) == option.type(value if option.type is not bool else True)
 
 
@@ -108,4 +108,4 @@ def test_what_was_asked_round_trips_through_its_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(to_yaml(asked))
     assert load(file=file) == asked
-    assert set(load(file=file).asked) == {"lr", "name", "packing", "warmup_steps"}
+    assert set(load(file=file).sources) == {"lr", "name", "packing", "warmup_steps"}

@@ -128,7 +128,7 @@ def test_a_fault_in_a_later_row_is_named(
 ) -> None:
     with pytest.raises(UserError, match=words) as caught:
         read(tiny_model, write_jsonl([{"prompt": "a", "completion": "b"}, row]))
-    assert "line 2" in caught.value.asked
+    assert "line 2" in caught.value.message
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_a_packed_run_sees_each_example_once_an_epoch(tiny_model: Path, write_js
     )
 
     def totals(recipe: SftRecipe) -> tuple[int, int]:
-        batches = [batch for step in range(recipe.num_steps()) for batch in recipe.window(step)]
+        batches = [batch for step in range(recipe.num_steps()) for batch in recipe.micro_batches(step)]
         return sum(b.num_tokens for b in batches), sum(b.weight for b in batches)
 
     assert totals(packed) == totals(plain)
@@ -103,7 +103,7 @@ def test_a_packed_run_sees_each_example_once_an_epoch(tiny_model: Path, write_js
         make_config(**(options | {"num_epochs": 0}), packing=True, max_steps=9), model_folder=tiny_model
     )
     assert steps.num_steps() == 9
-    assert all(batch.input_ids.shape[0] == 2 for batch in steps.window(8))
+    assert all(batch.input_ids.shape[0] == 2 for batch in steps.micro_batches(8))
 
 
 def test_a_short_last_step_counts_the_rows_it_had() -> None:

@@ -318,8 +318,8 @@ def test_what_cannot_be_data_is_named_with_its_option(
     for name in (str(tmp_path / "empty"), "/dev/null"):
         with pytest.raises(UserError) as caught:
             open_source(name, needs_training=needs_training)
-        assert name in caught.value.asked
-        assert option in caught.value.asked or (needs_training and "dataset" in caught.value.asked)
+        assert name in caught.value.message
+        assert option in caught.value.message or (needs_training and "dataset" in caught.value.message)
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444], ids=["not to be read", "names alone to be read"])
@@ -332,7 +332,7 @@ def test_a_folder_that_the_system_refuses_is_named(mode: int) -> None:
         with as_other_user(), pytest.raises(UserError) as caught:
             open_source(str(data))
         data.chmod(0o755)
-    assert str(data) in caught.value.asked and "Permission denied" in caught.value.why
+    assert str(data) in caught.value.message and "Permission denied" in caught.value.why
 
 
 @pytest.mark.parametrize(("name", "is_told"), [("more", True), (".hidden", False), ("lost+found", False)])

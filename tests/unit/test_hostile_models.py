@@ -172,4 +172,4 @@ def test_control_characters_in_the_name_of_the_base_are_refused(adapter: Path) -
     change(adapter / "adapter_config.json", base_model_name_or_path="\x1b]52;c;aGk=\x07")
     with pytest.raises(UserError) as caught:
         find_trained(str(adapter))
-    assert "adapter_config.json" in caught.value.why and str(adapter) in caught.value.asked
+    assert "adapter_config.json" in caught.value.why and str(adapter) in caught.value.message

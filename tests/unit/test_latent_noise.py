@@ -214,7 +214,7 @@ def test_the_originals_file_is_read(tmp_path: Path) -> None:
         "sequential_schedule": "l2t:5,t2l:6",
     }
     assert expected.items() <= config.options_asked().items()
-    assert "num_epochs" not in config.asked  # the number of steps ends the run
+    assert "num_epochs" not in config.sources  # the number of steps ends the run
 
 
 def test_what_the_originals_file_means_otherwise_is_refused(tmp_path: Path) -> None:

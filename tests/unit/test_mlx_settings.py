@@ -48,7 +48,7 @@ def test_words_of_mlx_lm_become_options(tmp_path: Path) -> None:
     assert config.lora_target_modules == "self_attn.q_proj,mlp.up_proj"
     assert (config.lr, config.batch_size, config.max_steps, config.context_length) == (1e-5, 3, 7, 512)
     assert config.use_gradient_checkpointing and config.train_on_prompt and config.seed == 4
-    assert config.asked["lr"] == str(path)
+    assert config.sources["lr"] == str(path)
 
 
 def test_a_flag_comes_before_the_file(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_change_is_reported_unless_it_leaves_the_training_as_it_is() -> None:
 
 def test_what_was_asked_of_one_start_is_not_kept() -> None:
     asked = make_config(name="x", resume="auto", overwrite=True, time_limit="1h", allow_mismatch="data")
-    assert set(for_record(asked).asked) == {"name"}
+    assert set(for_record(asked).sources) == {"name"}
 
 
 @pytest.mark.parametrize("option", ["seed", "skip_eval", "eval_samples", "truncation"])

@@ -50,7 +50,7 @@ def test_a_name_that_means_the_same_is_the_option(tmp_path: Path) -> None:
         value = option.choices[0] if option.choices else "wandb" if option.name == "log_to" else value
         config = make_config(**{name: value})
         assert getattr(config, option.name) == convert_value(option, value, "here"), name
-        assert list(config.asked) == [option.name] and config.renamed == {option.name: name}
+        assert list(config.sources) == [option.name] and config.renamed == {option.name: name}
     for config in (
         load("--lora_r", "3"),
         load("--lora-r=3"),
@@ -70,7 +70,7 @@ def test_any_other_name_is_explained(tmp_path: Path) -> None:
 
 def test_a_switch_that_is_off_says_nothing(tmp_path: Path) -> None:
     file = write(tmp_path, "load_in_8bit: false\nload_in_4bit: false\ndeepspeed:\nval_set_size:\nlr: 0.1\n")
-    assert set(load(file=file).asked) == {"lr"}
+    assert set(load(file=file).sources) == {"lr"}
     with pytest.raises(ConfigError, match="load_in_4bit"):
         load(file=write(tmp_path, "load_in_4bit: true\n"))
     with pytest.raises(ConfigError, match="shuffle"):

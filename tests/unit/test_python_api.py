@@ -43,7 +43,7 @@ def test_unknown_names_are_missing() -> None:
 def test_options_are_those_of_the_command() -> None:
     config = read_config({"model_name": Path("some/model"), "lora_target_modules": ["q_proj", "v_proj"]})
     assert (config.model_name, config.lora_target_modules) == ("some/model", "q_proj,v_proj")
-    assert config.asked == {"model_name": "argument", "lora_target_modules": "argument"}
+    assert config.sources == {"model_name": "argument", "lora_target_modules": "argument"}
     with pytest.raises(UserError, match="did you mean lora_rank"):
         read_config({"lora_rnk": 3})
 

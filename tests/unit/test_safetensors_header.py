@@ -57,7 +57,7 @@ def test_a_bad_header_is_refused_by_the_name_of_its_file(tmp_path: Path, name: s
     path = write(tmp_path / "x.safetensors", header)
     with pytest.raises(BadSafetensors) as caught:
         read_header(path)
-    assert str(path) in caught.value.asked
+    assert str(path) in caught.value.message
     assert words in caught.value.why
     assert caught.value.short() == f"x.safetensors: {caught.value.why}"
 

@@ -87,7 +87,7 @@ def test_what_is_not_json_is_said(tmp_path: Path, text: bytes, why: str) -> None
     with pytest.raises(UnreadableFile) as caught:
         read_json(path)
     assert why in caught.value.why
-    assert str(path) in caught.value.asked
+    assert str(path) in caught.value.message
 
 
 def test_files_of_other_tools_may_repeat_keys_and_hold_nan() -> None:
@@ -189,7 +189,7 @@ def test_plain_yaml(tmp_path: Path) -> None:
 def test_yaml_that_expands_or_fails_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(UnreadableFile) as caught:
         yaml_of(tmp_path, text)
-    assert "c.yaml" in caught.value.asked
+    assert "c.yaml" in caught.value.message
     assert len(str(caught.value)) < 1000
 
 

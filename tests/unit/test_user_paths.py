@@ -27,7 +27,7 @@ UNKNOWN = "~nobody-has-this-account/models"
 def test_an_unknown_home_is_named_with_its_option(words: list[str], said: str) -> None:
     with pytest.raises(UserError) as caught:
         check_home(words)
-    assert caught.value.asked.startswith(said)
+    assert caught.value.message.startswith(said)
     assert "no such account" in str(caught.value) and "full path" in caught.value.do
 
 

@@ -33,9 +33,9 @@ def put_into_python(error: UserError, written: Mapping[str, str]) -> None:
     if isinstance(error, ConfigError):
         for problem in error.problems:
             put_into_python(problem, written)
-    error.asked, error.why, error.do = (
+    error.message, error.why, error.do = (
         _FLAG.sub(lambda found: found["command"] or found["name"], _arguments(text, written))
-        for text in (error.asked, error.why, error.do)
+        for text in (error.message, error.why, error.do)
     )
 
 

@@ -64,7 +64,7 @@ class Parser(argparse.ArgumentParser):
             name = argparse._get_action_name(action) or "argument"
             names = [str(choice) for choice in action.choices]
             wrong = unknown_name(name, str(value), names)
-            raise UserError(f"{self.prog}: {wrong.asked}", do=f"{wrong.do} See: {self.prog} --help")
+            raise UserError(f"{self.prog}: {wrong.message}", do=f"{wrong.do} See: {self.prog} --help")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}", do=f"see: {self.prog} --help")

@@ -214,7 +214,7 @@ def _export(own: Any, flags: Sequence[str]) -> int:
     from crosstune.runs.resume import pick_checkpoint
 
     config = load_config(flags)
-    unused = sorted(set(config.asked) - {"backend", "model_name"})
+    unused = sorted(set(config.sources) - {"backend", "model_name"})
     if unused:
         raise UserError(
             f"export takes no --{unused[0]}.",
@@ -226,7 +226,7 @@ def _export(own: Any, flags: Sequence[str]) -> int:
             own.out.absolute(),
             observer=screen,
             backend=config.backend,
-            model_name=config.model_name if "model_name" in config.asked else None,
+            model_name=config.model_name if "model_name" in config.sources else None,
         )
     return print_result(report, [f"written  {report['path']} (step {report['step']})"], as_json=own.json)
 

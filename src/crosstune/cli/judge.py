@@ -118,7 +118,7 @@ def _eval(own: argparse.Namespace, config: Config) -> int:
 
     folder = Path(own.target).expanduser()
     trained = run_config(folder)
-    if trained is not None and "dataset" not in config.asked:
+    if trained is not None and "dataset" not in config.sources:
         report = _measure_run(folder, own, config)
     else:
         report = _test_on(own, config)
@@ -143,7 +143,7 @@ def _measure_run(folder: Path, own: argparse.Namespace, config: Config) -> dict[
     backend = config.backend
     if own.target is None:  # right after the training
         backend = backend_for_test(config, str(read_json(folder / "plan.json").get("backend")))
-    items = data.test[: config.eval_samples] if "eval_samples" in config.asked else data.test
+    items = data.test[: config.eval_samples] if "eval_samples" in config.sources else data.test
     request = _make_request(own, config, target=str(folder), backend=backend)
     return _test(request, items, own, config, out=own.out or folder, train=data.train)
 
@@ -151,7 +151,7 @@ def _measure_run(folder: Path, own: argparse.Namespace, config: Config) -> dict[
 def _make_request(own: argparse.Namespace, config: Config, *, target: str, backend: str) -> JudgeRequest:
     from crosstune.results.judge import JudgeRequest
 
-    asked = config.asked
+    asked = config.sources
     return JudgeRequest(
         target=target,
         base=own.base,
@@ -169,11 +169,11 @@ def _test_on(own: argparse.Namespace, config: Config) -> dict[str, Any]:
     from crosstune.recipes.judge.open_splits import item_reader, read_split
     from crosstune.results.judge import judge_scale
 
-    if "dataset" not in config.asked:
+    if "dataset" not in config.sources:
         raise UserError(f"What should {own.target} be tested on?", do="pass --dataset with labelled items")
     request = _make_request(own, config, target=own.target, backend=config.backend)
     items = read_split(item_reader(config, scale=judge_scale(request)), config.dataset, "test")
-    if "eval_samples" in config.asked:
+    if "eval_samples" in config.sources:
         items = items[: config.eval_samples]
     return _test(request, items, own, config, out=own.out, train=())
 
@@ -216,7 +216,7 @@ def _evaluate_file(own: argparse.Namespace, config: Config) -> int:
     from crosstune.recipes.judge.predictions import read_predictions
     from crosstune.recipes.judge.scale import read_scale
 
-    scale, asked = read_scale(config.score_scale), "score_scale" in config.asked
+    scale, asked = read_scale(config.score_scale), "score_scale" in config.sources
     read = read_predictions(own.predictions, scale=scale, scale_asked=asked)
     others = read.others or baseline_verdicts(read.items, scale=read.scale)
     report = evaluate_beside(read.items, read.found, scale=read.scale, others=others)
@@ -268,7 +268,7 @@ def _data(own: argparse.Namespace, config: Config) -> int:
     from crosstune.recipes.judge.prompts import training_messages
     from crosstune.recipes.judge.verdicts import choose_format
 
-    if "dataset" not in config.asked:
+    if "dataset" not in config.sources:
         raise UserError(
             "judge data needs a data set.", do="crosstune judge data FILE|FOLDER|judge_translations"
         )

@@ -134,7 +134,7 @@ def plan_to_json(
         "prediction": found,
         "own_model": own.to_json(plan) if own is not None else None,
         "settings": _settings(plan),
-        "cannot_train": [problem.asked for problem in checked.problems] if checked else [],
+        "cannot_train": [problem.message for problem in checked.problems] if checked else [],
         "not_checked": checked.not_checked if checked else [],
         "warnings": checked.warnings if checked else [],
     }
@@ -172,7 +172,7 @@ def _describe_settings(plan: Plan) -> list[str]:
 
 
 def _demo_hint(config: Config) -> str:
-    is_demo = "dataset" not in config.asked and config.recipe == "sft"
+    is_demo = "dataset" not in config.sources and config.recipe == "sft"
     return " (the bundled demo data; pass your own with --dataset)" if is_demo else ""
 
 
@@ -258,7 +258,7 @@ def _plan_lines(
     for sentence in checked.not_checked:
         yield f"{'not checked':<12} {sentence}", None
     for problem in checked.problems:
-        yield f"{'cannot train':<12} {problem.asked}", ERROR
+        yield f"{'cannot train':<12} {problem.message}", ERROR
 
 
 def run_emulated(config: Config, *, machine: str | None, as_json: bool, with_plan: bool) -> int:

@@ -55,7 +55,7 @@ def open_screen(config: Config, *, as_json: bool = False, quiet: bool = False) -
         stream.unblock()
     screen = Screen(
         live=shown == "tqdm" and not quiet,
-        every=config.log_every_n_steps if "log_every_n_steps" in config.asked else None,
+        every=config.log_every_n_steps if "log_every_n_steps" in config.sources else None,
         verbose=config.verbose,
         stream=stream,
     )

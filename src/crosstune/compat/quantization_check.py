@@ -38,7 +38,7 @@ def check_config(config: QuantizationConfig) -> None:
             # Any shape that the group size divides; the shapes of real layers are checked once there is a model.
             open_quantizer(spec).check(spec, (spec.group_size, spec.group_size))
         except UserError as error:
-            raise ValueError(" ".join([error.asked, error.do]).strip()) from error
+            raise ValueError(" ".join([error.message, error.do]).strip()) from error
 
 
 def without_effect(config: QuantizationConfig) -> list[str]:

@@ -27,7 +27,7 @@ class Draft:
         return self.values.get(option, getattr(self.request, option))
 
     def is_asked(self, option: str) -> bool:
-        return option in self.request.asked
+        return option in self.request.sources
 
     def set(self, option: str, used: Any, reason: str, *, kind: Kind | None = None) -> None:
         """Use another value. By default it is a `change` of a value that the user set, and a `choice` otherwise."""

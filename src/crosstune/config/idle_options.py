@@ -14,7 +14,7 @@ def warn_without_effect(draft: Draft, decided: ResolvedOptions) -> None:
     folder = facts.stored.source if facts.stored is not None else None
     for option in option_list():
         reason = idle_reason(option.needs, decided)
-        if reason and draft.is_asked(option.name) and draft.request.asked[option.name] != folder:
+        if reason and draft.is_asked(option.name) and draft.request.sources[option.name] != folder:
             draft.warn(option.name, reason)
     without_metal = decided.engine == "mlx" and not facts.machine.system.startswith("Darwin")
     for reason in idle_settings(facts.mlx_settings, without_metal=without_metal):

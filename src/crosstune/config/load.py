@@ -135,7 +135,7 @@ def _build(given: Given, problems: list[UserError]) -> Config:
     raise_all(problems)
     return Config(
         **values,
-        asked={name: setting.source for name, setting in given.items()},
+        sources={name: setting.source for name, setting in given.items()},
         renamed={name: setting.peers_name for name, setting in given.items() if setting.peers_name},
     )
 

@@ -140,7 +140,7 @@ class Plan:
     def replaced(self) -> list[Adjustment]:
         """Return the adjustments of options that the user set, including those set to `auto`."""
         return [
-            a for a in self.adjustments if a.kind in ("choice", "change") and a.option in self.config.asked
+            a for a in self.adjustments if a.kind in ("choice", "change") and a.option in self.config.sources
         ]
 
 

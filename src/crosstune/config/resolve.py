@@ -102,9 +102,9 @@ def _with_stored_quantization(config: Config, facts: Facts) -> Config:
     library, stored = TRAIN_TYPE_PARTS[config.train_type][1], facts.stored
     if library == "none" or stored is None or library not in ("auto", stored.quantizer):
         return config
-    given = {name: value for name, value in stored.options.items() if name not in config.asked}
-    sources = {**config.asked, **dict.fromkeys(given, stored.source)}
-    return replace(config, **given, asked=sources)
+    given = {name: value for name, value in stored.options.items() if name not in config.sources}
+    sources = {**config.sources, **dict.fromkeys(given, stored.source)}
+    return replace(config, **given, sources=sources)
 
 
 def _num_sharing(draft: Draft, world_size: int) -> int:

@@ -50,7 +50,7 @@ class Config(
 ):
     """The options of a run, as the user set them or by default."""
 
-    asked: Mapping[str, str] = field(default_factory=dict, compare=False)
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Option that was set -> the source of its value: 'flag --lr', 'FSDP_BACKEND', a file, or 'argument'."""
 
     renamed: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -64,7 +64,7 @@ class Config(
         return {
             option.name: option.written(getattr(self, option.name))
             for option in option_list()
-            if option.name in self.asked
+            if option.name in self.sources
         }
 
 

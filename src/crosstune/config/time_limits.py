@@ -56,7 +56,7 @@ def limit_warnings(config: Config, environment: Mapping[str, str]) -> list[str]:
     """Return a sentence for each limit that cannot be meant, and for each variable that contradicts it."""
     limits, warnings = limits_of(config), list[str]()
     for name in ("collective_timeout", "heartbeat_timeout"):
-        if name in config.asked and (text := getattr(config, name)):
+        if name in config.sources and (text := getattr(config, name)):
             warnings += _unlikely(name, parse_duration(text))
     asked_s = parse_duration(config.heartbeat_timeout) if config.heartbeat_timeout else limits.heartbeat_s
     if asked_s < limits.collective_s:
@@ -68,7 +68,7 @@ def limit_warnings(config: Config, environment: Mapping[str, str]) -> list[str]:
         given = environment.get(variable, "").strip()
         if (
             given
-            and config.asked.get(name, variable) != variable
+            and config.sources.get(name, variable) != variable
             and _seconds(given) != parse_duration(getattr(config, name))
         ):
             warnings.append(f"{variable} is {given}, but --{name} {getattr(config, name)} is used")

@@ -44,16 +44,16 @@ class UserError(Exception):
 
     exit_code = EXIT_USER_MUST_ACT
 
-    def __init__(self, asked: str, *, why: str = "", do: str = "") -> None:
-        self.asked, self.why, self.do = readable(asked), readable(why), readable(do)
-        super().__init__(self.asked)
+    def __init__(self, message: str, *, why: str = "", do: str = "") -> None:
+        self.message, self.why, self.do = readable(message), readable(why), readable(do)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())  # which may have been completed since it was raised
 
     def lines(self) -> list[str]:
         return [
-            self.asked,
+            self.message,
             *(f"  why: {self.why}",) * bool(self.why),
             *(f"  do:  {self.do}",) * bool(self.do),
         ]
@@ -79,7 +79,7 @@ class NonFiniteError(UserError):
     def with_blame(self, blame: str, *, num_skipped: int) -> NonFiniteError:
         """Return the error with the layer or weight where it began."""
         left_out = f" {num_skipped} such steps were skipped before." if num_skipped else ""
-        return NonFiniteError(self.asked, why=f"{blame}; {self.why}{left_out}", do=self.do)
+        return NonFiniteError(self.message, why=f"{blame}; {self.why}{left_out}", do=self.do)
 
 
 class PeerLost(UserError):
@@ -149,6 +149,6 @@ def naming(option: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if option not in error.asked:
-            error.asked = f"{error.asked.rstrip('.')} (--{option})."
+        if option not in error.message:
+            error.message = f"{error.message.rstrip('.')} (--{option})."
         raise

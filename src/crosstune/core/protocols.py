@@ -276,7 +276,7 @@ class Recipe(Protocol):
         """Set the final resolved options; the data does not change."""
         ...
 
-    def window(self, step: int) -> Sequence[Batch]:
+    def micro_batches(self, step: int) -> Sequence[Batch]:
         """Return the micro-batches of optimizer step `step`, counted from 0. They depend on nothing but the step."""
         ...
 

@@ -112,8 +112,8 @@ class RecordFailed(UserError):
 class RecordFailedElsewhere(RecordFailed):
     """Raised in a process that does not write the record."""
 
-    def __init__(self, asked: str, *, why: str, do: str) -> None:
-        UserError.__init__(self, asked, why=why, do=do)
+    def __init__(self, message: str, *, why: str, do: str) -> None:
+        UserError.__init__(self, message, why=why, do=do)
 
 
 def _room(path: Path, error: OSError) -> str:
@@ -213,7 +213,7 @@ class RunRecord(Record):
         except UserError as error:
             kept = path if self._carried is not None else set_aside(path)
             self.on_event(
-                Warned(message=f"the earlier rows are not shown: {error.asked} It is kept as {kept}")
+                Warned(message=f"the earlier rows are not shown: {error.message} It is kept as {kept}")
             )
             return []
         return [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= last]

@@ -72,7 +72,7 @@ class Encoder:
 
 def located(error: UserError, part: Part, number: int) -> UserError:
     """Return an error about a row that begins with the file and the row's number."""
-    return UserError(f"{part.place(number)}: {error.asked}", why=error.why, do=error.do)
+    return UserError(f"{part.place(number)}: {error.message}", why=error.why, do=error.do)
 
 
 @dataclass

@@ -64,8 +64,8 @@ def naming_rank(group: Group) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if not group.ranks.first and not error.asked.startswith(group.ranks.name):
-            error.asked = f"{group.ranks.name}: {error.asked}"
+        if not group.ranks.first and not error.message.startswith(group.ranks.name):
+            error.message = f"{group.ranks.name}: {error.message}"
         raise
 
 
@@ -129,8 +129,8 @@ def with_world(config: Config, ranks: Ranks) -> Config:
     """Set world_size to the number of processes, so that the record of the run has it."""
     if ranks.size == 1 or config.world_size != -1:
         return config
-    asked = {**config.asked, "world_size": "the processes that were started"}
-    return dataclasses.replace(config, world_size=ranks.size, asked=asked)
+    asked = {**config.sources, "world_size": "the processes that were started"}
+    return dataclasses.replace(config, world_size=ranks.size, sources=asked)
 
 
 def share_machine(group: Group, probe: Callable[[], Machine]) -> Machine:

@@ -37,7 +37,7 @@ def restarted(config: Config, folder: Path, *, has_checkpoint: bool) -> Config:
     """Return the request of a restarted process: continue from the newest checkpoint, or begin the run again."""
     changed: dict[str, Any] = {"name": folder.name, "output_dir": str(folder.parent)}
     changed |= {"resume": str(folder), "overwrite": False} if has_checkpoint else {"overwrite": True}
-    asked = {**config.asked, **dict.fromkeys(changed, "the restart")}
+    asked = {**config.sources, **dict.fromkeys(changed, "the restart")}
     if has_checkpoint:
         asked.pop("overwrite")
-    return dataclasses.replace(config, **changed, asked=asked)
+    return dataclasses.replace(config, **changed, sources=asked)

@@ -116,7 +116,7 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
             f"--emulate {name} and --backend {config.backend} contradict each other.",
             do=f"leave --backend out, or use --backend {device.BACKEND}",
         )
-    config = replace(config, backend=device.BACKEND, asked={**config.asked, "backend": "--emulate"})
+    config = replace(config, backend=device.BACKEND, sources={**config.sources, "backend": "--emulate"})
     config, _ = read_request(config, observer=screen, hashes=False)
     there = load_machine(machine or device.MACHINE)
     plan = make_plan(config, machine=there)
@@ -160,7 +160,7 @@ def _run(plan: Plan, model: ModelFolder, recipe: Recipe, watch: Any, screen: Obs
     losses = []
     for step in range(recipe.num_steps()):
         with watch.during(f"step {step + 1}"):
-            window = prepare_window(session, recipe.window(step))
+            window = prepare_window(session, recipe.micro_batches(step))
             losses.append(take_step(session, window, lr=plan.config.lr).loss)
     with watch.during("checkpoint"):
         session.export_state()

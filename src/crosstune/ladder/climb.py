@@ -143,7 +143,7 @@ class Ladder:
         try:
             _plan(new)
         except UserError as error:
-            return Verdict(False, f"refused: {error.asked} {error.why}".strip()), None
+            return Verdict(False, f"refused: {error.message} {error.why}".strip()), None
         comparison = self._compare(name, base=self._now(), new=new, left=left)
         return judge(comparison, promise=rung.promise, gain=rung.gain, goal=self.goal), comparison
 

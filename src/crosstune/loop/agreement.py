@@ -69,7 +69,7 @@ class KeepingErrors:
 def _to_text(problem: UserError | None) -> str:
     if problem is None:
         return ""
-    fields = {"asked": problem.asked, "why": problem.why, "do": problem.do}
+    fields = {"message": problem.message, "why": problem.why, "do": problem.do}
     return json.dumps({"record": isinstance(problem, RecordFailed), **fields})
 
 
@@ -81,4 +81,4 @@ def _from_text(text: str) -> UserError:
         )
     fields = json.loads(text)
     kind = RecordFailedElsewhere if fields.pop("record") else SaveFailed
-    return kind(fields["asked"], why=f"the first process could not write: {fields['why']}", do=fields["do"])
+    return kind(fields["message"], why=f"the first process could not write: {fields['why']}", do=fields["do"])

@@ -50,7 +50,7 @@ def describe_recovery(error: OutOfMemory, after: Config, *, step: int) -> Recove
     accumulation = after.gradient_accumulation_steps
     same_rows = after.batch_size * accumulation * max(1, after.world_size) == after.rows_per_step
     rest = f"--gradient_accumulation_steps {accumulation}" if same_rows else ""
-    if not same_rows and "rows_per_step" not in after.asked:
+    if not same_rows and "rows_per_step" not in after.sources:
         rest = f"--rows_per_step {after.rows_per_step}"
     return Recovered(
         step=step,

@@ -18,11 +18,11 @@ def _windows(recipe: Recipe, *, step: int, like: LossMeasurement | None) -> tupl
     end of the run."""
     if like is not None:
         last = min(like.first_step + like.num_steps, recipe.num_steps())
-        return like.first_step, [recipe.window(number) for number in range(like.first_step, last)]
+        return like.first_step, [recipe.micro_batches(number) for number in range(like.first_step, last)]
     first = step if step < recipe.num_steps() else 0
     windows: list[Sequence[Batch]] = []
     while sum(map(len, windows)) < NUM_BATCHES and first + len(windows) < recipe.num_steps():
-        windows.append(recipe.window(first + len(windows)))
+        windows.append(recipe.micro_batches(first + len(windows)))
     return first, windows
 
 

@@ -33,7 +33,7 @@ class Prefetch:
         self._thread = threading.Thread(target=self._prepare_all, args=(steps,), name="prefetch", daemon=True)
         self._thread.start()
 
-    def window(self, step: int) -> Sequence[PreparedBatch]:
+    def micro_batches(self, step: int) -> Sequence[PreparedBatch]:
         """Return the prepared micro-batches of a step; steps must be requested in order."""
         found = self._queue.get()
         if found.error is not None:
@@ -55,7 +55,7 @@ class Prefetch:
             if self._closed.is_set():
                 return
             try:
-                prepared = _Prepared(step, prepare_window(self._session, self._recipe.window(step)))
+                prepared = _Prepared(step, prepare_window(self._session, self._recipe.micro_batches(step)))
             except BaseException as error:  # noqa: BLE001  (raised again in the thread of the loop)
                 prepared = _Prepared(step, (), error)
             self._queue.put(prepared)

@@ -45,14 +45,14 @@ def is_asked(config: Config) -> bool:
 
 def profile_folder(config: Config, run: Path) -> Path:
     """Return the folder for the profile of a run: in the run folder, or under its name in --profiling_output."""
-    if "profiling_output" not in config.asked:
+    if "profiling_output" not in config.sources:
         return run / DEFAULT_FOLDER
     return Path(config.profiling_output).expanduser() / run.name
 
 
 def check_profile_folder(config: Config, run: Path) -> None:
     """Raise before training if the profile could not be written."""
-    if not is_asked(config) or "profiling_output" not in config.asked:
+    if not is_asked(config) or "profiling_output" not in config.sources:
         return
     folder = profile_folder(config, run)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

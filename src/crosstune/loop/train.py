@@ -128,7 +128,7 @@ class Training:
                 with self._profiled(progress.steps + 1):
                     self._start("data", step=progress.steps + 1)
                     with self._saving_on_error(), self._phase(DATA):
-                        window = prefetch.window(progress.steps)
+                        window = prefetch.micro_batches(progress.steps)
                     taken = self._take_step(progress.steps, window)
                     if taken:
                         self._save_and_evaluate(num_steps)
@@ -305,7 +305,7 @@ class Training:
         self.observer.on_event(
             NonFinite(
                 step=step + 1,
-                error=error.asked,
+                error=error.message,
                 blame=cause,
                 examples=self.recipe.rows(step),
                 skipped=skipped,

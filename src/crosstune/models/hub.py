@@ -109,7 +109,7 @@ def main() -> None:
     try:
         found = _download(sys.argv[1], progress=lambda *step: send(progress=step))
     except UserError as error:
-        send(error=error.asked, why=error.why, do=error.do, full=isinstance(error, DiskFullError))
+        send(error=error.message, why=error.why, do=error.do, full=isinstance(error, DiskFullError))
     else:
         send(path=str(found))
 

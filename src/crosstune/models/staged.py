@@ -46,7 +46,7 @@ def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
                 raise
     except DiskFullError as error:
         raise UserError(
-            error.asked, why=error.why, do="free some space, or choose an --out on a larger disk"
+            error.message, why=error.why, do="free some space, or choose an --out on a larger disk"
         ) from error
 
 

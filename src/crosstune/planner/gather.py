@@ -82,8 +82,8 @@ def with_all_devices(config: Config, *, machine: Machine | None = None) -> Confi
     plan = make_plan(config, machine=machine)
     if plan.engine == "mlx" or plan.backend.is_torch_cpu or len(plan.backend.devices) < 2:
         return config
-    asked = {**config.asked, "world_size": "all devices of the machine"}
-    return replace(config, world_size=len(plan.backend.devices), asked=asked)
+    asked = {**config.sources, "world_size": "all devices of the machine"}
+    return replace(config, world_size=len(plan.backend.devices), sources=asked)
 
 
 def _preset(config: Config, machine: Machine) -> Mapping[str, Preset]:

@@ -113,7 +113,7 @@ class SftRecipe:
     def num_steps(self) -> int:
         return self._order().num_steps()
 
-    def window(self, step: int) -> list[TokenBatch]:
+    def micro_batches(self, step: int) -> list[TokenBatch]:
         batch_size, pad_id = self.config.batch_size, self.tokenizer.pad_id
         rows = [[self.train[place] for place in row] for row in self._order().rows(step)]
         if self._packed is not None:
@@ -186,7 +186,7 @@ class SftRecipe:
 
     def _demo_note(self) -> list[str]:
         config = self.config
-        if "dataset" in config.asked:
+        if "dataset" in config.sources:
             return []
         return [
             f"no --dataset was given: this is the bundled demo data `{config.dataset}`; "

@@ -70,7 +70,7 @@ def run_config(folder: Path) -> Config | None:
         )
     known = {option.name for option in option_list()}
     config = make_config(**{name: value for name, value in options.items() if name in known})
-    return dataclasses.replace(config, asked=dict.fromkeys(asked, f"the run {folder.name}"))
+    return dataclasses.replace(config, sources=dict.fromkeys(asked, f"the run {folder.name}"))
 
 
 def backend_for_test(config: Config, trained_on: str) -> str:
@@ -201,7 +201,7 @@ def _untrained_base(trained: Trained, request: JudgeRequest) -> str:
 
 def _default_scale(config: Config, settings: JudgeSettings | None) -> Scale:
     """Return the scale of items that name none: --score_scale, or else the judge's scale."""
-    if settings is not None and "score_scale" not in config.asked:
+    if settings is not None and "score_scale" not in config.sources:
         return read_scale(settings.scale)
     return read_scale(config.score_scale)
 

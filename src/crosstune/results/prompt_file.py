@@ -73,7 +73,7 @@ def _read_row(line: str, *, place: str, system: str) -> Prompt:
     try:
         turns = to_conversation({"messages": messages}, "messages")
     except UserError as error:
-        raise UserError(f"{place}: {error.asked}", why=error.why, do=error.do or _ROWS) from error
+        raise UserError(f"{place}: {error.message}", why=error.why, do=error.do or _ROWS) from error
     assert not isinstance(turns, str), "only the format text is a text"
     reference = None
     if turns[-1]["role"] == "assistant":  # a row of training data: its answer is the reference

@@ -58,5 +58,5 @@ def _open_first(folders: Sequence[Path]) -> tuple[Checkpoint | None, str]:
         try:
             return open_checkpoint(folder), ""
         except (DamagedCheckpoint, UserError) as error:
-            reason = reason or error.asked
+            reason = reason or error.message
     return None, reason

@@ -398,4 +398,4 @@ class Execution:
             if (newest := self._newest()) is None:
                 raise
             kept = f"{error.do}; the newest checkpoint is {newest}, and --resume auto continues from it"
-            raise SaveFailed(error.asked, why=error.why, do=kept) from error
+            raise SaveFailed(error.message, why=error.why, do=kept) from error

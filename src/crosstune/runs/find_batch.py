@@ -60,7 +60,7 @@ def find_batch_size(
             remember(FILE, key, {"batch_size": size})
     chosen = Adjustment(option="batch_size", requested="auto", used=size, reason=why, kind="choice")
     observer.on_event(chosen.to_event())
-    return replace(config, batch_size=size, asked={**config.asked, "batch_size": "a search"})
+    return replace(config, batch_size=size, sources={**config.sources, "batch_size": "a search"})
 
 
 def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, group: Group) -> Found:

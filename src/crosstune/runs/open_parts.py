@@ -42,7 +42,7 @@ def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer)
         base = checkpoint.manifest.identity.get("model", {})
         raise UserError(
             f"The base model of the run, {config.model_name}, was not found.",
-            why=error.why or error.asked,
+            why=error.why or error.message,
             do=f"give its path with --model_name; its weights have the hash {str(base.get('identity'))[:12]}",
         ) from error
 

@@ -230,8 +230,8 @@ def num_processes(config: Config, *, num_local: int | None = None) -> int:
     """
     config, _ = read_request(config, observer=Observers(), hashes=False)
     if num_local is not None:
-        asked = {**config.asked, "world_size": "NPROC_PER_NODE"}
-        config = dataclasses.replace(config, world_size=num_local, asked=asked)
+        asked = {**config.sources, "world_size": "NPROC_PER_NODE"}
+        config = dataclasses.replace(config, world_size=num_local, sources=asked)
     if config.world_size == 1 or (config.world_size == -1 and not may_have_several_devices()):
         return 1
     return make_plan(with_all_devices(config)).world_size

@@ -131,8 +131,8 @@ def read_request(
         config = _continue_path(request, path, packed, checkpoint)
     stored = checkpoint.manifest.options.get("batch_size")
     if config.batch_size == AUTO and stored:
-        asked = {**config.asked, "batch_size": "the checkpoint"}
-        config = dataclasses.replace(config, batch_size=stored, asked=asked)
+        asked = {**config.sources, "batch_size": "the checkpoint"}
+        config = dataclasses.replace(config, batch_size=stored, sources=asked)
     return config, ResumePoint(checkpoint=checkpoint, measured=_measured_before(checkpoint))
 
 
@@ -165,7 +165,7 @@ def _continue_named(request: Config, checkpoint: Checkpoint) -> Config:
 def _place(request: Config, run: Path) -> dict[str, Any]:
     """Return the options for the run folder: that of the run, where the request has no other."""
     here = {"name": run.name, "output_dir": str(run.parent)}
-    return {name: value for name, value in here.items() if name not in request.asked}
+    return {name: value for name, value in here.items() if name not in request.sources}
 
 
 def _without_auto(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,8 +177,8 @@ def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
     """Make a configuration, whose values come from the request or from `other`."""
     # The weights of a base adapter are in the checkpoint.
     config = make_config(**{name: value for name, value in values.items() if name != "base_adapter"})
-    sources = {name: request.asked.get(name, other) for name in config.asked}
-    return dataclasses.replace(config, asked=sources, renamed=request.renamed)
+    sources = {name: request.sources.get(name, other) for name in config.sources}
+    return dataclasses.replace(config, sources=sources, renamed=request.renamed)
 
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
@@ -213,17 +213,17 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
 def for_record(config: Config) -> Config:
     """Return the configuration to record, without options that apply to a single start."""
     once = options_on_resume(OnResume.ONE_START)
-    asked = {name: source for name, source in config.asked.items() if name not in once}
-    return dataclasses.replace(config, asked=asked)
+    asked = {name: source for name, source in config.sources.items() if name not in once}
+    return dataclasses.replace(config, sources=asked)
 
 
 def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
     """Adapt gradient accumulation to another number of processes, so that a step keeps its rows. Where they cannot be
     divided evenly, some processes have a micro-batch less than others."""
     rows = (checkpoint.manifest.identity.get("order") or {}).get("rows_per_step")
-    batch_size = config.batch_size if "batch_size" in config.asked else None
+    batch_size = config.batch_size if "batch_size" in config.sources else None
     batch_size = batch_size or checkpoint.manifest.options.get("batch_size")
-    if not rows or not batch_size or "world_size" not in config.asked or config.world_size < 1:
+    if not rows or not batch_size or "world_size" not in config.sources or config.world_size < 1:
         return {}
     at_once = batch_size * config.world_size
     return {
@@ -299,7 +299,7 @@ def _newest(root: Path, observer: Observer, *, hashes: bool) -> Checkpoint | Non
     damaged: list[DamagedCheckpoint] = []
     found = newest_valid(root, on_damaged=damaged.append, hashes=hashes)
     for error in damaged:
-        observer.on_event(Warned(message=f"skipped: {error.asked} {error.why}"))
+        observer.on_event(Warned(message=f"skipped: {error.message} {error.why}"))
     not_folders = [path for path in root.iterdir() if step_of(path) is not None] if root.is_dir() else []
     if found is None and not damaged and not_folders:
         raise UserError(

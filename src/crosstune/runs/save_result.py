@@ -43,7 +43,7 @@ def save_result(session: Session, recipe: Recipe, folder: Path, *, writes: bool)
             target = folder / written.name
             atomic_files.put_in_place(written, target, aside=staging / "old")
     except OutOfMemory as error:
-        raise SaveFailed(error.asked, why=error.why, do="free memory, and continue the run") from error
+        raise SaveFailed(error.message, why=error.why, do="free memory, and continue the run") from error
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise SaveFailed(

@@ -205,7 +205,7 @@ class Tracking:
         run = {
             "name": folder.name,
             "project": config.project_name,
-            "project_asked": "project_name" in config.asked,
+            "project_asked": "project_name" in config.sources,
             "entity": config.entity,
             "group": config.tracker_group,
             "folder": folder.absolute(),

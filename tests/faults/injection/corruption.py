@@ -153,7 +153,7 @@ def corrupt(
         if found is None or found.step != older_step:
             problems.append(f"instead of step {older_step}, {found and found.step} was taken")
     except UserError as error:
-        if "format version" not in error.asked:  # which is refused, and not passed over
+        if "format version" not in error.message:  # which is refused, and not passed over
             problems.append(f"it was not passed over: {error}")
     assert name_of(step) == newest.name
     return Trial(kind=kind.__name__, method=method, seed=seed, problems=problems, kills=0)

@@ -178,7 +178,7 @@ def _check_layer(name: str, layer: Any, recipe: LayerStorage) -> None:
     try:
         check_storage(recipe, (layer.out_features, layer.in_features))
     except UserError as error:
-        raise UserError(f"{name}: {error.asked}", why=error.why, do=error.do) from error
+        raise UserError(f"{name}: {error.message}", why=error.why, do=error.do) from error
 
 
 def _check_shape(weight: torch.Tensor, shape: tuple[int, int]) -> None:

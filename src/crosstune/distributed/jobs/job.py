@@ -126,7 +126,7 @@ def check_request(config: Config, *, size: int) -> list[UserError]:
                 do="choose another --name",
             )
         )
-    if (config.resume == "none" and "resume" in config.asked) or _CHECKPOINT_NAME.search(config.resume):
+    if (config.resume == "none" and "resume" in config.sources) or _CHECKPOINT_NAME.search(config.resume):
         problems.append(
             UserError(
                 f"--resume {config.resume} does not go with launch.",
@@ -148,7 +148,7 @@ def restartable_flags(config: Config, words: Sequence[str], *, name: str) -> tup
     """Return the flags for train with a fixed name and `--resume auto`, unless they name a run to resume. Options from
     this shell's environment, which the machines lack, become flags."""
     own = {option.env for option in options_by_name().values() if option.env}
-    from_shell = [name for name, source in config.asked.items() if source in own]
+    from_shell = [name for name, source in config.sources.items() if source in own]
     added = [word for option in from_shell for word in (f"--{option}", str(getattr(config, option)))]
     if config.resume in ("none", "auto"):
         if config.name is None:

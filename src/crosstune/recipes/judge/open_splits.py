@@ -38,7 +38,7 @@ class JudgeData:
 
 def item_reader(config: Config, *, labelled: bool = True, scale: Scale | None = None) -> ItemReader:
     """Return a reader for the options of a configuration. `scale` is the default if neither user nor data names one."""
-    asked = "score_scale" in config.asked
+    asked = "score_scale" in config.sources
     return ItemReader(
         scale=read_scale(config.score_scale) if asked or scale is None else scale,
         scale_asked=asked,
@@ -89,7 +89,7 @@ def open_judge_data(config: Config) -> JudgeData:
     return JudgeData(
         train=train,
         val=[] if config.skip_eval else found["val"][:most],
-        test=found["test"][:most] if "eval_samples" in config.asked else found["test"],
+        test=found["test"][:most] if "eval_samples" in config.sources else found["test"],
         num_leaking=num_leaking,
         notes=notes,
         scale=scale,

@@ -71,25 +71,25 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
         option: (value, title) for option, value in {**ALL, **BY_BACKEND[name]}.items()
     }
     values["dataset"] = _dataset()
-    model = config.model_name if "model_name" in config.asked else str(values["model_name"][0])
+    model = config.model_name if "model_name" in config.sources else str(values["model_name"][0])
     billions = read_billions(model)
     if billions is not None and billions > LARGEST_AT_RANK_16.get(name, 4.0):
         why = f"{title} for a model of {billions:g} billion parameters"
         values |= {"lora_rank": (8, why), "lora_alpha": (16, why)}
     if BY_BACKEND[name] is GPU:
         values |= _fit_card(report.memory_total_bytes, billions, config)
-    method = config.train_type if "train_type" in config.asked else values["train_type"][0]
+    method = config.train_type if "train_type" in config.sources else values["train_type"][0]
     if "lora" not in str(method) and "dora" not in str(method):
         for option in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"):
             values.pop(option, None)
     if config.no_4bit or not any(word in str(method) for word in ("qlora", "bnb")):
         for option in ("quant_type", "double_quant"):
             values.pop(option, None)
-    if "max_steps" in config.asked:
+    if "max_steps" in config.sources:
         values.pop("num_epochs")
     if config.skip_eval:
         values.pop("eval_steps")
-    asked = config.asked
+    asked = config.sources
     return {
         option: Preset(value=value, reason=why)
         for option, (value, why) in values.items()

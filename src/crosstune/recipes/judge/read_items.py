@@ -68,7 +68,9 @@ class ItemReader:
             try:
                 items.append(self._item(row, number=len(items)))
             except UserError as error:
-                raise UserError(f"{part.place(number)}: {error.asked}", why=error.why, do=error.do) from error
+                raise UserError(
+                    f"{part.place(number)}: {error.message}", why=error.why, do=error.do
+                ) from error
         if not items:
             raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
         self.check_together(items, source.name)

@@ -110,7 +110,7 @@ class JudgeRecipe:
     def num_steps(self) -> int:
         return self._order().num_steps()
 
-    def window(self, step: int) -> list[JudgeBatch]:
+    def micro_batches(self, step: int) -> list[JudgeBatch]:
         places = [row[0] for row in self._order().rows(step)]
         return list(self._batches(self.train, places, size=self.config.batch_size))
 

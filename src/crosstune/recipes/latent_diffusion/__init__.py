@@ -40,7 +40,7 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
     return {
         option: Preset(value=value, reason=reason)
         for option, value in _DEFAULTS.items()
-        if option not in config.asked
+        if option not in config.sources
     }
 
 
@@ -81,7 +81,7 @@ def check_options(config: Config) -> list[UserError]:
             )
         )
     for why, options in _MEANINGLESS.items():
-        if found := [f"--{option}" for option in options.split() if option in config.asked]:
+        if found := [f"--{option}" for option in options.split() if option in config.sources]:
             plural = len(found) > 1
             problems.append(
                 UserError(
@@ -128,7 +128,7 @@ def _open(config: Config) -> PairFolder:
             do=f"use --latent_dim {pairs.dim} or leave it out, or build the pairs with another encoder",
         )
     longest = int(pairs.splits["train"].lengths.max())
-    if "context_length" in config.asked and longest > config.context_length:
+    if "context_length" in config.sources and longest > config.context_length:
         raise UserError(
             f"Texts of {config.dataset} are longer than --context_length {config.context_length}.",
             why=f"the longest has {longest} tokens; truncated, it would not be the text of its vector.",

@@ -60,7 +60,7 @@ class LatentDiffusionRecipe:
         task: Task = self._task
         return task
 
-    def window(self, step: int) -> list[PairBatch]:
+    def micro_batches(self, step: int) -> list[PairBatch]:
         batch = self._batch(
             self.train,
             np.array(self.rows(step), np.int64),
