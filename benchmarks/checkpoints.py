@@ -20,8 +20,8 @@ from typing import Any
 
 from crosstune.config.load import cache_override, make_config
 from crosstune.core.events import CheckpointSaved, Event, StepMetrics
-from crosstune.core.json_files import read_jsonl
-from crosstune.core.record import RunRecord
+from crosstune.files.json_files import read_jsonl
+from crosstune.files.run_record import RunRecord
 from crosstune.models.locate import shape
 from crosstune.models.tiny import tiny_model
 from crosstune.runs import execute, prepare

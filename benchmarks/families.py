@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
-from crosstune.core.json_files import read_jsonl
+from crosstune.files.json_files import read_jsonl
 from crosstune.models.tiny import TINY, tiny_model
 from crosstune.recipes.sft import open_recipe
 from crosstune.runs.pipeline import train

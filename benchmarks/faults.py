@@ -28,7 +28,7 @@ from injection import competing, corruption, disks, kills, payloads, rank_saves,
 from injection.bench import METHODS, Bench, check_finished, lost_or_torn
 from injection.kills import Trial
 
-from crosstune.core.signals import stop_signals
+from crosstune.process.this_process import stop_signals
 
 DISK_SIZES = 40
 # Calls up to the first event of the training: a resume that sets a damaged checkpoint aside.

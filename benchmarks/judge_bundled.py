@@ -25,7 +25,7 @@ from judge_runs import (
     write_results,
 )
 
-from crosstune.cli.judge import metric_lines as table_lines
+from crosstune.cli.commands.judge import metric_lines as table_lines
 from crosstune.recipes.judge.evaluation import UNTRAINED, baseline_verdicts, evaluate_beside
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge

@@ -27,9 +27,8 @@ from judge_runs import (
 )
 
 from crosstune.recipes.judge.evaluation import baseline_verdicts, evaluate_items
-from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.items import Item, Scale
 from crosstune.recipes.judge.judge import Judgement
-from crosstune.recipes.judge.scale import Scale
 
 SCALE = Scale(low=0, high=1)  # winners have no scale
 

@@ -23,9 +23,9 @@ from judge_runs import (
     write_results,
 )
 
+from crosstune.recipes.judge.examples import common_length
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge
-from crosstune.recipes.judge.label_tokens import common_length
 from crosstune.recipes.judge.metrics import all_once, are_within, pearson
 from crosstune.recipes.judge.predictions import prediction_row
 

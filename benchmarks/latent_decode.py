@@ -57,8 +57,8 @@ class Decoding:
 
     def tune(self, tuning: Any) -> Any:
         """Return the best decoding options for some texts, by BLEU where sacrebleu is installed."""
-        from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
-        from crosstune.recipes.latent_diffusion.scores import cosine, has_sacrebleu, text_scores
+        from crosstune.recipes.latent_diffusion.evaluation import cosine, has_sacrebleu, text_scores
+        from crosstune.recipes.latent_diffusion.settings import DecodeOptions
 
         began = time.monotonic()
         vectors = np.asarray(tuning.latents, np.float32)
@@ -83,7 +83,7 @@ class Decoding:
         return best
 
     def one_pass(self, vectors: Any, references: list[str], best: Any) -> None:
-        from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
+        from crosstune.recipes.latent_diffusion.settings import DecodeOptions
 
         began = time.monotonic()
         single = self.texts_of(vectors, best)
@@ -101,7 +101,7 @@ class Decoding:
 
     def correct(self, vectors: Any, options: Any) -> None:
         """Correct the texts in rounds until the time is over; keep what each round finds."""
-        from crosstune.recipes.latent_diffusion.correct import CorrectOptions, correct_texts
+        from crosstune.recipes.latent_diffusion.trained import CorrectOptions, correct_texts
 
         began = time.monotonic()
         ends: list[float] = []

@@ -32,14 +32,14 @@ def copied_log(run: Path, out: Path, *, every_s: float = 20.0) -> Iterator[None]
 
 
 def compare_vectors(found: Any, vectors: Any) -> dict[str, float]:
-    from crosstune.recipes.latent_diffusion.scores import cosine, retrieval
+    from crosstune.recipes.latent_diffusion.evaluation import cosine, retrieval
 
     return {"cosine": cosine(found, vectors), "retrieval_at_1": retrieval(found, vectors)}
 
 
 def score(path: Path) -> None:
     """Print the scores of the texts in a file of `run`; add them to it where sacrebleu is installed."""
-    from crosstune.recipes.latent_diffusion.scores import exact_match, has_sacrebleu, text_scores
+    from crosstune.recipes.latent_diffusion.evaluation import exact_match, has_sacrebleu, text_scores
 
     facts = json.loads(path.read_text(encoding="utf-8"))
     if "texts" not in facts:

@@ -21,8 +21,7 @@ import torch
 
 from crosstune.config.load import make_config
 from crosstune.planner.gather import make_plan
-from crosstune.recipes.latent_diffusion.batch import PairBatch, make_batch
-from crosstune.recipes.latent_diffusion.noise import draw
+from crosstune.recipes.latent_diffusion.batch import PairBatch, draw, make_batch
 from crosstune.recipes.latent_diffusion.pair_folder import Pairs
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
 from crosstune.recipes.latent_diffusion.torch_parts import LatentDiffusionTask

@@ -35,9 +35,9 @@ import numpy as np
 from latent_decode import Decoding
 from latent_scores import copied_log, read_evaluations, read_metrics, score
 
-from crosstune.core.atomic_files import write_text
-from crosstune.core.json_files import read_json, write_json
-from crosstune.core.plain_files import UnreadableFile
+from crosstune.files.atomic_files import write_text
+from crosstune.files.json_files import read_json, write_json
+from crosstune.files.plain_files import UnreadableFile
 
 HELD_OUT = 2000
 AVERAGED_SHARE = 0.025
@@ -79,7 +79,7 @@ def pack(out: Path, *, file: Path | None) -> None:
 
     from crosstune.config.load import cache_override
     from crosstune.recipes.latent_diffusion.encoders import MINILM, find_encoder
-    from crosstune.recipes.latent_diffusion.wordnet import fetch_wordnet, read_wordnet
+    from crosstune.recipes.latent_diffusion.texts import fetch_wordnet, read_wordnet
 
     encoder = out / "encoder"
     out.mkdir(parents=True, exist_ok=True)
@@ -193,8 +193,8 @@ class Bench:
 
     def _data_request(self) -> dict[str, Any]:
         """Return what makes two builds the same, wherever their files are."""
-        from crosstune.recipes.latent_diffusion.augment import EDITION
         from crosstune.recipes.latent_diffusion.encoders import encoder_record
+        from crosstune.recipes.latent_diffusion.texts import EDITION
 
         own = self.own
         return {
@@ -211,7 +211,7 @@ class Bench:
     def build(self, request: dict[str, Any]) -> dict[str, Any]:
         """Build the pairs; return their manifest without the list of files, and the time it took."""
         from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-        from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
+        from crosstune.recipes.latent_diffusion.texts import WriteOptions
 
         own = self.own
         began, said = time.monotonic(), 0.0

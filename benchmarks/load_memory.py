@@ -43,8 +43,8 @@ def measure(folder: Path, quantizer: str) -> None:
 
     from crosstune.config.load import make_config
     from crosstune.planner.gather import make_plan
-    from crosstune.torch_engine.load import load_model
-    from crosstune.torch_engine.precision import PRECISIONS
+    from crosstune.torch_engine.device import PRECISIONS
+    from crosstune.torch_engine.loading.load import load_model
 
     asked = {"model_name": str(folder), "train_type": "qlora", "quantization_backend": quantizer}
     plan = make_plan(make_config(**asked, backend="cpu", precision="bf16"))

@@ -94,8 +94,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 def open_ours(job: dict[str, Any], shape: Shape) -> tuple[list[Step], int, int]:
     """Open crosstune's session as a run does, and step it on prepared batches."""
     from crosstune.config.load import make_config
-    from crosstune.core.scaling import LossScale
-    from crosstune.loop.step import prepare_window, take_step
+    from crosstune.loop.step import LossScale, prepare_window, take_step
     from crosstune.planner.gather import make_plan
     from crosstune.torch_engine.open import open_session
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from crosstune.core.quantization import QuantSpec
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.torch_engine.adapters import add_adapters
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.fp8_weights import E4M3
+from crosstune.torch_engine.loading.adapters import add_adapters
 from crosstune.torch_engine.quant.fp8 import row_scales
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
 

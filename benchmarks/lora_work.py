@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from crosstune.core.json_files import write_json
-from crosstune.data.token_batch import IGNORED, TokenBatch
+from crosstune.data.batches.token_batch import IGNORED, TokenBatch
+from crosstune.files.json_files import write_json
 from crosstune.models.llama_layout import Llama
 from crosstune.models.tiny import TINY, tiny_model
 

@@ -123,9 +123,8 @@ def run_mlx_lm(folder: Path, own: argparse.Namespace, examples: list[list[int]])
 
 def run_crosstune(folder: Path, own: argparse.Namespace, examples: list[list[int]]) -> dict[str, float]:
     from crosstune.config.load import make_config
-    from crosstune.data.batches import split_packed, split_rows
-    from crosstune.data.packing import PackedOrder
-    from crosstune.data.token_batch import Example
+    from crosstune.data.batches.packing import PackedOrder
+    from crosstune.data.batches.token_batch import Example, split_packed, split_rows
     from crosstune.loop.step import prepare_window, take_step
     from crosstune.mlx_engine.open import open_session
     from crosstune.planner.gather import make_plan

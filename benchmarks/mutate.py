@@ -1,9 +1,9 @@
 """Mutation testing: change the code in one place at a time, and list the changes that no test notices.
 
-    python benchmarks/mutate.py --module core/scaling.py
-    python benchmarks/mutate.py --module core/scaling.py --tests tests/unit/test_scaling.py --limit 20 --seed 1
-    python benchmarks/mutate.py --module core/scaling.py --json seen.json    # and after adding tests:
-    python benchmarks/mutate.py --module core/scaling.py --again seen.json
+    python benchmarks/mutate.py --module loop/step.py
+    python benchmarks/mutate.py --module loop/step.py --tests tests/unit/test_scaling.py --limit 20 --seed 1
+    python benchmarks/mutate.py --module loop/step.py --json seen.json    # and after adding tests:
+    python benchmarks/mutate.py --module loop/step.py --again seen.json
 
 Without --module, every module of JUDGES is tried. A mutant is caught when its tests fail, or when they take several
 times as long as they do on the plain code (a loop that does not end). The working tree is never changed: a mutant lies
@@ -37,20 +37,21 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Which tests judge a module: the cheapest that are meant to.
 JUDGES: dict[str, Sequence[str]] = {
-    "core/scaling.py": ["tests/unit/test_scaling.py"],
     "core/schedule.py": ["tests/unit/test_schedule.py"],
-    "core/ranks.py": ["tests/unit/test_ranks.py", "tests/unit/test_launch.py"],
+    "process/ranks.py": ["tests/unit/test_ranks.py", "tests/unit/test_launch.py"],
     "core/logit_distance.py": ["tests/unit/test_logit_distance.py"],
     "core/quantization.py": ["tests/unit/test_quantization_identity.py"],
-    "core/atomic_files.py": ["tests/unit/test_atomic_files.py"],
-    "core/safetensors_header.py": ["tests/unit/test_safetensors_header.py"],
-    "loop/step.py": ["tests/unit/test_step.py"],
+    "files/atomic_files.py": ["tests/unit/test_atomic_files.py"],
+    "files/safetensors_header.py": ["tests/unit/test_safetensors_header.py"],
+    "loop/step.py": ["tests/unit/test_step.py", "tests/unit/test_scaling.py"],
     "loop/progress.py": ["tests/unit/test_progress.py"],
     "loop/prefetch.py": ["tests/unit/test_prefetch.py"],
     "loop/stop.py": ["tests/unit/test_stop.py"],
     "loop/save.py": ["tests/unit/test_save.py"],
-    "torch_engine/cross_entropy.py": ["tests/engine/test_cross_entropy.py"],
-    "torch_engine/tasks/causal_lm.py": ["tests/engine/test_causal_lm.py"],
+    "torch_engine/tasks/causal_lm.py": [
+        "tests/engine/test_causal_lm.py",
+        "tests/engine/test_cross_entropy.py",
+    ],
     "mlx_engine/causal_loss.py": ["tests/engine/test_mlx_losses.py"],
 }
 SLOWDOWN, LEAST_CPU_S, LEAST_WALL_S = 5.0, 4, 20.0

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from crosstune.core.json_files import write_json
+from crosstune.files.json_files import write_json
 from crosstune.models.llama_layout import Llama
 from crosstune.models.tiny import TINY, tiny_model
 
@@ -166,7 +166,7 @@ def measure(case: Case, model: Path, backend: str, answer: Connection) -> None:
     import psutil
 
     from crosstune.config.load import make_config
-    from crosstune.data.token_batch import TokenBatch
+    from crosstune.data.batches.token_batch import TokenBatch
     from crosstune.loop.step import prepare_window, take_step
     from crosstune.models.locate import locate
     from crosstune.planner.gather import make_plan

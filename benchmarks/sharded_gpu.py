@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from crosstune.core.json_files import read_json, read_jsonl, write_json
+from crosstune.files.json_files import read_json, read_jsonl, write_json
 from crosstune.models.llama_layout import Llama
 from crosstune.models.tiny import TINY, tiny_model
 
@@ -79,7 +79,7 @@ def options(folder: Path, name: str, steps: int, more: Mapping[str, Any]) -> dic
 
 def train_here(asked: Mapping[str, Any], *, sharded: bool) -> None:
     from crosstune.config.load import make_config
-    from crosstune.core.ranks import Limits, Ranks
+    from crosstune.process.ranks import Limits, Ranks
     from crosstune.runs.pipeline import train
     from crosstune.torch_engine.group import connect
 

@@ -35,7 +35,7 @@ def peak_bytes(*, reset: bool = False) -> int:
 def train_rank(folder: Path, model: Path, rank: int, size: int, port: int, train_type: str) -> None:
     """Train as one rank and write down its peaks. Hooks the session's opening, since only rank 0 has observers."""
     from crosstune.config.load import make_config
-    from crosstune.core.ranks import Limits, Ranks
+    from crosstune.process.ranks import Limits, Ranks
     from crosstune.runs import execute
     from crosstune.runs.pipeline import train
     from crosstune.torch_engine.group import connect

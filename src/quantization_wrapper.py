@@ -9,8 +9,12 @@ from crosstune.compat.quantization_adapters import (
     replace_linear_with_quantized,
 )
 from crosstune.compat.quantization_choice import create_quantization_adapter
-from crosstune.compat.quantization_config import QuantizationConfig, QuantizationMethod
-from crosstune.compat.quantization_interface import QuantizationAdapter, QuantizedLinear
+from crosstune.compat.quantization_config import (
+    QuantizationAdapter,
+    QuantizationConfig,
+    QuantizationMethod,
+    QuantizedLinear,
+)
 
 __all__ = [
     "BitsAndBytesAdapter",

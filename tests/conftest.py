@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support import FRAMEWORKS
 
-from crosstune.core.machine import Machine
+from crosstune.estimate.machine import Machine
 from crosstune.machines.probe import load_machine
 
 

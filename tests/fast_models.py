@@ -11,8 +11,8 @@ import transformers as hf
 
 from crosstune.core.quantization import QuantSpec
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.torch_engine.adapters import Adapted, add_adapters
 from crosstune.torch_engine.kernels.decoder import FastDecoder
+from crosstune.torch_engine.loading.adapters import Adapted, add_adapters
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
 
 VOCABULARY = 97

@@ -12,9 +12,9 @@ from crosstune.config.load import make_config
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.latent_diffusion import open_recipe
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, open_pairs
 from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
+from crosstune.recipes.latent_diffusion.texts import WriteOptions
 from crosstune.runs.open_parts import open_session
 
 

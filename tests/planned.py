@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from crosstune.config.facts import Facts
 from crosstune.config.load import make_config
-from crosstune.config.plan import Adjustment, Plan
-from crosstune.config.resolve import resolve
+from crosstune.config.resolve.facts import Facts
+from crosstune.config.resolve.plan import Adjustment, Plan
+from crosstune.config.resolve.resolve import resolve
 from crosstune.core.backend import backend_specs
-from crosstune.core.base_choice import BaseChoice
-from crosstune.core.machine import Machine
-from crosstune.core.model_shape import ModelShape
-from crosstune.core.quantizers import read_quantizers
-from crosstune.core.ranks import Ranks
+from crosstune.core.quantization import BaseChoice, read_quantizers
+from crosstune.estimate.machine import Machine
+from crosstune.estimate.model_shape import ModelShape
 from crosstune.machines.probe import load_machine
+from crosstune.process.ranks import Ranks
 
 
 def plan_on(

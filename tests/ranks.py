@@ -52,7 +52,7 @@ def _fork(rank: int, job: Mapping[str, Any], port: int, hook: str) -> int:
 
 def _train_all(rank: int, job: Mapping[str, Any], port: int, hook: str) -> None:
     from crosstune.config.load import make_config
-    from crosstune.core.ranks import Limits, Ranks
+    from crosstune.process.ranks import Limits, Ranks
     from crosstune.runs.pipeline import train
     from crosstune.torch_engine.group import connect
 

@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 
 from crosstune.core.protocols import Backward, Batch, Session
-from crosstune.core.scaling import LossScale, needs_loss_scale
-from crosstune.data.batches import split_rows
-from crosstune.data.rendering import encode_conversation
-from crosstune.data.token_batch import TokenBatch
-from crosstune.data.tokenizer import Tokenizer
-from crosstune.loop.step import prepare_window, take_step
+from crosstune.data.batches.token_batch import TokenBatch, split_rows
+from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.loop.step import LossScale, needs_loss_scale, prepare_window, take_step
 
 FRAMEWORKS = frozenset({"torch", "transformers", "peft", "accelerate", "bitsandbytes", "mlx", "mlx_lm"})
 STORED_FORMS = [

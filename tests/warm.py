@@ -135,13 +135,13 @@ def _serve() -> None:
     import torch
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    import crosstune.cli.commands.train
     import crosstune.cli.main
-    import crosstune.cli.train
     import crosstune.recipes.sft
     import crosstune.runs.pipeline
     import crosstune.torch_engine.group
     import crosstune.torch_engine.open
-    import crosstune.torch_engine.sharding.finish
+    import crosstune.torch_engine.sharding.shard_on_load
     import crosstune.torch_engine.sharding.staged_backend  # noqa: F401
 
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ import json, os, sys, traceback
 import crosstune.cli.main
 try:
     import transformers.models.llama.modeling_llama
-    import crosstune.torch_engine.session, crosstune.runs.pipeline
+    import crosstune.torch_engine.session.session, crosstune.runs.pipeline
 except ModuleNotFoundError:  # without torch, every program says so itself
     pass
 

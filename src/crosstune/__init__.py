@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from crosstune.api.callbacks import STOP, Callback, StopTraining
     from crosstune.api.model import Model, load
     from crosstune.api.plan import PlanReport, plan
-    from crosstune.api.run import Run
-    from crosstune.api.train import train
+    from crosstune.api.train import Run, train
     from crosstune.core.errors import UserError
 
 __all__ = [
@@ -34,7 +33,7 @@ _HOMES = {
     "train": "crosstune.api.train",
     "plan": "crosstune.api.plan",
     "load": "crosstune.api.model",
-    "Run": "crosstune.api.run",
+    "Run": "crosstune.api.train",
     "PlanReport": "crosstune.api.plan",
     "Model": "crosstune.api.model",
     "Callback": "crosstune.api.callbacks",

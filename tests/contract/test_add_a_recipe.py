@@ -15,7 +15,7 @@ STRAIGHT = "--recipe curve --train_type full --precision fp32 --batch_size 32 --
 KILLED = """
 import os, signal
 from crosstune.cli.main import main
-from crosstune.core.record import RunRecord
+from crosstune.files.run_record import RunRecord
 plain = RunRecord.on_step
 def on_step(self, metrics):
     plain(self, metrics)

@@ -211,7 +211,7 @@ def test_only_one_module_reads_pickles() -> None:
         path.relative_to(source).as_posix(): reading.findall(path.read_text())
         for path in source.rglob("*.py")
     }
-    reader = "crosstune/torch_engine/import_torch_save.py"
+    reader = "crosstune/torch_engine/results/import_torch_save.py"
     assert {name: hits for name, hits in found.items() if hits} == {reader: ["torch.load("]}
     assert "weights_only=True" in (source / reader).read_text()
 

@@ -10,8 +10,8 @@ import pytest
 from pages import Page
 
 from crosstune.cli.main import main
-from crosstune.core.json_files import read_json
-from crosstune.core.step_time import LARGEST_ERROR
+from crosstune.estimate.step_time import LARGEST_ERROR
+from crosstune.files.json_files import read_json
 
 PAGE = Page("planning.md")
 PLANS = [command for command in PAGE.commands() if command.startswith("crosstune plan")]

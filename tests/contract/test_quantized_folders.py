@@ -13,8 +13,8 @@ from torch import nn
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.machines.probe import load_machine
-from crosstune.torch_engine.adapters import AdapterSettings, add_adapters
-from crosstune.torch_engine.prequantized import read_prequantized
+from crosstune.torch_engine.loading.adapters import AdapterSettings, add_adapters
+from crosstune.torch_engine.loading.prequantized import read_prequantized
 from quantization_wrapper import (
     FallbackAdapter,
     HQQAdapter,

@@ -9,7 +9,7 @@ from quantization_cases import ADAPTERS, Block, M, inputs, quantized_names, rela
 from torch import nn
 
 from crosstune.core.errors import UserError
-from crosstune.torch_engine.adapters import AdapterSettings, add_adapters
+from crosstune.torch_engine.loading.adapters import AdapterSettings, add_adapters
 from quantization_wrapper import (
     FallbackAdapter,
     HQQAdapter,

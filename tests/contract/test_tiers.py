@@ -54,7 +54,7 @@ def test_a_unit_test_imports_no_framework_and_no_training(path: Path) -> None:
         "import torch",
         "import numpy, mlx.core as mx",
         "from transformers import AutoTokenizer",
-        "def f():\n    from crosstune.torch_engine.stream import find_tensors",
+        "def f():\n    from crosstune.torch_engine.loading.stream import find_tensors",
         "from crosstune.runs import pipeline",
         "from crosstune.runs.pipeline import train",
         "lora = pytest.importorskip('mlx_lm.lora')",

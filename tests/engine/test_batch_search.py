@@ -11,12 +11,12 @@ import pytest
 
 from crosstune.checkpoint.read import newest_valid
 from crosstune.config.load import make_config, to_yaml
-from crosstune.core.json_files import read_jsonl
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Backward, Memory, PreparedBatch
-from crosstune.core.ranks import SingleProcess
-from crosstune.planner.remembered import recall_all
+from crosstune.files.json_files import read_jsonl
+from crosstune.planner.learned import recall_all
 from crosstune.planner.search_batch import BatchSearch, most_rows
+from crosstune.process.ranks import SingleProcess
 from crosstune.runs.pipeline import RunResult, train
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 

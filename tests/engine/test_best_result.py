@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
-from crosstune.core.json_files import read_json, read_jsonl
-from crosstune.core.safetensors_header import read_header
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.files.json_files import read_json, read_jsonl
+from crosstune.files.safetensors_header import read_header
 from crosstune.runs.pipeline import train
 
 Captured = pytest.CaptureFixture[str]

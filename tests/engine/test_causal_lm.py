@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from crosstune.core.errors import UserError
-from crosstune.data.token_batch import IGNORED, TokenBatch
+from crosstune.data.batches.token_batch import IGNORED, TokenBatch
 from crosstune.torch_engine.tasks.causal_lm import (
     CausalLM,
     ensure_separates_documents,

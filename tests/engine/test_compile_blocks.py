@@ -10,12 +10,12 @@ import torch
 from support import find_nonfinite, short_batches, train_step
 from torch import nn
 
-from crosstune.config.check_compiler import check_compiler, missing_compiler
 from crosstune.config.load import make_config
+from crosstune.config.resolve.fit_compute import check_compiler, missing_compiler
 from crosstune.core.errors import UserError
-from crosstune.data.token_batch import TokenBatch
+from crosstune.data.batches.token_batch import TokenBatch
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine.compile_blocks import is_compiled, repeated_blocks
+from crosstune.torch_engine.loading.compile_blocks import is_compiled, repeated_blocks
 from crosstune.torch_engine.open import open_session
 
 needs_compiler = pytest.mark.skipif(missing_compiler("cpu") is not None, reason="no C++ compiler here")

@@ -16,17 +16,16 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec
-from crosstune.data.batches import pad_rows
-from crosstune.data.rendering import encode_conversation
-from crosstune.data.token_batch import TokenBatch
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.batches.token_batch import TokenBatch, pad_rows
+from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
+from crosstune.torch_engine.loading.prequantized import read_prequantized
+from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
 from crosstune.torch_engine.open import open_session as open_torch
-from crosstune.torch_engine.prequantized import read_prequantized
 from crosstune.torch_engine.quantized import QuantLinear, open_quantizer, quantize_weight, restore_weight
-from crosstune.torch_engine.session import TorchSession
-from crosstune.torch_engine.stream import find_tensors, read_tensor
+from crosstune.torch_engine.session.session import TorchSession
 
 CPU = torch.device("cpu")
 TURNS = [{"role": "user", "content": "Say blue."}, {"role": "assistant", "content": "blue it is, blue it is"}]

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crosstune.torch_engine import cross_entropy
-from crosstune.torch_engine.cross_entropy import cross_entropy_sum
+from crosstune.torch_engine.tasks import causal_lm as cross_entropy
+from crosstune.torch_engine.tasks.causal_lm import cross_entropy_sum
 
 
 class LargestMade(TorchDispatchMode):

@@ -16,9 +16,8 @@ from torch import nn
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.events import Observers
-from crosstune.emulate.operators import operator_table
 from crosstune.emulate.verdict import Verdict, emulate
-from crosstune.emulate.watch import Watch
+from crosstune.emulate.watch import Watch, operator_table
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_model, open_recipe, open_session
 from crosstune.torch_engine.device import CacheClearing

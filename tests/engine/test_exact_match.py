@@ -14,8 +14,7 @@ from support import chat, train_step
 
 from crosstune.config.load import make_config
 from crosstune.core.events import Observers
-from crosstune.data.batches import pack_rows, pad_rows
-from crosstune.data.token_batch import Example, number_answers
+from crosstune.data.batches.token_batch import Example, number_answers, pack_rows, pad_rows
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.sft import SftRecipe

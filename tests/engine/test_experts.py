@@ -17,15 +17,14 @@ from transformers import AutoModelForCausalLM
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.batches import pad_rows
-from crosstune.data.rendering import encode_conversation
-from crosstune.data.token_batch import TokenBatch
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.batches.token_batch import TokenBatch, pad_rows
+from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine.adapters import AdaptedStack
-from crosstune.torch_engine.experts import QuantStack
+from crosstune.torch_engine.loading.adapters import AdaptedStack
+from crosstune.torch_engine.loading.experts import QuantStack
 from crosstune.torch_engine.open import open_session as open_torch
-from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.session.session import TorchSession
 
 TURNS = [
     [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]

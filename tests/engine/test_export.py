@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, Qwen2Config, Qwen3
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
-from crosstune.data.batches import pad_rows
-from crosstune.data.rendering import encode_conversation
-from crosstune.data.token_batch import TokenBatch
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.batches.token_batch import TokenBatch, pad_rows
+from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models import gguf_writer
 from crosstune.models.locate import locate
 from crosstune.models.tiny import tiny_model as make_tiny

@@ -17,18 +17,17 @@ from support import chat, short_batches, train_step
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
-from crosstune.core.base_choice import BaseChoice
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
-from crosstune.core.json_files import read_json, read_jsonl
-from crosstune.core.quantization import QuantSpec
+from crosstune.core.quantization import BaseChoice, QuantSpec
+from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
 from crosstune.results.chat_model import open_chat_model
 from crosstune.runs.move import move
 from crosstune.runs.pipeline import train
 from crosstune.torch_engine.kernels import choose
-from crosstune.torch_engine.load import empty_model, forms_to_quantize
+from crosstune.torch_engine.loading.load import empty_model, forms_to_quantize
 from crosstune.torch_engine.open import open_session
 from crosstune.torch_engine.quantized import QuantLinear
 

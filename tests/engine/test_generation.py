@@ -11,13 +11,13 @@ import torch
 
 from crosstune.config.load import make_config
 from crosstune.core.sampling import Sampling
-from crosstune.data.rendering import encode_prompt
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.render.rendering import encode_prompt
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import open_session as open_by_plan
-from crosstune.torch_engine.adapters import AdaptedLinear
-from crosstune.torch_engine.cast_once import cast_once
+from crosstune.torch_engine.generate import cast_once
+from crosstune.torch_engine.loading.adapters import AdaptedLinear
 from crosstune.torch_engine.open import open_session as open_torch
 
 Prompts = list[list[int]]

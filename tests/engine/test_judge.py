@@ -16,13 +16,13 @@ from tracked import RECORDING, notes, planted
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.events import Observers
-from crosstune.data.token_batch import IGNORED
+from crosstune.data.batches.token_batch import IGNORED
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge
 from crosstune.recipes.judge.open_splits import open_judge_data
 from crosstune.recipes.judge.recipe import JudgeRecipe
-from crosstune.recipes.judge.saved_settings import JudgeSettings
+from crosstune.recipes.judge.verdicts import JudgeSettings
 from crosstune.results.judge import JudgeRequest, ask, open_judge, run_config
 from crosstune.runs.open_parts import find_model, open_session
 

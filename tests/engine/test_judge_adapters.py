@@ -15,9 +15,8 @@ from crosstune.cli.main import main
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
-from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.items import Item, Scale
 from crosstune.recipes.judge.open_splits import open_judge_data
-from crosstune.recipes.judge.scale import Scale
 from crosstune.results.judge import JudgeRequest, measure_judge, open_judge, run_config
 
 ENGINES = {"torch": "cpu", "mlx": "mlx"}

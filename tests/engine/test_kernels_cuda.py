@@ -12,13 +12,13 @@ import torch.nn.functional as F  # noqa: N812
 import transformers as hf
 
 from crosstune.core.quantization import QuantSpec
-from crosstune.data.token_batch import IGNORED, TokenBatch
+from crosstune.data.batches.token_batch import IGNORED, TokenBatch
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.torch_engine.adapters import Adapted, add_adapters
 from crosstune.torch_engine.kernels import torch_operations
 from crosstune.torch_engine.kernels.attention import Documents, attend, attends_by_document, prefer_cudnn
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.fp8_weights import why_no_fp8
+from crosstune.torch_engine.loading.adapters import Adapted, add_adapters
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 

@@ -15,16 +15,16 @@ from safetensors.torch import save_file
 from torch import nn
 
 from crosstune.core.quantization import QuantSpec
-from crosstune.torch_engine.adapters import Adapted
 from crosstune.torch_engine.kernels import torch_operations
 from crosstune.torch_engine.kernels.calibrate import Originals, leave_out_of_fp8, measure_shares, write_text
 from crosstune.torch_engine.kernels.choose import describe_decoder
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
 from crosstune.torch_engine.kernels.operations import Quantize
-from crosstune.torch_engine.load import forms_to_quantize
+from crosstune.torch_engine.loading.adapters import Adapted
+from crosstune.torch_engine.loading.load import forms_to_quantize
+from crosstune.torch_engine.loading.weight_forms import weight_forms
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
-from crosstune.torch_engine.weight_forms import weight_forms
 
 TOLERANCE = 0.005
 IN_FP8 = QuantSpec(quantizer="fp8", bits=8, group_size=0)

@@ -9,12 +9,12 @@ import torch
 from fast_models import VOCABULARY, make_model, make_rows
 from torch.utils.flop_counter import FlopCounterMode
 
-from crosstune.core.fast_memory import activation_bytes, fast_layer
-from crosstune.core.training_step import Step
+from crosstune.estimate.fast_memory import activation_bytes, fast_layer
+from crosstune.estimate.model_shape import Step
 from crosstune.models.folder import config_shape
 from crosstune.torch_engine.kernels import decoder as decoder_module
+from crosstune.torch_engine.kernels.choose import describe_layer
 from crosstune.torch_engine.kernels.decoder import FastDecoder
-from crosstune.torch_engine.kernels.recomputation import describe_layer
 
 
 def saved_bytes(decoder: FastDecoder, ids: torch.Tensor, targets: torch.Tensor) -> int:

@@ -12,16 +12,16 @@ import torch
 from support import find_nonfinite, short_batches, train_step
 
 from crosstune.config.load import make_config
-from crosstune.config.plan import Adjustment
-from crosstune.data.token_batch import IGNORED, TokenBatch
+from crosstune.config.resolve.plan import Adjustment
+from crosstune.data.batches.token_batch import IGNORED, TokenBatch
 from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.examples import JudgeBatch
 from crosstune.recipes.judge.torch_parts import ScoreTokens
+from crosstune.torch_engine.device import PRECISIONS
 from crosstune.torch_engine.kernels.choose import open_decoder, warn_of_general
-from crosstune.torch_engine.load import read_pretrained
+from crosstune.torch_engine.loading.load import read_pretrained
 from crosstune.torch_engine.open import open_session
-from crosstune.torch_engine.precision import PRECISIONS
 
 
 @pytest.fixture(scope="module")

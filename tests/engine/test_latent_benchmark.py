@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from latent_encoders import WORDS, write_encoder
 
-from crosstune.recipes.latent_diffusion.augment import EDITION, add_made_texts
+from crosstune.recipes.latent_diffusion.texts import EDITION, add_made_texts
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

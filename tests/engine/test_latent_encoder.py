@@ -17,9 +17,9 @@ from torch.nn import functional
 from crosstune.core.errors import UserError
 from crosstune.recipes.latent_diffusion import torch_parts
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
 from crosstune.recipes.latent_diffusion.encoders import MINILM, open_encoder
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
+from crosstune.recipes.latent_diffusion.texts import WriteOptions
 from crosstune.recipes.latent_diffusion.torch_parts import SentenceEncoder
 
 

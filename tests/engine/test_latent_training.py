@@ -14,13 +14,12 @@ from latent_sessions import grammar_pairs, opened, unsettle
 from support import assert_same_gradients
 from torch.nn import functional
 
-from crosstune.config.check_compiler import missing_compiler
+from crosstune.config.resolve.fit_compute import missing_compiler
 from crosstune.core.errors import UserError
-from crosstune.core.weight_average import averaged
+from crosstune.core.weights import averaged
 from crosstune.recipes.latent_diffusion import torch_parts
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
-from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
-from crosstune.recipes.latent_diffusion.settings import ModelSettings
+from crosstune.recipes.latent_diffusion.settings import DecodeOptions, ModelSettings
 from crosstune.recipes.latent_diffusion.torch_parts import latent_losses
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD

@@ -10,8 +10,8 @@ import torch
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine.load import load_model, readable_errors
-from crosstune.torch_engine.precision import PRECISIONS
+from crosstune.torch_engine.device import PRECISIONS
+from crosstune.torch_engine.loading.load import load_model, readable_errors
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,15 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.model_folders import AdapterFolder, DenseWeights
 from crosstune.core.quantization import read_spec
-from crosstune.data.batches import pad_rows
-from crosstune.data.rendering import encode_conversation
-from crosstune.data.token_batch import TokenBatch
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.batches.token_batch import TokenBatch, pad_rows
+from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.staged import staged
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine import merge as engine
 from crosstune.torch_engine.open import open_session as open_torch
-from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.results import merge as engine
+from crosstune.torch_engine.session.session import TorchSession
 
 TURNS = [
     [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]

@@ -14,19 +14,18 @@ from transformers import AutoModelForCausalLM
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import QuantSpec
-from crosstune.data.batches import pad_rows
-from crosstune.data.rendering import encode_conversation
-from crosstune.data.token_batch import TokenBatch
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.batches.token_batch import TokenBatch, pad_rows
+from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine.blocks import expand_evenly
+from crosstune.torch_engine.loading.blocks import expand_evenly
 from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.quantized import (
     QuantLinear,
     quantize_weight,
     stored_bytes,
 )
-from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.session.session import TorchSession
 
 TURNS = [
     [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]
@@ -360,7 +359,7 @@ def test_optimizers_lower_the_loss_on_cuda(
 
 @pytest.mark.cuda
 def test_packed_rows_have_the_loss_of_single_ones_on_cuda(tiny_model: Path) -> None:
-    from crosstune.data.batches import pack_rows
+    from crosstune.data.batches.token_batch import pack_rows
 
     tokenizer = Tokenizer.from_folder(tiny_model)
     examples = [encode_conversation(turns, tokenizer, index=i, whole=False) for i, turns in enumerate(TURNS)]

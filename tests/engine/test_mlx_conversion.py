@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 
 from crosstune.cli.main import main
-from crosstune.core.safetensors_header import read_header
+from crosstune.files.safetensors_header import read_header
 from crosstune.models.tiny import tiny_model as make_tiny
 
 

@@ -17,9 +17,8 @@ from mlx.utils import tree_flatten, tree_map
 from crosstune.core.errors import UserError
 from crosstune.mlx_engine import causal_loss
 from crosstune.mlx_engine.adapters import canonical_name
-from crosstune.mlx_engine.causal_loss import CausalLoss
-from crosstune.mlx_engine.masters import put
-from crosstune.mlx_engine.packed_mask import document_caches
+from crosstune.mlx_engine.causal_loss import CausalLoss, document_caches
+from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.task import Arrays
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 

@@ -18,9 +18,9 @@ from support import assert_same_gradients, find_nonfinite, train_step
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import NonFiniteError, UserError
-from crosstune.data.batches import split_rows
-from crosstune.data.rendering import encode_conversation
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.batches.token_batch import split_rows
+from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.mlx_engine.open import open_session as open_mlx
 from crosstune.mlx_engine.quantized import dense_weight
 from crosstune.mlx_engine.session import MlxSession

@@ -12,7 +12,7 @@ import pytest
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import ConfigError
-from crosstune.core.quantizers import QUANT_PACKAGES, quantizer_names, read_quantizers
+from crosstune.core.quantization import QUANT_PACKAGES, quantizer_names, read_quantizers
 from crosstune.planner.gather import make_plan
 
 pytest.importorskip("optimum.quanto", reason="the quanto extra is not installed")
@@ -65,6 +65,6 @@ def test_a_run_trains_with_it(mine: str, tiny_model: Path, tmp_path: Path) -> No
 def test_the_constants_of_every_quantizer_are_read_without_a_framework() -> None:
     import subprocess
 
-    code = "import sys; from crosstune.core.quantizers import read_quantizers as r; r(); print({'torch', 'mlx', 'numpy'} & set(sys.modules))"
+    code = "import sys; from crosstune.core.quantization import read_quantizers as r; r(); print({'torch', 'mlx', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

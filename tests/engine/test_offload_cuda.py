@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from crosstune.torch_engine.offload_activations import offload_activations
+from crosstune.torch_engine.session.offload_activations import offload_activations
 
 pytestmark = pytest.mark.cuda
 WIDTH, ROWS, NUM_LAYERS = 512, 4096, 12

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
 from crosstune.core.backend import backend_specs  # noqa: E402
-from crosstune.core.machine import BackendReport  # noqa: E402
+from crosstune.estimate.machine import BackendReport  # noqa: E402
 from crosstune.torch_engine import capabilities  # noqa: E402
 from crosstune.torch_engine.probe import probe  # noqa: E402
 

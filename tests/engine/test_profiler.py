@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from crosstune.config.load import make_config
-from crosstune.core.json_files import read_json, read_jsonl
+from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.report import load_run
 from crosstune.report.profile_section import collect_profile
 from crosstune.runs.pipeline import train
@@ -104,7 +104,7 @@ def test_the_page_shows_the_profile(runs: dict[str, Path]) -> None:
 
 
 def test_products_and_attention_are_counted() -> None:
-    from crosstune.torch_engine.count_flops import count_flops
+    from crosstune.torch_engine.session.profiler import count_flops
 
     assert count_flops("aten::mm", [[3, 5], [5, 7]]) == 2 * 3 * 5 * 7
     assert count_flops("aten::addmm", [[7], [3, 5], [5, 7]]) == 2 * 3 * 5 * 7
@@ -119,7 +119,7 @@ def test_products_and_attention_are_counted() -> None:
 
 
 def test_the_time_that_overlapping_kernels_cover() -> None:
-    from crosstune.torch_engine.profiler import _busy_s
+    from crosstune.torch_engine.session.profiler import _busy_s
 
     assert _busy_s([(0.0, 2e6), (1e6, 3e6), (5e6, 6e6), (5.2e6, 5.5e6)]) == pytest.approx(4.0)
     assert _busy_s([]) == 0.0

@@ -13,8 +13,8 @@ from support import chat
 import crosstune
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.core.events import Observers
-from crosstune.core.json_files import read_json
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.files.json_files import read_json
 from crosstune.models.adapter_files import TOKENIZER_FILES
 from crosstune.runs.move import move
 from crosstune.runs.restore import export_checkpoint

@@ -17,7 +17,7 @@ from torch import nn
 from crosstune.core.errors import UserError
 from crosstune.core.names import plugin_names
 from crosstune.core.quantization import QuantSpec
-from crosstune.torch_engine.load import _cast_buffers
+from crosstune.torch_engine.loading.load import _cast_buffers
 from crosstune.torch_engine.quant.hqq import shrink
 from crosstune.torch_engine.quantized import (
     QUANT_PACKAGE,

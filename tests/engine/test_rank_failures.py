@@ -19,10 +19,10 @@ from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.load import make_config
 from crosstune.core.errors import PeerLost
 from crosstune.core.out_of_memory import OutOfMemory
-from crosstune.core.record import RecordFailed, RunRecord
+from crosstune.files.run_record import RecordFailed, RunRecord
 from crosstune.loop import save
 from crosstune.runs.pipeline import train
-from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.session.session import TorchSession
 
 first = group.ranks.first
 folder = Path(FOLDER)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from crosstune.cli.event_lines import event_lines
+from crosstune.cli.terminal.event_lines import event_lines
 from crosstune.config.load import make_config
 from crosstune.core.events import Recovered
-from crosstune.core.json_files import read_jsonl
 from crosstune.core.out_of_memory import EVALUATING, GENERATING, STEP, UPDATING
-from crosstune.loop.micro_batch import halve
+from crosstune.files.json_files import read_jsonl
+from crosstune.loop.step import halve
 from crosstune.runs.pipeline import RunResult, train
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 
@@ -71,7 +71,7 @@ def limit_rows(monkeypatch: pytest.MonkeyPatch, backend: str, *, most: int, firs
         return count_rows(arrays) <= most or len(calls) <= first
 
     if backend == "mlx":
-        from crosstune.mlx_engine.gradients import Gradients
+        from crosstune.mlx_engine.task import Gradients
 
         gradients = Gradients.__call__
 

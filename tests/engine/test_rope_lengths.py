@@ -11,8 +11,7 @@ import transformers as hf
 
 from crosstune.config.load import make_config
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine.check_model import check_model
-from crosstune.torch_engine.rope_lengths import warn_of_rope
+from crosstune.torch_engine.check_model import check_model, warn_of_rope
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from crosstune.models import weights
 from crosstune.models.folder import weight_files
-from crosstune.torch_engine import export
+from crosstune.torch_engine.results import export
 
 
 class CountedTensor(torch.Tensor):

@@ -12,13 +12,12 @@ from support import find_nonfinite, train_step
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import NonFiniteError
-from crosstune.data.batches import split_rows
-from crosstune.data.rendering import encode_conversation
-from crosstune.data.token_batch import TokenBatch
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.batches.token_batch import TokenBatch, split_rows
+from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.open import open_session as open_torch
-from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.session.session import TorchSession
 
 
 def open_session(model: Path, **options: Any) -> TorchSession:

@@ -13,11 +13,10 @@ from support import find_nonfinite, train_step
 from crosstune.config.load import make_config
 from crosstune.core.errors import NonFiniteError, UserError
 from crosstune.core.protocols import Session, SessionState
-from crosstune.core.scaling import LossScale
-from crosstune.data.batches import pack_rows, pad_rows, split_rows
-from crosstune.data.rendering import encode_conversation
-from crosstune.data.token_batch import IGNORED, TokenBatch
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.batches.token_batch import IGNORED, TokenBatch, pack_rows, pad_rows, split_rows
+from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.loop.step import LossScale
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import open_session as open_by_plan

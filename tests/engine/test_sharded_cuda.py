@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from crosstune.core.json_files import read_jsonl
+from crosstune.files.json_files import read_jsonl
 
 TRAIN = """
 import json, sys
 from crosstune.config.load import make_config
-from crosstune.core.ranks import Limits, Ranks
+from crosstune.process.ranks import Limits, Ranks
 from crosstune.runs.pipeline import train
 from crosstune.torch_engine.group import connect
 port, sharded, asked = int(sys.argv[1]), sys.argv[2] == "yes", json.loads(sys.argv[3])

@@ -13,7 +13,7 @@ from crosstune.config.load import make_config
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.open import open_session
-from crosstune.torch_engine.sharding.parts import is_sharded
+from crosstune.torch_engine.sharding.local_shard import is_sharded
 from crosstune.loop.step import prepare_window, take_step
 
 class Points:
@@ -117,10 +117,10 @@ import torch
 from torch import nn
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight
-from crosstune.torch_engine.sharding.parts import is_sharded, whole
-from crosstune.torch_engine.sharding.gathered import free_gathered
+from crosstune.torch_engine.sharding.local_shard import is_sharded, whole
+from crosstune.torch_engine.sharding.local_shard import free_gathered
 from crosstune.torch_engine.sharding.shard import original_dtypes, shard
-from crosstune.torch_engine.sharding.strategies import STRATEGIES, make_mesh
+from crosstune.torch_engine.sharding.shard import STRATEGIES, make_mesh
 
 group.open_devices(torch.device("cpu"))
 specs = [QuantSpec(quantizer="bnb", bits=4, group_size=32, kind="auto", double=double) for double in (True, False)]

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers as hf
 
-from crosstune.core.fast_layers import LONGEST_KEPT_ROW, LONGEST_ROW, SHORTEST_ROW, attention_bytes
+from crosstune.estimate.fast_layers import LONGEST_KEPT_ROW, LONGEST_ROW, SHORTEST_ROW, attention_bytes
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.torch_engine.adapters import add_adapters
 from crosstune.torch_engine.kernels import attention as attention_module
 from crosstune.torch_engine.kernels.attention import Documents, attend
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.short_rows import attend_short_rows
+from crosstune.torch_engine.loading.adapters import add_adapters
 
 HEADS = [(9, 3, 16), (4, 4, 8), (6, 1, 24)]
 

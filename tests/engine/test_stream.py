@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from crosstune.core.errors import UserError
-from crosstune.core.safetensors_header import BadSafetensors
-from crosstune.torch_engine.stream import find_tensors
+from crosstune.files.safetensors_header import BadSafetensors
+from crosstune.torch_engine.loading.stream import find_tensors
 
 
 def write(folder: Path, **tensors: Any) -> None:

@@ -13,7 +13,7 @@ from support import train_step
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.core.metric_names import check_metric_names
+from crosstune.core.events import check_metric_names
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import open_session
 
@@ -155,7 +155,7 @@ def test_metrics_are_sums_over_their_own_weights(backend: str) -> None:
 def test_sums_of_metrics_are_counted_exactly() -> None:
     import torch
 
-    from crosstune.torch_engine.metric_totals import MetricTotals
+    from crosstune.torch_engine.session.metric_totals import MetricTotals
 
     totals = MetricTotals(["one"])
     for _ in range(1000):

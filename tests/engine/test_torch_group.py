@@ -17,10 +17,10 @@ RANK = """
 import os, sys, time
 import torch, torch.distributed as dist
 from crosstune.core.errors import UserError
-from crosstune.core.ranks import Limits
+from crosstune.process.ranks import Limits
 from crosstune.distributed.environment import read_ranks
 from crosstune.torch_engine.group import connect
-from crosstune.torch_engine.lost_peers import peer_errors
+from crosstune.torch_engine.sharding.rendezvous import peer_errors
 limits = Limits(connect_s=float(os.environ.get("LIMIT", "600")), collective_s=600.0, debug="DEBUG" in os.environ)
 rank = int(os.environ["RANK"])
 try:
@@ -67,7 +67,7 @@ def test_processes_talk_to_each_other() -> None:
 def test_a_group_that_a_program_made_before_is_left_open() -> None:
     code = """
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-from crosstune.core.ranks import Ranks
+from crosstune.process.ranks import Ranks
 place = dict(master_addr="127.0.0.1", master_port=int(os.environ["MASTER_PORT"]), serves_store=True)
 connect(Ranks(engine="torch", **place), limits).close()
 assert dist.is_initialized()
@@ -169,7 +169,7 @@ def test_nccl_follows_the_limits_of_the_run() -> None:
     import torch
     import torch.distributed as dist
 
-    from crosstune.core.ranks import Limits, Ranks
+    from crosstune.process.ranks import Limits, Ranks
     from crosstune.torch_engine.group import connect
 
     [port] = free_ports(1)

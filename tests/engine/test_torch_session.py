@@ -12,17 +12,16 @@ import torch
 from support import train_step
 
 from crosstune.config.load import make_config
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.out_of_memory import OutOfMemory
-from crosstune.data.batches import pad_rows, split_rows
-from crosstune.data.rendering import encode_conversation
-from crosstune.data.token_batch import TokenBatch
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.batches.token_batch import TokenBatch, pad_rows, split_rows
+from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.device import memory_errors
 from crosstune.torch_engine.open import open_session as open_torch
-from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.session.session import TorchSession
 
 TURNS = [
     [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]

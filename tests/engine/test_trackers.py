@@ -24,8 +24,8 @@ from tracked import Seen
 
 from crosstune.config.load import make_config
 from crosstune.core.events import StepMetrics
-from crosstune.core.json_files import read_jsonl
 from crosstune.core.tracking_events import TrackingFailed, TrackingStarted
+from crosstune.files.json_files import read_jsonl
 from crosstune.runs.pipeline import train
 from crosstune.tracking import observe
 from crosstune.tracking.values import numbers

@@ -17,7 +17,7 @@ from warm_process import Running, WarmProcess
 
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
-from crosstune.core.json_files import read_jsonl
+from crosstune.files.json_files import read_jsonl
 
 ROW = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"}]}
 

@@ -9,7 +9,7 @@ import pytest
 from injection import competing, signals
 from injection.bench import Bench
 
-from crosstune.core.run_lock import InUse, hold
+from crosstune.files.run_lock import InUse, hold
 
 
 @pytest.fixture(scope="module")

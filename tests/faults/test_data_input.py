@@ -134,9 +134,9 @@ def test_a_large_file_needs_little_memory(tmp_path: Path, tiny_model: Path) -> N
         path.write_text(line * (megabytes * 1_000_000 // len(line)))
         code = (
             "import re, sys; from pathlib import Path\n"
-            "from crosstune.data.corpus import open_corpus\n"
-            "from crosstune.data.sources import open_source\n"
-            "from crosstune.data.tokenizer import Tokenizer\n"
+            "from crosstune.data.tokens.corpus import open_corpus\n"
+            "from crosstune.data.read.sources import open_source\n"
+            "from crosstune.data.tokens.tokenizer import Tokenizer\n"
             "corpus = open_corpus(open_source(sys.argv[1]), Tokenizer.from_folder(Path(sys.argv[2])),\n"
             "    asked_format='auto', whole=False, context_length=512, truncation='cut', in_memory_bytes=0,\n"
             "    cache=Path(sys.argv[3]))\n"

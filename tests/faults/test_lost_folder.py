@@ -13,8 +13,8 @@ import pytest
 from crosstune import UserError, train
 from crosstune.checkpoint.read import newest_valid
 from crosstune.checkpoint.write import SaveFailed
-from crosstune.core.json_files import read_jsonl
-from crosstune.core.record import RecordFailed, RunRecord
+from crosstune.files.json_files import read_jsonl
+from crosstune.files.run_record import RecordFailed, RunRecord
 from crosstune.runs.watch_folder import FolderWatch
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from crosstune.checkpoint.read import newest_valid
 from crosstune.cli.main import main
-from crosstune.core.json_files import read_json, read_jsonl
+from crosstune.files.json_files import read_json, read_jsonl
 
 TOO_MUCH = 1 << 60
 
@@ -57,7 +57,7 @@ def fail(where: str, name: str, allocate: Callable[[], None], *, call: int) -> N
     setattr(home, name, failing)
 
 
-SESSION = "crosstune.torch_engine.session.TorchSession"
+SESSION = "crosstune.torch_engine.session.session.TorchSession"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,9 @@ def test_a_start_that_fails_before_its_first_step_leaves_its_name_free(bench: Be
 
 def test_a_last_evaluation_that_does_not_fit_costs_neither_checkpoint_nor_result(bench: Bench) -> None:
     folder = bench.home / "evaluation"
-    failing = partial(fail, "crosstune.torch_engine.state", "separate_random", torch_allocation, call=2)
+    failing = partial(
+        fail, "crosstune.torch_engine.session.state", "separate_random", torch_allocation, call=2
+    )
     options = {"skip_eval": False, "eval_samples": 4, "save_steps": 0, "strict": True}
     ended = bench.start("full", folder, before=failing, **options).wait()
     assert ended.code == 2 and "Traceback" not in ended.said, ended
@@ -136,7 +138,9 @@ def test_a_copy_that_does_not_fit_is_written_without_one(bench: Bench, call: int
 
 def test_a_result_that_does_not_fit_leaves_a_checkpoint_to_make_it_from(bench: Bench) -> None:
     folder = bench.home / "result"
-    failing = partial(fail, "crosstune.torch_engine.write_result", "_write_tensors", torch_allocation, call=1)
+    failing = partial(
+        fail, "crosstune.torch_engine.results.write_result", "_write_tensors", torch_allocation, call=1
+    )
     ended = bench.start("full", folder, before=failing, save_steps=0).wait()
     assert ended.code == 2 and "Traceback" not in ended.said, ended
     assert "not enough memory for writing the result" in ended.said
@@ -160,14 +164,14 @@ def test_python_itself_without_memory(
     def fail(words: object) -> int:
         raise error
 
-    monkeypatch.setattr("crosstune.cli.options.run", fail)
+    monkeypatch.setattr("crosstune.cli.commands.options.run", fail)
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # which `main` replaces
     assert main(["options"]) == 2
     said = capsys.readouterr().err
     assert "without" not in said, "Python's own words say nothing about memory"
     assert "There is not enough memory for crosstune options." in said and "Traceback" not in said
     monkeypatch.setattr(
-        "crosstune.cli.options.run", lambda words: (_ for _ in ()).throw(SystemError("a bug"))
+        "crosstune.cli.commands.options.run", lambda words: (_ for _ in ()).throw(SystemError("a bug"))
     )
     with pytest.raises(SystemError):
         main(["options"])

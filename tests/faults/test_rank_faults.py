@@ -9,7 +9,7 @@ import warm
 from injection import ranks
 from injection.bench import Bench
 
-from crosstune.core.json_files import read_jsonl
+from crosstune.files.json_files import read_jsonl
 
 
 @pytest.fixture(scope="module")

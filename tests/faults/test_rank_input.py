@@ -14,10 +14,10 @@ from injection.bench import Bench
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import EXIT_PORT_TAKEN, UserError
-from crosstune.core.ranks import Ranks, SingleProcess
 from crosstune.distributed.environment import ranks_in, with_options
 from crosstune.distributed.group import check_versions
 from crosstune.distributed.master import free_ports
+from crosstune.process.ranks import Ranks, SingleProcess
 
 
 @pytest.fixture(scope="module")

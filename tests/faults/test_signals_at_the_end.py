@@ -12,7 +12,7 @@ import pytest
 
 from crosstune.checkpoint.read import newest_valid
 from crosstune.cli.main import main
-from crosstune.models.checksums import check_checksums, write_checksums
+from crosstune.models.file_hashes import check_checksums, write_checksums
 
 TERM, HUP, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 

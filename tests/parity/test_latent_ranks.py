@@ -12,9 +12,9 @@ from ranks import run_ranks
 from support import assert_close_after_adam
 
 from crosstune.config.load import make_config
-from crosstune.core.json_files import read_jsonl
+from crosstune.files.json_files import read_jsonl
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
+from crosstune.recipes.latent_diffusion.texts import WriteOptions
 from crosstune.runs.pipeline import train
 
 MODES = ("l2t", "t2l", "unconditional", "random", "sequential")

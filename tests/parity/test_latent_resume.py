@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crosstune.cli.ending import ending_lines
 from crosstune.cli.main import main
+from crosstune.cli.terminal.event_lines import ending_lines
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
+from crosstune.recipes.latent_diffusion.texts import WriteOptions
 from crosstune.runs.pipeline import train
 
 SHAPE = {"hidden_size": 32, "n_blocks": 2, "batch_size": 8, "backend": "cpu", "precision": "fp32"}

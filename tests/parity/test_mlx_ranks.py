@@ -20,10 +20,10 @@ from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import read_json, read_jsonl
 from crosstune.distributed.environment import LAUNCHER
 from crosstune.distributed.launch import ring_environments
 from crosstune.distributed.links import Begin
+from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.runs.pipeline import train
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")

@@ -13,16 +13,16 @@ import pytest
 from support import assert_same_gradients
 
 from crosstune.checkpoint.archive import unpack_archive
-from crosstune.checkpoint.eight_bit import plain_moments
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
-from crosstune.core.json_files import read_json, read_jsonl
+from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.models.weights import read_arrays
 from crosstune.runs.move import move
 from crosstune.runs.pipeline import train
+from crosstune.runs.restore import plain_moments
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 

@@ -13,9 +13,8 @@ from support import assert_same_gradients
 from transformers import AutoModelForCausalLM
 
 from crosstune.core.errors import UserError
-from crosstune.data.batches import pack_rows, pad_rows
-from crosstune.data.packing import pack
-from crosstune.data.token_batch import IGNORED, Example, TokenBatch
+from crosstune.data.batches.packing import pack
+from crosstune.data.batches.token_batch import IGNORED, Example, TokenBatch, pack_rows, pad_rows
 from crosstune.torch_engine.tasks.causal_lm import CausalLM, ensure_separates_documents
 
 CPU = torch.device("cpu")

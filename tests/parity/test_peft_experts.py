@@ -60,7 +60,7 @@ def targets_of(model: Any) -> dict[str, Any]:
 
 
 def with_adapter(model: Any, *, seed: int, **options: Any) -> Any:
-    from crosstune.core.adapter_init import uniform_by_name
+    from crosstune.core.weights import uniform_by_name
 
     model = get_peft_model(
         model, LoraConfig(r=8, lora_alpha=16, task_type="CAUSAL_LM", **targets_of(model), **options)

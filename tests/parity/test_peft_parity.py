@@ -14,7 +14,7 @@ from support import assert_close_after_adam
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from crosstune.config.load import make_config
-from crosstune.core.json_files import read_jsonl
+from crosstune.files.json_files import read_jsonl
 from crosstune.runs.pipeline import train
 
 NUM_STEPS, LR = 20, 3e-3
@@ -107,7 +107,7 @@ def encode(tokenizer: Any, question: str, answer: str) -> tuple[torch.Tensor, to
 
 def start_adapter(model: torch.nn.Module, *, seed: int) -> None:
     """The same A matrices as ours; B is zero in both."""
-    from crosstune.core.adapter_init import uniform_by_name
+    from crosstune.core.weights import uniform_by_name
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():

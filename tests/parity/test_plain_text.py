@@ -10,9 +10,9 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from crosstune.data.encode import Encoder
-from crosstune.data.formats import to_conversation
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.read.formats import to_conversation
+from crosstune.data.tokens.encode import Encoder
+from crosstune.data.tokens.tokenizer import Tokenizer
 
 BOS, EOS = 1, 2
 TEXTS = ("Hello world", " a few words", "a\n\nfew ", "more, hello <s> again </s> and", "hello\n")

@@ -16,8 +16,8 @@ from injection.bench import Bench, read_bits
 
 import crosstune
 from crosstune.checkpoint.folders import checkpoint_folders
-from crosstune.core.json_files import read_json, read_jsonl
-from crosstune.core.signals import stop_signals
+from crosstune.files.json_files import read_json, read_jsonl
+from crosstune.process.this_process import stop_signals
 
 
 @pytest.fixture(scope="module")

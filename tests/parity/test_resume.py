@@ -16,7 +16,7 @@ from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Resumed, Warned
-from crosstune.core.json_files import read_jsonl
+from crosstune.files.json_files import read_jsonl
 from crosstune.loop import save
 from crosstune.models.tiny import tiny_model
 from crosstune.runs.pipeline import RunResult, choose_folder, train
@@ -268,7 +268,7 @@ def test_the_same_line_begins_anew_what_was_killed_before_its_first_checkpoint(b
 def test_resuming_does_not_export_the_state_it_replaces(
     bench: Bench, straight: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from crosstune.torch_engine.session import TorchSession
+    from crosstune.torch_engine.session.session import TorchSession
 
     whole, exported = straight("lora"), list[int]()
     export = TorchSession.export_state

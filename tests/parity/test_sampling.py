@@ -57,7 +57,7 @@ def reference(sampling: Sampling, ids: torch.Tensor, logits: np.ndarray[Any, Any
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_mlx_draws_from_the_distribution_of_transformers(sampling: Sampling) -> None:
     mx = pytest.importorskip("mlx.core", reason="needs the extra crosstune[mlx]")
-    from crosstune.mlx_engine.sampling import TokenChooser, filter_logits, penalize
+    from crosstune.mlx_engine.generate import TokenChooser, filter_logits, penalize
 
     for seed in range(5):
         logits = logits_of(seed)
@@ -78,7 +78,7 @@ def test_mlx_draws_from_the_distribution_of_transformers(sampling: Sampling) -> 
 
 def test_mlx_draws_with_the_frequencies_of_the_distribution_and_penalizes_what_it_said() -> None:
     mx = pytest.importorskip("mlx.core", reason="needs the extra crosstune[mlx]")
-    from crosstune.mlx_engine.sampling import TokenChooser
+    from crosstune.mlx_engine.generate import TokenChooser
 
     sampling = Sampling(temperature=0.8, top_k=4, top_p=0.95)
     logits = np.repeat(logits_of(0)[:1], 4000, axis=0)

@@ -15,7 +15,7 @@ from support import assert_close_after_adam
 
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.config.load import make_config
-from crosstune.core.json_files import read_json, read_jsonl
+from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.models.tiny import tiny_model
 from crosstune.runs.pipeline import train
 
@@ -184,7 +184,7 @@ def test_every_strategy(folder: Path) -> None:
 
 
 SAVED = {"max_steps": 4, "save_steps": 2, "keep_last_n": 5, "save_model": True, "rows_per_step": 8}
-IN_PARTS = "import crosstune.torch_engine.session as session; session.LARGE_STATE_BYTES = 0"
+IN_PARTS = "import crosstune.torch_engine.session.session as session; session.LARGE_STATE_BYTES = 0"
 EVALUATED = {"skip_eval": False, "eval_samples": 5, "num_samples": 2, "max_new_tokens": 4}
 
 

@@ -7,10 +7,10 @@ from contextlib import closing
 
 import pytest
 
-from crosstune.core.active_time import GAP_S, ActiveClock
-from crosstune.core.ranks import RankState
-from crosstune.distributed.channel import Channel
+from crosstune.distributed.links import Channel
 from crosstune.distributed.watchdog import LauncherWatch
+from crosstune.process.active_time import GAP_S, ActiveClock
+from crosstune.process.ranks import RankState
 
 
 class Times:
@@ -39,7 +39,7 @@ def test_machines_that_were_suspended_together_have_not_lost_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = Times()
-    monkeypatch.setattr("crosstune.distributed.channel.ActiveClock", times.clock)
+    monkeypatch.setattr("crosstune.distributed.links.ActiveClock", times.clock)
     with socket.create_server(("127.0.0.1", 0)) as server, closing(socket.socket()) as silent:
         silent.connect(server.getsockname())
         with closing(Channel(server.accept()[0])) as launcher:

@@ -22,7 +22,7 @@ from crosstune.checkpoint.archive import (
 )
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.core.run_lock import InUse
+from crosstune.files.run_lock import InUse
 from crosstune.runs.resume import KEPT_FILES, _unpacked
 
 NOTE_FIELDS = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from crosstune.core import atomic_files
+from crosstune.files import atomic_files
 
 
 def make(folder: Path, word: str) -> Path:

@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from crosstune.core.attention import choose_attention
-from crosstune.core.machine import BackendReport
+from crosstune.estimate.machine import BackendReport, choose_attention
 from crosstune.machines.probe import load_machine
 
 KERNELS = {

@@ -10,7 +10,7 @@ import pytest
 from crosstune.backends import _host
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
-from crosstune.core.machine import BackendReport, Machine, auto_order, auto_reason, choose_backend
+from crosstune.estimate.machine import BackendReport, Machine, auto_order, auto_reason, choose_backend
 from crosstune.machines import probe
 
 ORDER = ["cuda", "rocm", "xpu", "mlx", "mps", "cpu"]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from crosstune.loop.best import (
+from crosstune.loop.progress import (
     best_step,
     early_stopping_message,
     evaluation_warning,

@@ -13,9 +13,9 @@ import pytest
 from crosstune.config.load import make_config
 from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError
-from crosstune.data.chat_templates import TEMPLATES, read_template
-from crosstune.data.rendering import encode_conversation, render
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.render.built_in_templates import TEMPLATES, read_template
+from crosstune.data.render.rendering import encode_conversation, render
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_files import has_trained_template
 from crosstune.recipes.sft import SftRecipe
 

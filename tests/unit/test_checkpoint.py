@@ -31,10 +31,10 @@ from crosstune.checkpoint.read import newest_valid, open_checkpoint
 from crosstune.checkpoint.rotate import Keep, rotate, superfluous
 from crosstune.checkpoint.tensors import describe_tensors, describe_trainable, read_tensors, write_tensors
 from crosstune.checkpoint.write import SaveFailed, write_checkpoint
-from crosstune.core.atomic_files import set_aside, staging_path
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import SessionState
-from crosstune.core.safetensors_header import BadSafetensors
+from crosstune.files.atomic_files import set_aside, staging_path
+from crosstune.files.safetensors_header import BadSafetensors
 
 
 def make_state(seed: int = 0) -> SessionState:

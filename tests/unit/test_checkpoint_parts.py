@@ -13,12 +13,12 @@ from manifests import make_manifest
 
 from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.checkpoint.manifest import DamagedCheckpoint
-from crosstune.checkpoint.parts import files_of, part_name
 from crosstune.checkpoint.read import open_checkpoint
+from crosstune.checkpoint.shard_files import files_of, part_name
 from crosstune.checkpoint.write import SaveFailed
-from crosstune.checkpoint.write_parts import write_divided
+from crosstune.checkpoint.write_shards import write_divided
 from crosstune.core.protocols import SessionState, StatePart
-from crosstune.core.ranks import Group, Ranks
+from crosstune.process.ranks import Group, Ranks
 
 WHOLE = {
     "even": np.arange(24, dtype=np.float32).reshape(8, 3),
@@ -100,7 +100,7 @@ def test_parts_are_one_state(count: int, tmp_path: Path) -> None:
 def test_a_failure_in_one_process_fails_in_all_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from crosstune.checkpoint import write_parts
+    from crosstune.checkpoint import write_shards as write_parts
 
     plain = write_parts._write_part
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from test_report_page import HOSTILE, Page, make_run
 
+from crosstune.cli.commands.runs import comparison_lines
 from crosstune.cli.main import main
-from crosstune.cli.runs import comparison_lines
 from crosstune.core.errors import UserError
 from crosstune.report.charts import overlay_charts
 from crosstune.report.comparison import Comparison, compare_runs, render_comparison, shared_prompts

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from crosstune.core.errors import UserError
-from crosstune.data.batches import pad_rows, split_rows
-from crosstune.data.commands import NUM_HELD_OUT, NUM_TRAIN, make_commands
-from crosstune.data.formats import recognise, to_conversation
-from crosstune.data.order import rows_in_epochs, rows_of_step, steps_of_rows
-from crosstune.data.rendering import encode_conversation, encode_prompt, render
-from crosstune.data.token_batch import IGNORED, Example
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.batches.epoch_order import rows_in_epochs, rows_of_step, steps_of_rows
+from crosstune.data.batches.token_batch import IGNORED, Example, pad_rows, split_rows
+from crosstune.data.bundled.commands import NUM_HELD_OUT, NUM_TRAIN, make_commands
+from crosstune.data.read.formats import recognise, to_conversation
+from crosstune.data.render.rendering import encode_conversation, encode_prompt, render
+from crosstune.data.tokens.tokenizer import Tokenizer
 
 TURNS = [
     {"role": "system", "content": "Be brief."},

@@ -11,11 +11,11 @@ import pytest
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.corpus import Corpus, open_corpus
-from crosstune.data.sources import open_source
-from crosstune.data.store import FileArray
-from crosstune.data.tokenize_source import cache_folder
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.read.sources import open_source
+from crosstune.data.tokens.corpus import Corpus, open_corpus
+from crosstune.data.tokens.encode import cache_folder
+from crosstune.data.tokens.store import FileArray
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.sft import SftRecipe
 
 

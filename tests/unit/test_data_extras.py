@@ -11,7 +11,7 @@ import pytest
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.formats import has_empty_answer, to_conversation, unused_columns
+from crosstune.data.read.formats import has_empty_answer, to_conversation, unused_columns
 from crosstune.recipes.sft import SftRecipe, open_recipe
 
 TEMPLATE = """{% if tools %}<|im_start|>system

@@ -12,11 +12,11 @@ import pytest
 
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
-from crosstune.data.dataset_list import DatasetEntry, join_entries, parse_dataset
-from crosstune.data.mixture import Mixture
-from crosstune.data.row_order import RowOrder
+from crosstune.data.batches.epoch_order import Mixture
+from crosstune.data.batches.row_order import RowOrder
+from crosstune.data.read.dataset_list import DatasetEntry, join_entries, parse_dataset
 from crosstune.recipes.sft import SftRecipe
-from crosstune.runs.packed_files import pack_files
+from crosstune.runs.move import pack_files
 from crosstune.runs.resume import _unpacked_value
 
 

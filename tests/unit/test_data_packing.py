@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from crosstune.config.load import make_config
-from crosstune.data.batches import pack_rows
-from crosstune.data.packing import PackedOrder, Packer, pack
-from crosstune.data.row_order import RowOrder
-from crosstune.data.token_batch import IGNORED, Example, TokenBatch, without_padding
+from crosstune.data.batches.packing import PackedOrder, Packer, pack
+from crosstune.data.batches.row_order import RowOrder
+from crosstune.data.batches.token_batch import IGNORED, Example, TokenBatch, pack_rows, without_padding
 from crosstune.recipes.sft import SftRecipe
 
 LENGTHS = np.random.default_rng(3).integers(1, 100, size=1000)

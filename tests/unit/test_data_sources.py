@@ -12,13 +12,13 @@ import pytest
 from unprivileged import as_other_user, reachable_folder
 
 from crosstune.core.errors import UserError
-from crosstune.core.hub_reach import why_unreachable
-from crosstune.data import files
-from crosstune.data.formats import has_empty_answer, recognise, to_conversation
-from crosstune.data.hub import HubPart, _missing
-from crosstune.data.named_datasets import known_names
-from crosstune.data.sources import Source, open_source, split_of
-from crosstune.data.uniform import pick_rows, uniform_sources
+from crosstune.data.bundled.named_datasets import known_names
+from crosstune.data.read import files
+from crosstune.data.read.formats import has_empty_answer, recognise, to_conversation
+from crosstune.data.read.hub import HubPart, _missing
+from crosstune.data.read.sources import Source, open_source, split_of
+from crosstune.data.read.uniform import pick_rows, uniform_sources
+from crosstune.files.hub_reach import why_unreachable
 
 ROWS = [
     {"prompt": 'Say "hi", 日本', "completion": "hi\nthere, ünd 🙂"},
@@ -301,7 +301,7 @@ def test_empty_answers_are_seen() -> None:
 
 
 def test_a_folder_of_everything_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from crosstune.data import sources
+    from crosstune.data.read import sources
 
     monkeypatch.setattr(sources, "MOST_FILES", 5)
     for number in range(6):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from crosstune.data.formats import as_messages
-from crosstune.data.rendering import encode_conversation, encode_prompt, render, render_conversation
-from crosstune.data.template import REASONING_KEYS
-from crosstune.data.token_batch import Example
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.batches.token_batch import Example
+from crosstune.data.read.formats import as_messages
+from crosstune.data.render.rendering import encode_conversation, encode_prompt, render, render_conversation
+from crosstune.data.render.template import REASONING_KEYS
+from crosstune.data.tokens.tokenizer import Tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 from crosstune.cli.arguments import print_json
-from crosstune.cli.live_line import BarLine
 from crosstune.cli.main import main
-from crosstune.cli.output import Output
-from crosstune.cli.screen import Screen
-from crosstune.cli.streams import wrap_output
-from crosstune.core.control_characters import printable
+from crosstune.cli.terminal.output import Output
+from crosstune.cli.terminal.screen import BarLine, Screen
+from crosstune.cli.terminal.streams import wrap_output
 from crosstune.core.events import Evaluated, Warned
-from crosstune.core.json_files import read_jsonl
-from crosstune.core.record import RunRecord
+from crosstune.core.safe_text import printable
+from crosstune.files.json_files import read_jsonl
+from crosstune.files.run_record import RunRecord
 from crosstune.report import write_report
 from crosstune.results.prompt_file import write_row
 

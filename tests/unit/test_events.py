@@ -8,17 +8,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.event_lines import LINES
-from crosstune.cli.screen import NOT_SHOWN, Screen
-from crosstune.config.plan import Adjustment
+from crosstune.cli.terminal.event_lines import LINES
+from crosstune.cli.terminal.screen import NOT_SHOWN, Screen
+from crosstune.config.resolve.plan import Adjustment
 from crosstune.core import events, tracking_events
 from crosstune.core.events import Event
-from crosstune.core.json_files import read_jsonl
-from crosstune.core.measured import Comparison, LossMeasurement
-from crosstune.core.record import RunRecord
-from crosstune.loop.phase_clock import PhaseClock
-from crosstune.loop.profile_result import profile_result
-from crosstune.report.facts import NOTABLE_KINDS
+from crosstune.core.loss_measurement import Comparison, LossMeasurement
+from crosstune.files.json_files import read_jsonl
+from crosstune.files.run_record import RunRecord
+from crosstune.loop.profile_result import PhaseClock, profile_result
+from crosstune.report.tables import NOTABLE_KINDS
 
 MEASURED_ROW: dict[str, Any] = {
     "step": 4,

@@ -13,11 +13,10 @@ import pytest
 
 from crosstune.core.errors import UserError
 from crosstune.models.adapter_choice import AdapterSettings, Targets
-from crosstune.models.adapter_fields import read_settings
-from crosstune.models.adapter_files import PEFT_WEIGHTS, load_adapter, save_adapter
+from crosstune.models.adapter_files import PEFT_WEIGHTS, load_adapter, read_settings, save_adapter
 from crosstune.models.config_spelling import spell_config
 from crosstune.models.folder import check_folder
-from crosstune.models.folder_record import read_record
+from crosstune.models.identity import read_record
 from crosstune.models.mlx_adapters import to_mlx
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.results.trained_folder import find_trained

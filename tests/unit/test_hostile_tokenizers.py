@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from crosstune.core.errors import UserError
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.tokens.tokenizer import Tokenizer
 
 
 def hostile(tiny_model: Path, folder: Path, **parts: Any) -> Path:
@@ -59,7 +59,7 @@ def test_a_tokenizer_with_its_own_pattern_is_tried_once(
     assert Tokenizer.from_folder(folder).encode("Hello there").ids
     [verdict] = (tmp_path / "cache" / "tokenizers").iterdir()
     assert verdict.stat().st_size == 0
-    monkeypatch.setattr("crosstune.data.trials.run_limited", None)  # a second trial would fail
+    monkeypatch.setattr("crosstune.data.tokens.trials.run_limited", None)  # a second trial would fail
     assert Tokenizer.from_folder(folder).encode("Hello there").ids
 
 

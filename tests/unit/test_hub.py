@@ -19,14 +19,13 @@ from forks import LIMIT_S, Forked, fork
 from crosstune.core.errors import UserError
 from crosstune.core.version import __version__
 from crosstune.distributed import processes
-from crosstune.distributed.channel import LONGEST_LINE, Channel
+from crosstune.distributed.attempts import Failure, Report
+from crosstune.distributed.coordinator import Coordinator
 from crosstune.distributed.environment import Nodes
-from crosstune.distributed.hub import Coordinator
 from crosstune.distributed.launch import launch, torch_environments
-from crosstune.distributed.links import REPORT_LIMIT
+from crosstune.distributed.links import LONGEST_LINE, REPORT_LIMIT, Channel
 from crosstune.distributed.master import free_ports
 from crosstune.distributed.processes import Processes
-from crosstune.distributed.reports import Failure, Report
 
 START = "import os, signal, sys, time, pathlib; rank = int(os.environ['RANK']); folder = pathlib.Path(sys.argv[1])\n"
 
@@ -130,7 +129,7 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for(
         return resolve("127.0.0.1", *place, **more)
 
     monkeypatch.setattr("socket.getaddrinfo", resolve_later)
-    monkeypatch.setattr("crosstune.distributed.hub._RESOLVE_S", 0.01)
+    monkeypatch.setattr("crosstune.distributed.coordinator._RESOLVE_S", 0.01)
     nodes = Nodes(num_nodes=2, master_addr="run-0.run", master_port=port)
     comes = num_failures == 2
     listening = Coordinator(nodes=nodes, max_restarts=0, connect_s=LIMIT_S if comes else 0.2, lost_s=1.0)
@@ -172,7 +171,7 @@ def report(rank: int) -> dict[str, Any]:
 )
 def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of the hub's thread, for which all launchers would wait."""
-    monkeypatch.setattr("crosstune.distributed.hub._HANG_UP_S", 0.1)
+    monkeypatch.setattr("crosstune.distributed.coordinator._HANG_UP_S", 0.1)
     place = ("127.0.0.1", free_ports(1)[0])
     nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
     Coordinator(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()

@@ -12,8 +12,7 @@ import pytest
 
 from crosstune.core.errors import UserError
 from crosstune.models import file_hashes
-from crosstune.models.checksums import check_checksums, write_checksums
-from crosstune.models.file_hashes import sha256_of
+from crosstune.models.file_hashes import check_checksums, sha256_of, write_checksums
 from crosstune.models.identity import config_identity, identity
 from crosstune.models.tiny import tiny_model
 

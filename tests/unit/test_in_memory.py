@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import read_jsonl
-from crosstune.data.in_memory import write_in_memory
-from crosstune.data.sources import open_source
+from crosstune.data.read.in_memory import write_in_memory
+from crosstune.data.read.sources import open_source
+from crosstune.files.json_files import read_jsonl
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"ä {n}", "completion": [n, None, 0.5]} for n in range(5)]
 

@@ -29,7 +29,9 @@ sys.exit(start())
 """
 
 
-@pytest.mark.parametrize("module", ["crosstune.cli.main", "crosstune.cli.options", "crosstune.config.table"])
+@pytest.mark.parametrize(
+    "module", ["crosstune.cli.main", "crosstune.cli.commands.options", "crosstune.config.table"]
+)
 def test_while_python_imports_the_command(module: str) -> None:
     code = _INTERRUPTED_IMPORT.replace("MODULE", repr(module))
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

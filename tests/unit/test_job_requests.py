@@ -12,7 +12,7 @@ from launching import BASE, printed, refused, write_tool
 
 from crosstune.cli.main import main
 from crosstune.config.schema import option_list
-from crosstune.distributed.jobs.make import options_of_schedulers
+from crosstune.distributed.jobs.job import options_of_schedulers
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from launching import BASE, printed, write_tool
 
-from crosstune.cli.launch import make_parser
+from crosstune.cli.commands.launch import make_parser
 from crosstune.config.load import make_config
-from crosstune.distributed.jobs.make import load_scheduler, make_job, scheduler_names
+from crosstune.distributed.jobs.job import load_scheduler, make_job, scheduler_names
 
 NASTY = [
     "a b",

@@ -13,15 +13,18 @@ import pytest
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.sources import open_source
-from crosstune.data.translations import BEST_SCORE, PENALTIES, VARIANTS, make_pairs, make_translations
-from crosstune.recipes.judge.items import Item, swapped
-from crosstune.recipes.judge.open_splits import open_judge_data
-from crosstune.recipes.judge.prompts import prompt_messages, training_messages
+from crosstune.data.bundled.translations import BEST_SCORE, PENALTIES, VARIANTS, make_pairs, make_translations
+from crosstune.data.read.sources import open_source
+from crosstune.recipes.judge.items import Item, Scale, digit_labels, number_labels, read_scale, swapped
+from crosstune.recipes.judge.open_splits import find_leaks, open_judge_data, split_groups, without_leaks
 from crosstune.recipes.judge.read_items import ItemReader
-from crosstune.recipes.judge.scale import Scale, digit_labels, number_labels, read_scale
-from crosstune.recipes.judge.splits import find_leaks, split_groups, without_leaks
-from crosstune.recipes.judge.verdicts import VerdictFormat, choose_format, parse_text_verdict
+from crosstune.recipes.judge.verdicts import (
+    VerdictFormat,
+    choose_format,
+    parse_text_verdict,
+    prompt_messages,
+    training_messages,
+)
 
 TEN = Scale(low=0, high=10)
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from manifests import make_manifest
 
-from crosstune.cli.judge import metric_lines as table_lines
+from crosstune.cli.commands.judge import metric_lines as table_lines
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import to_json
-from crosstune.core.machine import BackendReport, Device
+from crosstune.estimate.machine import BackendReport, Device
+from crosstune.files.json_files import to_json
 from crosstune.recipes.judge.evaluation import (
     baseline_verdicts,
     evaluate_beside,
@@ -24,12 +24,11 @@ from crosstune.recipes.judge.evaluation import (
     headline,
     worst_items,
 )
-from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.items import Item, Scale
 from crosstune.recipes.judge.judge import Judgement
 from crosstune.recipes.judge.predictions import read_predictions, write_predictions
 from crosstune.recipes.judge.presets import choose_preset, read_billions
-from crosstune.recipes.judge.saved_settings import JudgeSettings, read_judge_settings
-from crosstune.recipes.judge.scale import Scale
+from crosstune.recipes.judge.verdicts import JudgeSettings, read_judge_settings
 
 TEN = Scale(low=0, high=10)
 

@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from crosstune.config.load import make_config
-from crosstune.config.resolve import resolve
+from crosstune.config.resolve.resolve import resolve
 from crosstune.core.errors import UserError
-from crosstune.core.machine import Machine
-from crosstune.ladder.compare import Comparison, broken_promise, judge
-from crosstune.ladder.criteria import check_criteria
-from crosstune.ladder.request import check_request, check_same_ladder, make_request
+from crosstune.estimate.machine import Machine
+from crosstune.ladder.climb import check_request, check_same_ladder, make_request
+from crosstune.ladder.compare import Comparison, broken_promise, check_criteria, judge
 from crosstune.ladder.rung import AsGood, NotApplicable, SameBits, Situation, Within
 from crosstune.ladder.rungs import all_rungs
 from crosstune.ladder.trial import _FOLLOWING, Trial, Trials
@@ -170,7 +169,7 @@ def test_packed_rows_hold_about_a_step_and_never_less_than_the_longest_example(c
 
 
 def test_the_criteria_say_when_there_is_too_little_to_go_by(tmp_path: Path) -> None:
-    from crosstune.core.json_files import write_json
+    from crosstune.files.json_files import write_json
 
     write_json(tmp_path / "plan.json", {"world_size": 2})
     faster = against(trial(rate=140, peak=600), trial(rate=141, peak=600))
@@ -223,8 +222,8 @@ def test_a_request_that_no_trial_could_have_is_refused_before_the_first(
 
 
 def test_one_ladder_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
-    from crosstune.cli.ladder import run
-    from crosstune.core.run_lock import InUse, hold
+    from crosstune.cli.commands.ladder import run
+    from crosstune.files.run_lock import InUse, hold
 
     words = ["--model_name", "tiny-random", "--backend", "cpu", "--name", "l", "--output_dir", str(tmp_path)]
     with hold(tmp_path / "l"), pytest.raises(InUse):

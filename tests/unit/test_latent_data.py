@@ -14,19 +14,30 @@ import pytest
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion import check_dataset, pair_folder
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-from crosstune.recipes.latent_diffusion.choose_rows import Chosen, WriteOptions, choose_rows
-from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
-from crosstune.recipes.latent_diffusion.grammar import GrammarEncoder, write_tokenizer
+from crosstune.recipes.latent_diffusion.encoders import (
+    GrammarEncoder,
+    open_encoder_of,
+    pooling_of,
+    write_tokenizer,
+)
 from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs, write_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
-from crosstune.recipes.latent_diffusion.splits import Divided, divide
-from crosstune.recipes.latent_diffusion.token_rows import TokenRows, tokenize
-from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN
-from crosstune.recipes.latent_diffusion.wordnet import _MEMBERS, FILE, fetch_wordnet, read_wordnet
+from crosstune.recipes.latent_diffusion.texts import (
+    _MEMBERS,
+    FILE,
+    Chosen,
+    Divided,
+    WriteOptions,
+    choose_rows,
+    divide,
+    fetch_wordnet,
+    read_wordnet,
+)
+from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN, TokenRows, tokenize
 
 OPTIONS = WriteOptions(max_tokens=12)
 
@@ -171,7 +182,7 @@ def change_manifest(folder: Path, **values: Any) -> None:
 
 def rewrite(folder: Path, name: str, array: Any) -> None:
     """Replace an array and record its hash, as someone who writes the format would."""
-    from crosstune.core.disk import file_sha256
+    from crosstune.files.plain_files import file_sha256
 
     np.save(folder / name, array)
     files = json.loads((folder / "manifest.json").read_text())["files"]

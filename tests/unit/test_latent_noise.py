@@ -14,10 +14,9 @@ from crosstune.core.errors import UserError
 from crosstune.machines.probe import load_machine
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.latent_diffusion import check_options
-from crosstune.recipes.latent_diffusion.batch import divide_batch, make_batch
-from crosstune.recipes.latent_diffusion.noise import JOINT, L2T, T2L, draw
+from crosstune.recipes.latent_diffusion.batch import JOINT, L2T, T2L, divide_batch, draw, make_batch
+from crosstune.recipes.latent_diffusion.evaluation import retrieval, token_accuracy
 from crosstune.recipes.latent_diffusion.pair_folder import Pairs
-from crosstune.recipes.latent_diffusion.scores import retrieval, token_accuracy
 from crosstune.recipes.latent_diffusion.settings import make_modes, make_settings
 
 ROWS, WIDTH, DIM = 4000, 20, 8

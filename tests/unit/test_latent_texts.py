@@ -8,15 +8,20 @@ from pathlib import Path
 
 import numpy as np
 
-from crosstune.data.tokenizer import Tokenizer
-from crosstune.recipes.latent_diffusion.augment import EDITION, add_made_texts
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-from crosstune.recipes.latent_diffusion.choose_rows import WriteOptions, choose_rows
-from crosstune.recipes.latent_diffusion.grammar import make_texts, write_tokenizer
+from crosstune.recipes.latent_diffusion.encoders import make_texts, write_tokenizer
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
-from crosstune.recipes.latent_diffusion.splits import Divided, divide, text_key
-from crosstune.recipes.latent_diffusion.token_rows import TokenRows, tokenize
-from crosstune.recipes.latent_diffusion.vocabulary import UNKNOWN, count_tokens
+from crosstune.recipes.latent_diffusion.texts import (
+    EDITION,
+    Divided,
+    WriteOptions,
+    add_made_texts,
+    choose_rows,
+    divide,
+    text_key,
+)
+from crosstune.recipes.latent_diffusion.vocabulary import UNKNOWN, TokenRows, count_tokens, tokenize
 
 
 def test_no_text_is_in_two_splits() -> None:

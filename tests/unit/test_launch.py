@@ -16,9 +16,9 @@ import pytest
 
 from crosstune.core.errors import EXIT_HUNG, EXIT_PORT_TAKEN, EXIT_USER_MUST_ACT
 from crosstune.distributed import processes as running
+from crosstune.distributed.attempts import Outcome
 from crosstune.distributed.launch import launch, ring_environments
 from crosstune.distributed.master import free_ports
-from crosstune.distributed.reports import Outcome
 
 FOREVER = "time.sleep(3600)"
 """Longer than a test may take: whoever does so must be ended by the launcher for the test to end."""

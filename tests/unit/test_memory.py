@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from crosstune.config.facts import Facts
 from crosstune.config.load import make_config
-from crosstune.config.resolve import resolve
+from crosstune.config.resolve.facts import Facts
+from crosstune.config.resolve.resolve import resolve
 from crosstune.core.backend import backend_specs
-from crosstune.core.fast_layers import LayerBytes, plan_recomputation
-from crosstune.core.memory import (
+from crosstune.core.quantization import read_quantizers
+from crosstune.estimate.fast_layers import LayerBytes, plan_recomputation
+from crosstune.estimate.memory import (
     GIB,
     Correction,
     copy_bytes,
@@ -23,9 +24,13 @@ from crosstune.core.memory import (
     step_parts,
     weight_bytes,
 )
-from crosstune.core.model_shape import ModelShape, block_parameters, expand_shape
-from crosstune.core.quantizers import read_quantizers
-from crosstune.core.training_step import Step, trained_parameters
+from crosstune.estimate.model_shape import (
+    ModelShape,
+    Step,
+    block_parameters,
+    expand_shape,
+    trained_parameters,
+)
 from crosstune.machines.probe import load_machine
 from crosstune.models.known_models import known_shape, table
 

@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from crosstune.config.facts import Facts
 from crosstune.config.load import make_config
-from crosstune.config.memory_advice import advise
-from crosstune.config.plan import Plan
-from crosstune.config.resolve import resolve
+from crosstune.config.resolve.facts import Facts
+from crosstune.config.resolve.memory_advice import advise, with_advice
+from crosstune.config.resolve.plan import Plan
+from crosstune.config.resolve.resolve import resolve
 from crosstune.core.backend import backend_specs
-from crosstune.core.model_shape import shape_for_size
 from crosstune.core.out_of_memory import EVALUATING, LOADING, OutOfMemory
-from crosstune.core.quantizers import read_quantizers
+from crosstune.core.quantization import read_quantizers
+from crosstune.estimate.model_shape import shape_for_size
 from crosstune.machines.probe import load_machine
-from crosstune.runs.memory_failure import with_advice
 
 
 def plan_on(machine: str, *, size_b: float = 0.135, longest_row: int | None = None, **asked: Any) -> Plan:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from crosstune.config.facts import Facts
 from crosstune.config.load import load_config, make_config
 from crosstune.config.mlx_settings import MlxSettings, read_mlx_settings, read_settings
-from crosstune.config.resolve import resolve
+from crosstune.config.resolve.facts import Facts
+from crosstune.config.resolve.resolve import resolve
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import ConfigError, UserError
-from crosstune.core.machine import Machine
-from crosstune.core.quantizers import read_quantizers
+from crosstune.core.quantization import read_quantizers
+from crosstune.estimate.machine import Machine
 from crosstune.machines.probe import load_machine
 
 

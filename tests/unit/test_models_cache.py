@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from crosstune.core.atomic_files import staged_name
 from crosstune.core.errors import UserError
+from crosstune.files.atomic_files import staged_name
 from crosstune.models import cache
-from crosstune.models.disk import DiskFullError, ensure_space
+from crosstune.models.staged import DiskFullError, ensure_space
 
 HELD_INSTALL = """
 import sys, time

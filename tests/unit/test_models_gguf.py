@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.core.safetensors_header import read_header
+from crosstune.files.safetensors_header import read_header
 from crosstune.models.locate import locate, shape
 from crosstune.models.tiny import tiny_model
 from crosstune.models.weights import bfloat16_bits

@@ -14,7 +14,7 @@ from crosstune.config.option import OnResume
 from crosstune.config.schema import Config, option_list, options_on_resume
 from crosstune.config.table import help_text, markdown_table
 from crosstune.runs.resume import for_record
-from crosstune.runs.same_training import changed_options, explain_data
+from crosstune.runs.resume_identity import changed_options, explain_data
 
 SOURCE = Path(__file__).parents[2] / "src" / "crosstune"
 
@@ -54,7 +54,7 @@ def test_what_was_asked_of_one_start_is_not_kept() -> None:
 
 @pytest.mark.parametrize("option", ["seed", "skip_eval", "eval_samples", "truncation"])
 def test_options_that_divide_the_data_are_named(option: str) -> None:
-    from crosstune.runs.same_training import Difference
+    from crosstune.runs.resume_identity import Difference
 
     other = {"seed": 1, "skip_eval": True, "eval_samples": 3, "truncation": "cut"}[option]
     found = explain_data(

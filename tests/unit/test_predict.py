@@ -11,21 +11,34 @@ from typing import Any
 import pytest
 
 from crosstune.cli.arguments import at_least
-from crosstune.cli.plan_figures import figure_rows
+from crosstune.cli.commands.plan import figure_rows
 from crosstune.config.load import make_config
-from crosstune.config.plan import Plan
-from crosstune.core.devices import find_speed
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
-from crosstune.core.memory import GIB
-from crosstune.core.ranks import Ranks
-from crosstune.core.step_time import LARGEST_ERROR, NUM_CHECKED, Cluster, flops_per_token, step_time
-from crosstune.core.training_step import Step
+from crosstune.estimate.memory import GIB
+from crosstune.estimate.model_shape import Step
+from crosstune.estimate.step_time import (
+    LARGEST_ERROR,
+    NUM_CHECKED,
+    Cluster,
+    find_speed,
+    flops_per_token,
+    step_time,
+)
 from crosstune.machines.probe import load_machine, profile_names
 from crosstune.models.known_models import known_shape
 from crosstune.planner.gather import make_plan
-from crosstune.planner.learned import FILE, learn_peak, read_corrections
+from crosstune.planner.learned import (
+    FILE,
+    MOST_ENTRIES,
+    learn_peak,
+    read_corrections,
+    recall,
+    recall_all,
+    remember,
+)
 from crosstune.planner.predict import DataFacts, predict
-from crosstune.planner.remembered import MOST_ENTRIES, recall, recall_all, remember
+from crosstune.process.ranks import Ranks
 
 LLAMA = "meta-llama/Llama-2-7b-hf"
 DATA = DataFacts(num_rows=8000, num_steps=1000, longest_row=2048, longest_target=2048, tokens_per_row=2048.0)
@@ -163,7 +176,7 @@ def test_a_price_without_a_number_of_steps_or_a_known_device_says_what_is_missin
 
 
 def test_several_machines_of_a_kind_that_trains_alone_are_refused() -> None:
-    from crosstune.cli.plan import run
+    from crosstune.cli.commands.plan import run
 
     with pytest.raises(UserError, match="apple-m3-8gb") as refused:
         run(["--machine", "apple-m3-8gb", "--nnodes", "2", "--model_name", LLAMA])

@@ -14,9 +14,8 @@ from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Profiled, StepMetrics, Warned
 from crosstune.core.profiling import BACKWARD, DATA, FORWARD, Limits, Operator, Recorded, no_phase
-from crosstune.loop.phase_clock import PhaseClock
 from crosstune.loop.profile import StepProfile, check_profile_folder, profile_folder, schedule
-from crosstune.loop.profile_result import profile_lines, profile_result
+from crosstune.loop.profile_result import PhaseClock, profile_lines, profile_result
 
 
 class Events:

@@ -9,8 +9,7 @@ import pytest
 
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.sampling import GREEDY, Sampling
-from crosstune.results.conversation import Conversation
-from crosstune.results.prompt_file import check_output, open_output, read_prompts, write_row
+from crosstune.results.prompt_file import Conversation, check_output, open_output, read_prompts, write_row
 
 
 def test_a_text_file_has_a_prompt_per_line(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 import crosstune
-from crosstune.api.arguments import read_config
+from crosstune.api.arguments import Written, put_into_python, python_words, read_config
 from crosstune.api.callbacks import Callbacks
-from crosstune.api.python_words import Written, put_into_python, python_words
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.events import Event, StepMetrics, Warned
 from crosstune.loop.stop import StopSignal

@@ -11,10 +11,9 @@ from manifests import make_manifest
 from planned import plan_on
 
 from crosstune.checkpoint.manifest import Manifest
-from crosstune.core.base_choice import BaseChoice
 from crosstune.core.errors import UserError
-from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
-from crosstune.runs.same_training import base_fields, check_base, compare, identity_of_options
+from crosstune.core.quantization import BaseChoice, QuantSpec, read_spec, same_meaning
+from crosstune.runs.resume_identity import base_fields, check_base, compare, identity_of_options
 
 BNB = {"quantizer": "bnb", "bits": 4, "group_size": 64}
 FP8 = {"quantizer": "fp8", "bits": 8, "group_size": 64}

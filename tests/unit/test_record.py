@@ -10,8 +10,8 @@ import pytest
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Warned
-from crosstune.core.json_files import read_jsonl, write_json
-from crosstune.core.record import RunRecord, holds_run, move_aside
+from crosstune.files.json_files import read_jsonl, write_json
+from crosstune.files.run_record import RunRecord, holds_run, move_aside
 
 
 def test_lines_are_on_disk_as_soon_as_they_are_said(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import pytest
 
 import crosstune
 from crosstune.core.errors import UserError
-from crosstune.data import trials
-from crosstune.data.chat_templates import read_template
-from crosstune.data.render_types import Rendered
-from crosstune.data.rendering import render, render_conversation
-from crosstune.data.template import make_environment
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.render.built_in_templates import read_template
+from crosstune.data.render.rendering import render, render_conversation
+from crosstune.data.render.template import make_environment
+from crosstune.data.render.types import Rendered
+from crosstune.data.tokens import trials
+from crosstune.data.tokens.tokenizer import Tokenizer
 
 FILE = "/models/some/chat_template.jinja"
 TURNS = [

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from markupsafe import Markup
 
-from crosstune.data.portrait import length_histogram
+from crosstune.data.checks.portrait import length_histogram
 from crosstune.report.charts import Chart, Mark, Series, length_chart, run_charts, run_moves
 from crosstune.report.files import RunFiles
 from crosstune.report.layout import log_axis, step_axis, value_axis

@@ -18,15 +18,12 @@ from test_report_chart import OVERFITTING, evaluated
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.portrait import MOST_CHARACTERS, _cut
+from crosstune.data.checks.portrait import MOST_CHARACTERS, _cut
 from crosstune.recipes.sft import SftRecipe
 from crosstune.report import RunFiles, load_run, write_report
 from crosstune.report.comparison import compare_runs, render_comparison
-from crosstune.report.facts import masked_example, plan_against_measured
 from crosstune.report.files import number
-from crosstune.report.next_steps import next_steps
-from crosstune.report.outcome import end_of, evaluations, lead_sentences, totals, training_loss
-from crosstune.report.quantity import (
+from crosstune.report.formatting import (
     change_between,
     display_of,
     show_bytes,
@@ -36,8 +33,11 @@ from crosstune.report.quantity import (
     show_seconds,
     show_share,
 )
+from crosstune.report.next_steps import next_steps
+from crosstune.report.outcome import end_of, evaluations, lead_sentences, totals, training_loss
 from crosstune.report.run_list import read_listed
 from crosstune.report.samples import MOST_WORDS, changed_pieces, collect_samples, lead_sample
+from crosstune.report.tables import masked_example, plan_against_measured
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 HOSTILE = "<script>alert('x')</script> & \"quoted\" </pre><img src=//evil.example/x onerror=alert(1)>"

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from planned import adjustment, plan_on
 
-from crosstune.cli.plan import describe_plan
+from crosstune.cli.commands.plan import describe_plan
 from crosstune.config.load import make_config
 from crosstune.core.errors import ConfigError, UserError
-from crosstune.core.model_shape import shape_for_size
-from crosstune.core.ranks import Ranks
+from crosstune.estimate.model_shape import shape_for_size
+from crosstune.process.ranks import Ranks
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,15 @@ from manifests import make_manifest
 from planned import adjustment, plan_on
 
 from crosstune.checkpoint.read import Checkpoint
-from crosstune.cli.plan import describe_plan
-from crosstune.config.facts import Facts
+from crosstune.cli.commands.plan import describe_plan
 from crosstune.config.load import make_config
-from crosstune.config.resolve import resolve
+from crosstune.config.resolve.facts import Facts
+from crosstune.config.resolve.resolve import resolve
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
-from crosstune.core.memory import Correction, num_recomputed
-from crosstune.core.model_shape import shape_for_size
-from crosstune.core.quantizers import read_quantizers
+from crosstune.core.quantization import read_quantizers
+from crosstune.estimate.memory import Correction, num_recomputed
+from crosstune.estimate.model_shape import shape_for_size
 from crosstune.machines.probe import load_machine
 from crosstune.models.folder import config_shape
 from crosstune.planner.gather import make_plan

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from crosstune.core.model_folders import WeightForm
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_files import copy_template, copy_tokenizer, save_template
-from crosstune.models.number_format import dense_bytes, stored_format
+from crosstune.models.quantized_folder import dense_bytes, stored_format
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.models.weights import Tensor, write_safetensors
 from crosstune.results.verify import chat_problems

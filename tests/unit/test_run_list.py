@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from crosstune.cli.main import main
-from crosstune.core import run_lock
+from crosstune.files import run_lock
 from crosstune.report.files import last_rows, load_run
 from crosstune.report.outcome import end_of
 from crosstune.report.run_list import ListedRun, read_listed, run_folders

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from crosstune.core.safetensors_header import BadSafetensors, read_header
+from crosstune.files.safetensors_header import BadSafetensors, read_header
 from crosstune.models.folder import check_folder
 from crosstune.models.weights import read_arrays
 

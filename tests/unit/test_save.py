@@ -18,9 +18,9 @@ from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Event, Warned
 from crosstune.core.protocols import SessionState
-from crosstune.core.ranks import Ranks, SingleProcess
 from crosstune.loop import save as saving
 from crosstune.loop.save import Checkpoints, SavePolicy
+from crosstune.process.ranks import Ranks, SingleProcess
 
 
 @dataclass

@@ -12,12 +12,12 @@ from manifests import make_manifest
 
 from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.checkpoint.write import SaveFailed
-from crosstune.checkpoint.write_parts import write_divided
+from crosstune.checkpoint.write_shards import write_divided
 from crosstune.core.events import Observers
 from crosstune.core.protocols import SessionState, StatePart
-from crosstune.core.ranks import Ranks, SingleProcess, sum_exactly
 from crosstune.loop import save
 from crosstune.loop.save import Checkpoints, SavePolicy
+from crosstune.process.ranks import Ranks, SingleProcess, sum_exactly
 
 
 class OneWeight:
@@ -141,7 +141,7 @@ def test_too_little_memory_for_a_part_is_a_failed_save(
     def refuse(state: SessionState) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("crosstune.checkpoint.write_parts.check_finite", refuse)
+    monkeypatch.setattr("crosstune.checkpoint.write_shards.check_finite", refuse)
     part = StatePart(number=0, count=1, writes=True, shapes={"w": (1,)})
     state = SessionState(weights={"w": np.ones(1, np.float32)}, moments={}, random={}, part=part)
     with pytest.raises(SaveFailed, match="not enough memory"):

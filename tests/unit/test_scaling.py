@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from crosstune.core.scaling import SMALLEST, START, STEPS_TO_GROW, LossScale, needs_loss_scale
+from crosstune.loop.step import SMALLEST, START, STEPS_TO_GROW, LossScale, needs_loss_scale
 
 
 def test_a_run_that_scales_starts_at_65536_and_the_loss_is_never_scaled_down() -> None:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from crosstune.cli.ending import ending_lines
-from crosstune.cli.live_line import MIN_BAR, BarLine
-from crosstune.cli.output import Output, print_error
-from crosstune.cli.screen import Screen, open_screen
-from crosstune.cli.streams import fold
-from crosstune.cli.units import figure
+from crosstune.cli.terminal.event_lines import ending_lines
+from crosstune.cli.terminal.output import Output, print_error
+from crosstune.cli.terminal.screen import MIN_BAR, BarLine, Screen, open_screen
+from crosstune.cli.terminal.streams import fold
+from crosstune.cli.terminal.units import figure
 from crosstune.config.load import load_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import (
@@ -252,7 +251,7 @@ def test_lines_above_the_live_bar_are_for_those_who_ask(
 def test_a_log_has_few_lines_of_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a terminal: the first step, the last one, about twenty in between, and one every minute."""
     clock = [1000.0]
-    monkeypatch.setattr("crosstune.cli.screen.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("crosstune.cli.terminal.screen.time.monotonic", lambda: clock[0])
 
     def lines(num_steps: int, step_s: float) -> list[int]:
         stream = io.StringIO()

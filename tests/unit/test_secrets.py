@@ -6,7 +6,7 @@ import pytest
 
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import ConfigError, UserError
-from crosstune.core.secrets import HIDDEN, redact, redact_command, redact_values
+from crosstune.core.safe_text import HIDDEN, redact, redact_command, redact_values
 
 TOKEN = "hf_" + "aB3dE" * 7
 

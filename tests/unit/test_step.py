@@ -11,8 +11,7 @@ import pytest
 from crosstune.core.errors import NonFiniteError, PeerLost, UserError
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Backward, PreparedBatch
-from crosstune.core.scaling import START, LossScale
-from crosstune.loop.step import check_weight, prepare_window, take_step
+from crosstune.loop.step import START, LossScale, check_weight, prepare_window, take_step
 
 GOOD = Backward(loss=1.0, grad_norm=2.0, weight=3, num_tokens=4)
 OVERFLOW = Backward(loss=1.0, grad_norm=math.inf, weight=3, num_tokens=4)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from crosstune.core.errors import UserError, shown
-from crosstune.core.json_fields import NOTHING, TEXT, check_fields, list_of, object_with, real, whole
-from crosstune.core.json_files import parse_json, read_json, read_jsonl, read_object, to_json, write_json
-from crosstune.core.name_patterns import match_names
-from crosstune.core.plain_files import MissingFile, UnreadableFile, is_file_name, open_plain, read_plain
-from crosstune.core.yaml_files import read_yaml
-from crosstune.models.config_fields import check_config
+from crosstune.core.names import match_names
+from crosstune.files.json_fields import NOTHING, TEXT, check_fields, list_of, object_with, real, whole
+from crosstune.files.json_files import parse_json, read_json, read_jsonl, read_object, to_json, write_json
+from crosstune.files.plain_files import MissingFile, UnreadableFile, is_file_name, open_plain, read_plain
+from crosstune.files.yaml_files import read_yaml
+from crosstune.models.folder import check_config
 
 
 def make_socket(path: Path) -> None:

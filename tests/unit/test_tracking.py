@@ -14,9 +14,9 @@ from typing import Any, cast
 import pytest
 from tracked import RECORDING, Seen, notes, planted
 
-from crosstune.cli.streams import wrap_output
+from crosstune.cli.terminal.streams import wrap_output
+from crosstune.config.conditions import screen_in, trackers_in
 from crosstune.config.load import load_config, make_config
-from crosstune.config.log_targets import screen_in, trackers_in
 from crosstune.config.schema import Config
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.events import (
@@ -24,9 +24,9 @@ from crosstune.core.events import (
     StepMetrics,
     Stopped,
 )
-from crosstune.core.json_files import read_jsonl
-from crosstune.core.record import RunRecord
 from crosstune.core.tracking_events import TrackingFailed, TrackingStarted, TrackingWaits
+from crosstune.files.json_files import read_jsonl
+from crosstune.files.run_record import RunRecord
 from crosstune.tracking import observe
 from crosstune.tracking.observe import Tracking, check_trackers
 from crosstune.tracking.values import table_rows, tracked_config

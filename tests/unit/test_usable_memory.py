@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 
-from crosstune.config.facts import Facts
 from crosstune.config.load import make_config
-from crosstune.config.plan import Plan
-from crosstune.config.resolve import resolve
-from crosstune.core.attention import held_score_bits
+from crosstune.config.resolve.facts import Facts
+from crosstune.config.resolve.plan import Plan
+from crosstune.config.resolve.resolve import resolve
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
-from crosstune.core.machine import Machine
-from crosstune.core.memory import GIB, backward_bytes, kept_bytes, largest_batch, layer_bytes
-from crosstune.core.model_shape import shape_for_size
-from crosstune.core.quantizers import read_quantizers
-from crosstune.core.training_step import Step
-from crosstune.core.usable_memory import usable_bytes
+from crosstune.core.quantization import read_quantizers
+from crosstune.estimate.machine import Machine, held_score_bits
+from crosstune.estimate.memory import (
+    GIB,
+    backward_bytes,
+    kept_bytes,
+    largest_batch,
+    layer_bytes,
+    usable_bytes,
+)
+from crosstune.estimate.model_shape import Step, shape_for_size
 from crosstune.machines.probe import load_machine
 
 HIGH, LOW = "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO"

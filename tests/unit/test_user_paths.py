@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from crosstune.core.errors import UserError
-from crosstune.core.user_paths import cache_base, check_home
+from crosstune.files.paths import cache_base, check_home
 
 UNKNOWN = "~nobody-has-this-account/models"
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from crosstune.core.activity import Activity
 from crosstune.core.errors import EXIT_HUNG
-from crosstune.core.ranks import Ranks, RankState
 from crosstune.distributed.watchdog import FolderBoard, HangDetector, Watchdog
+from crosstune.process.ranks import Activity, Ranks, RankState
 
 
 def state(rank: int, **more: Any) -> RankState:
@@ -68,8 +67,8 @@ def test_a_rank_posts_what_it_does_and_since_when(tmp_path: Path) -> None:
 
 HANG = """
 import sys, threading, time, pathlib
-from crosstune.core.activity import Activity
-from crosstune.core.ranks import Ranks
+from crosstune.process.ranks import Activity
+from crosstune.process.ranks import Ranks
 from crosstune.distributed.watchdog import FolderBoard, Watchdog
 rank, board, activity = int(sys.argv[1]), FolderBoard(pathlib.Path(sys.argv[2])), Activity()
 activity.start("step 1: data")
@@ -95,8 +94,8 @@ def test_every_rank_ends_when_one_hangs(tmp_path: Path) -> None:
 
 STOPPED_BOARD = """
 import sys, threading, time, pathlib
-from crosstune.core.activity import Activity
-from crosstune.core.ranks import Ranks, RankState
+from crosstune.process.ranks import Activity
+from crosstune.process.ranks import Ranks, RankState
 from crosstune.distributed.watchdog import Watchdog
 
 class Board:
@@ -132,7 +131,7 @@ def test_a_stopped_rank_0_is_named_and_not_the_rank_that_asks_it() -> None:
 FAILS = """
 import atexit, sys
 from crosstune.cli import main as module
-from crosstune.core.connected import note_connected, note_left
+from crosstune.process.this_process import note_connected, note_left
 from crosstune.core.errors import UserError
 atexit.register(print, "shut down")
 def fail(words):

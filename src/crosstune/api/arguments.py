@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from crosstune.api.python_words import Written
 from crosstune.config.load import cache_override, make_config
 from crosstune.config.schema import Config, options_by_name
-from crosstune.core.atomic_files import put_in_place, staging_folder
-from crosstune.core.errors import UserError, raise_all
-from crosstune.data.in_memory import write_in_memory
-from crosstune.data.tokenize_source import cache_folder
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.core.errors import ConfigError, UserError, raise_all
+from crosstune.data.read.in_memory import write_in_memory
+from crosstune.data.tokens.encode import cache_folder
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.files.atomic_files import put_in_place, staging_folder
+
+_COMMAND = (
+    r"`[^`]*`|\b(?:crosstune (?=[a-z])|pip install|hf |mlx_lm\.|mlx\.launch|torchrun|python )[^`;,)\n]*"
+)
+"""A command to run in a shell, whose flags stay as they are."""
+_FLAG = re.compile(rf"(?P<command>{_COMMAND})|--(?P<name>[a-z][a-z0-9_]*)")
+
+Written = dict[str, str]
+"""Path of a file that was written for an argument -> the argument."""
+
+
+@contextlib.contextmanager
+def python_words(written: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Word the errors raised in the block for a Python program."""
+    try:
+        yield
+    except UserError as error:
+        put_into_python(error, written or {})
+        raise
+
+
+def put_into_python(error: UserError, written: Mapping[str, str]) -> None:
+    """Change the words of an error, and of every problem in it."""
+    if isinstance(error, ConfigError):
+        for problem in error.problems:
+            put_into_python(problem, written)
+    error.message, error.why, error.do = (
+        _FLAG.sub(lambda found: found["command"] or found["name"], _arguments(text, written))
+        for text in (error.message, error.why, error.do)
+    )
+
+
+def _arguments(text: str, written: Mapping[str, str]) -> str:
+    """Name the argument instead of the file that its rows were written to, and a row instead of a line."""
+    for path, argument in written.items():
+        text = re.sub(rf"{re.escape(path)}/(\w+)\.jsonl", rf'{argument}["\1"]', text)
+        text = text.replace(path, argument)
+        text = re.sub(rf'({argument}(?:\["\w+"\])?), line (\d+)', r"\1, row \2", text)
+    return text
+
 
 PathLike: TypeAlias = str | os.PathLike[str]
 OptionValue: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str] | None

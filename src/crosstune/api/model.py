@@ -9,8 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from crosstune.api.arguments import PathLike
-from crosstune.api.python_words import python_words
+from crosstune.api.arguments import PathLike, python_words
 from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Observer, Observers, Warned
 from crosstune.core.sampling import Sampling
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from crosstune.data.tokenizer import Tokenizer
+    from crosstune.data.tokens.tokenizer import Tokenizer
     from crosstune.results.chat_model import ChatModel
     from crosstune.results.opened import Request
 
@@ -202,7 +201,7 @@ def load(target: PathLike, *, backend: str = "auto", precision: str = "auto", pr
 
     A model that is not on this machine is fetched. With `progress=False`, nothing is printed.
     """
-    from crosstune.cli.screen import Screen
+    from crosstune.cli.terminal.screen import Screen
     from crosstune.config.load import make_config
     from crosstune.results.trained_folder import find_trained
     from crosstune.runs.open_parts import find_model

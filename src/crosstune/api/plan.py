@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from crosstune.api.arguments import Data, OptionValue, PathLike, SavesTokenizer, read_config
-from crosstune.api.python_words import Written, put_into_python, python_words
-from crosstune.cli.plan import describe_plan, plan_to_json
-from crosstune.config.plan import Adjustment, Plan
+from crosstune.api.arguments import (
+    Data,
+    OptionValue,
+    PathLike,
+    SavesTokenizer,
+    Written,
+    put_into_python,
+    python_words,
+    read_config,
+)
+from crosstune.cli.commands.plan import describe_plan, plan_to_json
+from crosstune.config.resolve.plan import Adjustment, Plan
 from crosstune.core.errors import UserError
 from crosstune.planner.predict import Prediction, predict
 from crosstune.runs.check_request import RequestCheck, check_plan

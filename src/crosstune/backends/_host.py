@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from crosstune.core.machine import Device
+from crosstune.estimate.machine import Device
 
 _CGROUP = Path("/sys/fs/cgroup")
 

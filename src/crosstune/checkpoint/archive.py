@@ -13,12 +13,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from crosstune.core.atomic_files import put_new, staged_file, staging_folder
-from crosstune.core.disk import file_sha256, free_space, readable_bytes
 from crosstune.core.errors import UserError, shown
-from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, map_of, real, whole, wrong_field
-from crosstune.core.json_files import parse_json, read_json
-from crosstune.core.plain_files import UnreadableFile, is_file_name, open_plain
+from crosstune.files.atomic_files import put_new, staged_file, staging_folder
+from crosstune.files.json_fields import NOTHING, OBJECT, TEXT, map_of, real, whole, wrong_field
+from crosstune.files.json_files import parse_json, read_json
+from crosstune.files.plain_files import (
+    UnreadableFile,
+    file_sha256,
+    free_space,
+    is_file_name,
+    open_plain,
+    readable_bytes,
+)
 
 SUFFIX = ".crosstune.tar"
 NOTE = "move.json"

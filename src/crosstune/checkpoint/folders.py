@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from crosstune.core import atomic_files
+from crosstune.files import atomic_files
 
 FOLDER = "checkpoints"
 LATEST = "latest"

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from crosstune.core.base_choice import BaseChoice
 from crosstune.core.errors import UserError, shown
-from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, Rule, list_of, map_of, real, whole, wrong_field
-from crosstune.core.json_files import parse_json, to_json
-from crosstune.core.quantization import read_spec, wrong_spec
+from crosstune.core.quantization import BaseChoice, read_spec, wrong_spec
+from crosstune.files.json_fields import NOTHING, OBJECT, TEXT, Rule, list_of, map_of, real, whole, wrong_field
+from crosstune.files.json_files import parse_json, to_json
 
 FORMAT = "crosstune-checkpoint"
 VERSION = 1

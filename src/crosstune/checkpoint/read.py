@@ -21,12 +21,12 @@ from crosstune.checkpoint.manifest import (
     Manifest,
     decode,
 )
-from crosstune.checkpoint.parts import describe_joined, files_of, join
+from crosstune.checkpoint.shard_files import describe_joined, files_of, join
 from crosstune.checkpoint.tensors import CHUNK_BYTES, describe_tensors, read_tensors
 from crosstune.core.errors import UserError
-from crosstune.core.missing_paths import what_runs_exist
-from crosstune.core.plain_files import UnreadableFile, open_plain, read_plain
 from crosstune.core.protocols import Array, SessionState
+from crosstune.files.paths import what_runs_exist
+from crosstune.files.plain_files import UnreadableFile, open_plain, read_plain
 
 _SEAL_LIMIT = 1024
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import open_checkpoint
-from crosstune.core.atomic_files import remove_folder
 from crosstune.core.errors import UserError
+from crosstune.files.atomic_files import remove_folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from crosstune.core.plain_files import open_plain
 from crosstune.core.protocols import Array, SessionState
-from crosstune.core.safetensors_header import BadSafetensors, Header, read_header_of
+from crosstune.files.plain_files import open_plain
+from crosstune.files.safetensors_header import BadSafetensors, Header, read_header_of
 
 CHUNK_BYTES = 4 * 2**20
 DTYPES: Mapping[str, np.dtype[Any]] = {

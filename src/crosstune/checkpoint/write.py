@@ -12,11 +12,11 @@ import numpy as np
 from crosstune.checkpoint.folders import name_of, point_latest
 from crosstune.checkpoint.manifest import MANIFEST, MOMENTS, RANDOM, SEAL, WEIGHTS, Manifest, encode, seal
 from crosstune.checkpoint.tensors import file_bytes, write_new, write_tensors
-from crosstune.core.atomic_files import put_new, staging_folder
-from crosstune.core.disk import NO_ROOM, free_space, readable_bytes
 from crosstune.core.errors import UserError
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Array, SessionState
+from crosstune.files.atomic_files import put_new, staging_folder
+from crosstune.files.plain_files import NO_ROOM, free_space, readable_bytes
 
 SPARE_BYTES = 4 * 2**20
 """Disk space to leave for the manifest and the logs of the run."""

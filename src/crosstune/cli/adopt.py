@@ -213,7 +213,7 @@ def _available(backends: Sequence[str]) -> str:
 def _say_fallback(entry: Entry, backend: str) -> None:
     """Warn if an entry does not train on the device that it is named for."""
     if backend != entry.backends[0]:
-        from crosstune.cli.output import WARNING, Output
+        from crosstune.cli.terminal.output import WARNING, Output
 
         Output().line(
             f"warning  {entry.name}.py: there is no {entry.backends[0].upper()} device here, so this trains on "
@@ -231,9 +231,9 @@ def _preset_model(backend: str | None) -> str:
 
 def _publish(folder: Path, name: str | None) -> None:
     """Copy the result of a finished run to NAME_final beside it, replacing an older one."""
-    from crosstune.core import atomic_files
-    from crosstune.core.json_files import read_json
-    from crosstune.models.folder_record import RECORD
+    from crosstune.files import atomic_files
+    from crosstune.files.json_files import read_json
+    from crosstune.models.identity import RECORD
 
     summary = read_json(folder / str(name) / "summary.json")
     result = folder / str(name) / Path(str(summary.get("result"))).name

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from crosstune.cli.streams import fold_help
+from crosstune.cli.terminal.streams import fold_help
 from crosstune.config.load import load_config
 from crosstune.config.schema import Config, options_by_name
 from crosstune.config.values import wrong_path
@@ -128,7 +128,7 @@ def print_result(data: object, lines: Iterable[Line], *, as_json: bool) -> int:
     if as_json:
         print_json(data)
         return EXIT_DONE
-    from crosstune.cli.output import print_line
+    from crosstune.cli.terminal.output import print_line
 
     for line in lines:
         text, style = (line, None) if isinstance(line, str) else line
@@ -138,6 +138,6 @@ def print_result(data: object, lines: Iterable[Line], *, as_json: bool) -> int:
 
 def print_json(data: object) -> None:
     """Print data as JSON, with null for non-finite numbers."""
-    from crosstune.core.json_files import to_json
+    from crosstune.files.json_files import to_json
 
     print(to_json(data, indent=2))

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from crosstune.cli.streams import drain_output, fold_help, wrap_output
-from crosstune.core.connected import end_at_once, may_hang
+from crosstune.cli.terminal.streams import drain_output, fold_help, wrap_output
 from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, EXIT_OUR_FAULT, UserError, shown
 from crosstune.core.names import unknown_name
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
-from crosstune.core.user_paths import check_home
+from crosstune.files.paths import check_home
+from crosstune.process.this_process import end_at_once, may_hang
 
 COMMANDS = {
     "train": "fine-tune a model",
@@ -43,7 +43,7 @@ COMMANDS = {
 }
 
 """Subcommand -> its one-line help. Its code is imported on use, see `load_command`."""
-_PACKAGE = "crosstune.cli"
+_PACKAGE = "crosstune.cli.commands"
 _FAMILIES = {
     "merge": "results",
     "export": "results",
@@ -194,7 +194,7 @@ def load_command(command: str, name: str) -> Callable[..., Any]:
 
 
 def _report(error: UserError) -> int:
-    from crosstune.cli.output import print_error
+    from crosstune.cli.terminal.output import print_error
 
     print_error(error.lines())
     return error.exit_code

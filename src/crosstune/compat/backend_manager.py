@@ -11,17 +11,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from crosstune.backends._host import memory_bytes
-from crosstune.config.fit_kernels import prefers_fast
-from crosstune.config.fit_precision import best_precision
 from crosstune.config.load import backend_variables
-from crosstune.core.attention import held_score_bits
+from crosstune.config.resolve.fit_compute import best_precision, prefers_fast
 from crosstune.core.backend import backend_specs
-from crosstune.core.machine import BackendReport, Machine
-from crosstune.core.memory import GIB, largest_batch
-from crosstune.core.model_shape import shape_for_size
-from crosstune.core.quantizers import quantizer_names
-from crosstune.core.training_step import Step
-from crosstune.core.usable_memory import usable_bytes
+from crosstune.core.quantization import quantizer_names
+from crosstune.estimate.machine import BackendReport, Machine, held_score_bits
+from crosstune.estimate.memory import GIB, largest_batch, usable_bytes
+from crosstune.estimate.model_shape import Step, shape_for_size
 from crosstune.machines.probe import fastest_backend, probe_backend, probe_machine
 from crosstune.torch_engine.probe import allocated_bytes, torch_device, torch_dtype
 

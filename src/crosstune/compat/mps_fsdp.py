@@ -17,10 +17,10 @@ if find_spec("torch") is None:
 
 from crosstune.compat.torch_parts import fsdp_memory, fsdp_model
 from crosstune.compat.torch_parts.fsdp_blocks import blocks_of_class, choose_blocks
-from crosstune.compat.torch_parts.fsdp_check import check_machine
 from crosstune.compat.torch_parts.fsdp_checkpoint import load_file, save_file
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
 from crosstune.compat.torch_parts.fsdp_groups import connect
+from crosstune.compat.torch_parts.fsdp_model import check_machine
 
 _PROFILES = 1000
 """Profiles that a wrapper keeps."""

@@ -7,18 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from crosstune.compat.backend_manager import Backend, BackendManager
-from crosstune.compat.quantization_adapters import ADAPTERS
-from crosstune.compat.quantization_check import check_config, each_config, without_effect
+from crosstune.compat.quantization_adapters import ADAPTERS, check_config, each_config, without_effect
 from crosstune.compat.quantization_config import (
     DTYPES,
+    QuantizationAdapter,
     QuantizationConfig,
     QuantizationMethod,
     dtype_name,
     method_for,
 )
-from crosstune.compat.quantization_interface import QuantizationAdapter
-from crosstune.core.machine import BackendReport, Machine
-from crosstune.core.quantizers import read_quantizers
+from crosstune.core.quantization import read_quantizers
+from crosstune.estimate.machine import BackendReport, Machine
 from crosstune.torch_engine.probe import torch_dtype
 
 

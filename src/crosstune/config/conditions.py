@@ -6,9 +6,59 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from crosstune.config.log_targets import trackers_in
-from crosstune.config.train_types import TRAIN_TYPE_PARTS
-from crosstune.core.quantizers import Quantizer
+from crosstune.core.names import did_you_mean, plugin_names
+from crosstune.core.quantization import Quantizer
+
+TRACKERS_PACKAGE = "crosstune.tracking.trackers"
+SCREENS = ("tqdm", "stdout")
+NONE = "none"
+"""No tracker, as other trainers write it."""
+
+
+def targets_in(value: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
+
+
+def trackers_in(value: str) -> list[str]:
+    """Return the trackers in a value of --log_to."""
+    return [name for name in targets_in(value) if name not in (*SCREENS, NONE)]
+
+
+def screen_in(value: str) -> str:
+    """Return how to show progress; a progress bar where only trackers are named."""
+    return next((name for name in targets_in(value) if name in SCREENS), SCREENS[0])
+
+
+def check_targets(value: str) -> str | None:
+    """Return what --log_to takes if a value is wrong."""
+    names, known = targets_in(value), [*SCREENS, *plugin_names(TRACKERS_PACKAGE), NONE]
+    takes = f"one or more of {', '.join(known)}, with commas between them"
+    for name in names:
+        if name not in known:
+            return f"{takes}; {did_you_mean(name, known)}".rstrip("; ")
+    if set(SCREENS) <= set(names):
+        return "either tqdm or stdout, and any trackers"
+    if NONE in names and trackers_in(value):
+        return f"{NONE} alone, or the names of trackers"
+    return None if names else takes
+
+
+TRAIN_TYPE_PARTS: Mapping[str, tuple[str, str]] = {
+    "full": ("full", "none"),
+    "lora": ("lora", "none"),
+    "qlora": ("lora", "auto"),
+    "dora": ("dora", "none"),
+    "llama_pro": ("llama_pro", "none"),
+    "custom_lora": ("lora", "none"),
+    "custom_qlora": ("lora", "auto"),
+    "hqq_lora": ("lora", "hqq"),
+    "hqq_dora": ("dora", "hqq"),
+    "bnb_dora": ("dora", "bnb"),
+    "bnb_llama_pro": ("llama_pro", "bnb"),
+    "hqq_llama_pro": ("llama_pro", "hqq"),
+}
+"""Train type -> (method, quantizer)."""
+
 
 ADAPTER_METHODS = ("lora", "dora")
 REPLICATED = ("ddp", "no_shard")

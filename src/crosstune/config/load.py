@@ -18,7 +18,7 @@ from crosstune.config.schema import Config, option_list, options_by_name
 from crosstune.config.values import convert_value, expectation, wrong_path
 from crosstune.core.backend import BackendSpec, backend_specs
 from crosstune.core.errors import UserError, raise_all, shown
-from crosstune.core.yaml_files import read_yaml
+from crosstune.files.yaml_files import read_yaml
 
 
 @dataclass(frozen=True)

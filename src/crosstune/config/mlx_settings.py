@@ -10,8 +10,8 @@ from typing import Any
 
 from crosstune.config.peer_names import DIFFERENT
 from crosstune.core.errors import UserError, raise_all, shown
-from crosstune.core.json_fields import FLAG, Rule, real
-from crosstune.core.yaml_files import read_yaml
+from crosstune.files.json_fields import FLAG, Rule, real
+from crosstune.files.yaml_files import read_yaml
 
 SECTION = "lora_parameters"
 """The section of adapter settings in a file of mlx-lm."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from crosstune.config.facts import Preset
+from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
-from crosstune.core.machine import BackendReport
 from crosstune.core.names import load_plugin, plugin_names
 from crosstune.core.protocols import Recipe
+from crosstune.estimate.machine import BackendReport
+from crosstune.files.json_files import read_json
 
 PACKAGE = "crosstune.recipes"
 
@@ -62,3 +64,17 @@ def load_recipe(name: str) -> RecipeSpec:
 
 def recipe_names() -> list[str]:
     return plugin_names(PACKAGE)
+
+
+def next_commands(run: str, options: Any) -> list[tuple[str, str]]:
+    """Return a label and a command each, for a run's path and its resolved options; empty if its recipe has none."""
+    name = options.get("recipe") if isinstance(options, dict) else None
+    recipe = load_recipe(name) if name in recipe_names() else None
+    if recipe is None or recipe.next_commands is None:
+        return []
+    return recipe.next_commands(shlex.quote(run), options)
+
+
+def read_options(folder: Path) -> Any:
+    """Return the resolved options of a run from its folder."""
+    return read_json(folder / "plan.json").get("options")

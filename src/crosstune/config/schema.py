@@ -10,14 +10,11 @@ from typing import Any
 
 from crosstune.config.option import OnResume, Option, read_option
 from crosstune.config.options.data import DataOptions
-from crosstune.config.options.hardware import HardwareOptions
+from crosstune.config.options.hardware import HardwareOptions, ProcessOptions
 from crosstune.config.options.judge import JudgeOptions
 from crosstune.config.options.latent import LatentOptions
-from crosstune.config.options.method import MethodOptions
-from crosstune.config.options.model import ModelOptions
-from crosstune.config.options.processes import ProcessOptions
-from crosstune.config.options.profiling import ProfilingOptions
-from crosstune.config.options.run import RunOptions
+from crosstune.config.options.method import MethodOptions, ModelOptions
+from crosstune.config.options.run import ProfilingOptions, RunOptions
 from crosstune.config.options.training import TrainingOptions
 
 GROUPS: Mapping[str, type] = {

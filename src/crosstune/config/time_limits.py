@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from crosstune.config.schema import Config
 from crosstune.core.durations import parse_duration
-from crosstune.core.ranks import Limits
+from crosstune.process.ranks import Limits
 
 SHORTEST_S = 60.0
 """An evaluation or a checkpoint of a large model may take longer than this."""

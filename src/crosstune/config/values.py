@@ -13,7 +13,7 @@ from typing import Any
 from crosstune.config.option import Holds, Option
 from crosstune.core.errors import UserError, shown
 from crosstune.core.names import did_you_mean
-from crosstune.core.secrets import holds_secret
+from crosstune.core.safe_text import holds_secret
 
 _TRUE = {"true", "yes", "on", "1", "y", "t"}
 _FALSE = {"false", "no", "off", "0", "n", "f"}

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from crosstune.core.secrets import redact
+from crosstune.core.safe_text import redact
 
 EXIT_DONE = 0
 EXIT_OUR_FAULT = 1

@@ -6,7 +6,8 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from crosstune.core.errors import UserError, shown
@@ -45,3 +46,39 @@ def unknown_name(kind: str, name: str, names: Iterable[str]) -> UserError:
     known = sorted(names)
     hint = did_you_mean(name, known)
     return UserError(f"Unknown {kind} {shown(name)}.", do=f"{hint}The names that exist: {', '.join(known)}.")
+
+
+LONGEST_PATTERNS = 100_000
+"""The most characters in all patterns of a request."""
+_NESTED_REPETITION = re.compile(r"\([^()]*[*+}][^()]*\)[*+{]")
+
+
+def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[set[str] | str]:
+    """Return for each pattern the names that it matches as a whole, or why it is not a valid pattern."""
+    if sum(map(len, patterns)) > LONGEST_PATTERNS:
+        raise UserError(
+            f"The patterns that choose layers have more than {LONGEST_PATTERNS:,} characters.",
+            do="use a shorter list or pattern",
+        )
+    for pattern in patterns:
+        if _NESTED_REPETITION.search(pattern):
+            raise UserError(
+                f"The pattern {pattern[:80]!r} cannot be matched with the names of layers.",
+                why="it repeats a group that has a repetition inside, which can take exponential time.",
+                do="simplify lora_target_modules, or target_modules in the adapter's adapter_config.json",
+            )
+    return [_match(pattern, names) for pattern in patterns]
+
+
+def _match(pattern: str, names: Sequence[str]) -> set[str] | str:
+    try:
+        expression = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return {name for name in names if expression.fullmatch(name)}
+
+
+def read_expanded_name(folder_name: str) -> tuple[int, int] | None:
+    """Return the old and the new number of blocks of a folder named ..._blk_exp-OLD-NEW, as other tools name them."""
+    match = re.search(r"_blk_exp-(\d+)-(\d+)$", folder_name)
+    return (int(match.group(1)), int(match.group(2))) if match else None

@@ -13,17 +13,46 @@ import numpy as np
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Tokenizing
-from crosstune.data.columns import parse_columns
-from crosstune.data.corpus import Corpus, join_corpora, open_corpus
-from crosstune.data.dataset_list import parse_dataset, unweighted
-from crosstune.data.dummy import dummy_corpus
-from crosstune.data.files import Row
-from crosstune.data.mixture import Mixture
-from crosstune.data.named_datasets import DUMMY
-from crosstune.data.preflight import leave_out_unsupervised
-from crosstune.data.sources import Source, open_source
-from crosstune.data.tokenizer import Tokenizer
-from crosstune.data.uniform import check_mapped, pick_rows, renamed_columns, uniform_sources
+from crosstune.data.batches.epoch_order import Mixture
+from crosstune.data.bundled.named_datasets import DEFAULT_SAMPLES, DUMMY
+from crosstune.data.checks.preflight import leave_out_unsupervised
+from crosstune.data.read.columns import parse_columns
+from crosstune.data.read.dataset_list import parse_dataset, unweighted
+from crosstune.data.read.files import Row
+from crosstune.data.read.sources import Source, open_source
+from crosstune.data.read.uniform import check_mapped, pick_rows, renamed_columns, uniform_sources
+from crosstune.data.tokens.corpus import Corpus, join_corpora, open_corpus
+from crosstune.data.tokens.store import MemoryFiles, StoreWriter
+from crosstune.data.tokens.tokenizer import Tokenizer
+
+
+def dummy_corpus(tokenizer: Tokenizer, num_examples: int, *, context_length: int) -> Corpus:
+    """Return examples that depend only on the vocabulary size, fully supervised; -1 for the default number."""
+    num_examples = DEFAULT_SAMPLES if num_examples == -1 else num_examples
+    vocabulary = tokenizer.rust.get_vocab_size()
+    memory = MemoryFiles()
+    writer = StoreWriter(memory.files)
+    for index in range(num_examples):
+        random = np.random.Generator(np.random.Philox(key=(0, index)))
+        tokens = random.integers(0, vocabulary, size=context_length, dtype=np.int32)
+        writer.append(tokens, np.ones(context_length, dtype=np.bool_), row=index)
+    identity = hashlib.sha256(f"{DUMMY} {num_examples} {context_length} {vocabulary}".encode()).hexdigest()
+    return Corpus(
+        store=memory.to_store(
+            {
+                "rows": num_examples,
+                "empty": 0,
+                "unlocated_answers": 0,
+                "unused_columns": [],
+                "ignored_by_template": [],
+            }
+        ),
+        kept=np.arange(num_examples, dtype=np.int64),
+        limit=context_length,
+        form=DUMMY,
+        identity=identity,
+    )
+
 
 HELD_OUT_SHARE = 0.1
 # Keeps the random streams of held-out rows and epochs apart; both use the same seed.

@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.config.time_limits import limits_of
-from crosstune.core.connected import note_connected, note_left
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import finite
-from crosstune.core.machine import Machine
-from crosstune.core.ranks import Group, Limits, Ranks, SingleProcess
 from crosstune.core.version import __version__
 from crosstune.distributed.watchdog import FolderBoard, Watchdog
+from crosstune.estimate.machine import Machine
+from crosstune.files.json_files import finite
+from crosstune.process.ranks import Group, Limits, Ranks, SingleProcess
+from crosstune.process.this_process import note_connected, note_left
 
 SHARED_FOLDER_S = 20.0
 """Time for a file to appear on another machine."""
@@ -186,3 +186,37 @@ def _differing_keys(group: Group, part: Mapping[str, Any]) -> str:
 
 def _as_text(part: Any) -> str:
     return json.dumps(finite(part), sort_keys=True, default=str)
+
+
+_NOTE = "run-folder"
+
+
+def remember_folder(group: Group, folder: Path) -> None:
+    """Remember the run folder for the next attempt."""
+    if group.ranks.launch_folder is None:
+        group.remember(str(folder.absolute()))
+    elif group.ranks.first:
+        (Path(group.ranks.launch_folder) / _NOTE).write_text(str(folder.absolute()), encoding="utf-8")
+
+
+def recall_folder(group: Group) -> Path | None:
+    """Return the run folder of an earlier attempt; None in the first attempt, or if there was none yet."""
+    ranks = group.ranks
+    if ranks.attempt == 0:
+        return None
+    if ranks.launch_folder is None:
+        text = group.recall()
+    else:
+        note = Path(ranks.launch_folder) / _NOTE
+        text = group.share(note.read_text(encoding="utf-8") if ranks.first and note.is_file() else "")
+    return Path(text) if text else None
+
+
+def restarted(config: Config, folder: Path, *, has_checkpoint: bool) -> Config:
+    """Return the request of a restarted process: continue from the newest checkpoint, or begin the run again."""
+    changed: dict[str, Any] = {"name": folder.name, "output_dir": str(folder.parent)}
+    changed |= {"resume": str(folder), "overwrite": False} if has_checkpoint else {"overwrite": True}
+    asked = {**config.sources, **dict.fromkeys(changed, "the restart")}
+    if has_checkpoint:
+        asked.pop("overwrite")
+    return dataclasses.replace(config, **changed, sources=asked)

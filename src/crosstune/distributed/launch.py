@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from crosstune.core.signals import handling
+from crosstune.distributed.attempts import Outcome
+from crosstune.distributed.coordinator import Coordinator
 from crosstune.distributed.environment import ATTEMPT, Nodes
-from crosstune.distributed.hub import Coordinator
 from crosstune.distributed.links import Begin, OneMachine, SeveralMachines
 from crosstune.distributed.master import free_ports
 from crosstune.distributed.processes import Processes
-from crosstune.distributed.reports import Outcome
 from crosstune.distributed.watchdog import FolderBoard, LauncherWatch
+from crosstune.process.this_process import handling
 
 LOST_S = 30.0
 """The longest silence of another machine's launcher."""

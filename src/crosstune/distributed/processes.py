@@ -21,8 +21,8 @@ from crosstune.core.errors import (
     EXIT_STOPPED,
     LONGEST_TEXT,
 )
+from crosstune.distributed.attempts import Failure, Report
 from crosstune.distributed.environment import LAUNCH_FOLDER, LAUNCHER
-from crosstune.distributed.reports import Failure, Report
 
 PATIENCE_S = 5.0
 """Time for the others to save and exit after one process failed."""

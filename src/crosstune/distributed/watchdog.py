@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from crosstune.core.active_time import ActiveClock
-from crosstune.core.activity import Activity
 from crosstune.core.errors import EXIT_HUNG, EXIT_PEER_LOST
-from crosstune.core.ranks import Board, BoardLost, Ranks, RankState
+from crosstune.process.active_time import ActiveClock
+from crosstune.process.ranks import Activity, Board, BoardLost, Ranks, RankState
 
 _COLLECTIVE = ("torch/distributed/", "torch/autograd/graph.py", "_engine/group.py", "_engine/sharding/")
 """Parts of file names in which a rank waits for the others."""

@@ -13,14 +13,14 @@ from typing import Any
 
 from crosstune.config.load import environment_of
 from crosstune.config.options.hardware import EMULATED_PACKAGE
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, naming
 from crosstune.core.events import Loaded, Loading, Observer, Observers
 from crosstune.core.names import load_plugin
 from crosstune.core.protocols import Evaluation, Recipe
-from crosstune.core.quantizers import read_quantizers
+from crosstune.core.quantization import read_quantizers
 from crosstune.loop.step import prepare_window, take_step
 from crosstune.machines.probe import load_machine
 from crosstune.models.locate import ModelFolder

@@ -7,21 +7,112 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.nn.attention import sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from crosstune.config.options.hardware import EMULATED_PACKAGE
 from crosstune.core.names import load_plugin
-from crosstune.emulate.current_layer import CurrentLayer
-from crosstune.emulate.operators import operator_table
 from crosstune.torch_engine.quantized import QuantLinear, dense_weight, quantize_weight
-from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.session.session import TorchSession
+
+_MARK = "crosstune.layer"
+
+
+class CurrentLayer:
+    """A context manager that tracks the running layer of every model called inside the block.
+
+    Autograd does not record which layer a node belongs to. So each layer marks the node that made its output, and in
+    the backward pass the last mark that was passed tells the nearest layer.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+        self._names: dict[int, str] = {}
+        self._near = ""
+
+    def __enter__(self) -> CurrentLayer:
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def follow(self) -> None:
+        """Update the position; call it at every operator."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            self._near = ""
+        else:
+            self._near = node.metadata.get(_MARK, self._near)
+
+    def sentence(self) -> str:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._stack:
+            return (
+                f", recomputed for the backward pass: {self._stack[-1]}"
+                if in_backward
+                else f": {self._stack[-1]}"
+            )
+        if in_backward:
+            return f", backward: {f'near {self._near}' if self._near else 'at the loss'}"
+        return ": outside the model"
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if not self._stack and id(module) not in self._names:
+            self._names |= {id(part): name for name, part in module.named_modules() if name}
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        name = self._stack.pop()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.metadata.setdefault(_MARK, name)
+
+
+Support = Literal["kernel", "composite", "view", "none"]
+"""The device has a kernel; composed of other operators; composed and a view; or not supported."""
+
+
+@lru_cache(maxsize=2)
+def operator_table(key: str) -> Mapping[str, Support]:
+    """Return every `aten::` operator -> its support in the installed torch on the device with dispatch key `key`.
+
+    The table is read with torchgen, which also covers what the file leaves implicit: generated variants, functional
+    variants that share the kernel of their `out` variant, and operators without an entry, which are composite.
+    """
+    import torchgen
+    from torchgen.gen import parse_native_yaml
+    from torchgen.model import DispatchKey
+
+    folder = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native"
+    parsed = parse_native_yaml(str(folder / "native_functions.yaml"), str(folder / "tags.yaml"))
+    kernels = parsed.backend_indices[DispatchKey[key]]
+    functions = {str(function.func.name): function for function in parsed.native_functions}
+
+    def support(name: str) -> Support:
+        function = functions[name]
+        delegate = function.structured_delegate
+        if kernels.has_kernel(function) or (delegate and kernels.has_kernel(functions[str(delegate)])):
+            return "kernel"
+        if function.has_composite_kernel:
+            return "view" if function.is_view_op else "composite"
+        return "none"
+
+    return {f"aten::{name}": support(name) for name in functions}
+
 
 _COMPOSITE_KEYS = (
     "CompositeExplicitAutogradNonFunctional",

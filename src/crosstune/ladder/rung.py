@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 
 Change = Mapping[str, Any]

@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import yaml
 
-from crosstune.core.atomic_files import remove_folder, write_text
 from crosstune.core.errors import EXIT_STOPPED, UserError
 from crosstune.core.events import NonFinite
-from crosstune.core.run_lock import is_held
+from crosstune.files.atomic_files import remove_folder, write_text
+from crosstune.files.run_lock import is_held
 from crosstune.report.files import RunFiles, load_run, number
 
 SLOWEST_LEFT_OUT = 0.1

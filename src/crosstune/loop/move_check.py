@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crosstune.core.errors import UserError
-from crosstune.core.measured import Comparison, LossMeasurement
+from crosstune.core.loss_measurement import Comparison, LossMeasurement
 from crosstune.core.protocols import Batch, Recipe, Session
 
 NUM_BATCHES = 4

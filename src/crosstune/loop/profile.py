@@ -20,8 +20,7 @@ from crosstune.core.profiling import (
     no_phase,
 )
 from crosstune.core.protocols import Session
-from crosstune.loop.phase_clock import PhaseClock
-from crosstune.loop.profile_result import profile_result, write_profile
+from crosstune.loop.profile_result import PhaseClock, profile_result, write_profile
 
 DEFAULT_FOLDER = "profiles"
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from crosstune.core.protocols import Backward, Memory
+from crosstune.core.events import SampleRow, StepMetrics
+from crosstune.core.protocols import Backward, Memory, Sample
 
 _Key = TypeVar("_Key", int, str)
 
@@ -128,3 +129,108 @@ class Progress:
 def _numbers(carried: Mapping[str, Any], read_key: Callable[[str], _Key]) -> dict[_Key, float]:
     """Return numbers from JSON, where null stands for one that is not finite."""
     return {read_key(key): math.nan if value is None else float(value) for key, value in carried.items()}
+
+
+WORSE = 1.02
+"""An evaluation loss above this multiple of the best one counts as worse, not as noise."""
+
+Losses = Mapping[int, float]
+"""Step -> evaluation loss."""
+
+
+def trained_losses(evaluations: Losses) -> dict[int, float]:
+    """Return the finite evaluation losses after at least one step, in the order of steps."""
+    return {
+        step: evaluations[step] for step in sorted(evaluations) if step and math.isfinite(evaluations[step])
+    }
+
+
+def best_step(evaluations: Losses) -> int | None:
+    """Return the step with the lowest evaluation loss, the earliest of equal ones; None without an evaluation."""
+    losses = trained_losses(evaluations)
+    return min(losses, key=lambda step: (losses[step], step)) if losses else None
+
+
+def stops_early(evaluations: Losses, *, patience: int) -> bool:
+    """Return whether the last `patience` evaluations brought no improvement; never if `patience` is 0."""
+    if not patience:
+        return False
+    # Without a single finite loss, none was an improvement over the start.
+    best = best_step(evaluations) or 0
+    return sum(step > best for step in evaluations) >= patience
+
+
+def early_stopping_message(evaluations: Losses, *, patience: int) -> str:
+    last = [evaluations[step] for step in sorted(evaluations)[-patience:]]
+    if not any(math.isfinite(loss) for loss in last):
+        return f"stopped early: the loss of {patience} evaluations in a row is not finite"
+    return f"stopped early: no lower evaluation loss in {patience} evaluations"
+
+
+def evaluation_warning(evaluations: Losses) -> tuple[str, str]:
+    """Return the problem of the last evaluation as a word and a sentence; both empty without one."""
+    last = max(evaluations, default=0)
+    if not math.isfinite(evaluations.get(last, 0.0)):
+        return "not finite", (
+            f"the evaluation loss at step {last} is {evaluations[last]}, so these weights count as no improvement; "
+            "check the held-out data, or try --precision fp32 or a lower --lr"
+        )
+    if overfits(evaluations):
+        return "overfitting", overfitting_warning(evaluations)
+    return "", ""
+
+
+def overfits(evaluations: Losses) -> bool:
+    """Return whether the evaluation loss has risen clearly above its best and not come back."""
+    losses, best = trained_losses(evaluations), best_step(evaluations)
+    if best is None:
+        return False
+    last = losses[max(losses)]
+    return last > WORSE * losses[best] if losses[best] > 0 else last > losses[best]
+
+
+def overfitting_warning(evaluations: Losses) -> str:
+    losses, best = trained_losses(evaluations), best_step(evaluations)
+    assert best is not None
+    last = max(losses)
+    return (
+        f"overfitting: the evaluation loss was {losses[best]:.4f} at step {best} and is {losses[last]:.4f} at step {last}; "
+        "train fewer steps (--early_stopping stops by itself), lower --lr, or add data"
+    )
+
+
+def sample_row(sample: Sample) -> SampleRow:
+    """Return a sample as events.jsonl has it."""
+    row = SampleRow(prompt=sample.prompt, answer=sample.answer, reference=sample.reference)
+    if sample.frames:
+        row["frames"] = list(sample.frames)
+    return row
+
+
+def step_row(
+    step: int,
+    result: Backward | None,
+    *,
+    weight_name: str,
+    lr: float,
+    step_s: float,
+    cpu_s: float,
+    used_bytes: int,
+) -> StepMetrics:
+    """Return the row of metrics.jsonl for a step; `result` is None for a skipped one."""
+    row: dict[str, Any] = {
+        "step": step + 1,
+        "loss": result.loss if result else None,
+        "tokens": result.num_tokens if result else 0,
+        weight_name: result.weight if result else 0,
+        "lr": lr,
+        "grad_norm": result.grad_norm if result else None,
+        "step_s": step_s,
+        "cpu_s": cpu_s,
+        "tokens_per_s": result.num_tokens / step_s if result else 0.0,
+        "memory_bytes": used_bytes,
+        **(result.metrics if result else {}),
+    }
+    if result is None:
+        row["skipped"] = True
+    return cast(StepMetrics, row)  # plus the recipe's weight and the task's metrics

@@ -16,13 +16,13 @@ from crosstune.checkpoint.manifest import Manifest
 from crosstune.checkpoint.rotate import Keep, rotate
 from crosstune.checkpoint.tensors import describe_trainable
 from crosstune.checkpoint.write import Committed, SaveFailed, no_memory, write_checkpoint
-from crosstune.checkpoint.write_parts import write_divided
+from crosstune.checkpoint.write_shards import write_divided
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Session, SessionState, is_divided
-from crosstune.core.ranks import Group, SingleProcess
-from crosstune.loop.agreement import DeferredErrors
+from crosstune.loop.deferred_errors import DeferredErrors
+from crosstune.process.ranks import Group, SingleProcess
 
 SNAPSHOT_SHARE = 0.25
 """Largest snapshot as a share of free memory; a larger state is written while training waits."""

@@ -3,12 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from crosstune.config.schema import Config
 from crosstune.core.errors import NonFiniteError, PeerLost, UserError
-from crosstune.core.out_of_memory import OutOfMemory
+from crosstune.core.events import Recovered
+from crosstune.core.out_of_memory import EVALUATING, GENERATING, STEP, OutOfMemory
 from crosstune.core.protocols import Backward, Batch, PreparedBatch, Session
-from crosstune.core.scaling import LossScale
+from crosstune.data.batches.row_order import rows_per_step
+
+START = 2.0**16
+SMALLEST = 1.0
+STEPS_TO_GROW = 200
+
+
+def needs_loss_scale(precision: str) -> bool:
+    """Return whether gradients in this --precision underflow without loss scaling."""
+    return precision.startswith("fp16")
+
+
+@dataclass
+class LossScale:
+    enabled: bool
+    factor: float = 1.0
+    good_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if self.enabled:
+            self.factor = START
+
+    def shrink(self) -> bool:
+        """Halve the factor, so that the step can be tried again; return False when it is at its minimum."""
+        if not self.enabled or self.factor <= SMALLEST:
+            return False
+        self.factor /= 2
+        self.good_steps = 0
+        return True
+
+    def grow(self) -> None:
+        """Count a good step; double the factor after enough of them."""
+        if not self.enabled:
+            return
+        self.good_steps += 1
+        if self.good_steps >= STEPS_TO_GROW:
+            self.factor, self.good_steps = min(self.factor * 2, START), 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"factor": self.factor, "good_steps": self.good_steps}
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """Restore the result of `to_json`; without scaling the factor stays at 1."""
+        if self.enabled:
+            self.factor, self.good_steps = float(data["factor"]), int(data["good_steps"])
 
 
 def take_step(
@@ -64,4 +112,55 @@ def _nonfinite(result: Backward) -> NonFiniteError:
         f"The {what} is not a finite number.",
         why="the step was stopped before the optimizer update; the weights of the previous step are unchanged.",
         do="lower --lr, use --precision bf16 or fp32, or look at the data of this step",
+    )
+
+
+def halve(config: Config, *, doing: str) -> Config | None:
+    """Return the configuration with half the rows at a time in what did not fit; None when nothing can be halved."""
+    if doing == STEP:
+        return _halve_step(config)
+    return _halve_evaluation(config) if doing in (EVALUATING, GENERATING) else None
+
+
+def _halve_step(config: Config) -> Config | None:
+    """Keep the rows of a step. The last micro-batch of a step may be shorter than the others."""
+    if config.batch_size == 1:
+        return None
+    rows, size = rows_per_step(config), config.batch_size // 2
+    return replace(
+        config,
+        batch_size=size,
+        gradient_accumulation_steps=-(-rows // (size * max(1, config.world_size))),
+        rows_per_step=rows,
+    )
+
+
+def _halve_evaluation(config: Config) -> Config | None:
+    """Generation may take more rows at a time than --batch_size, so even one row is tried once by its own option."""
+    if config.eval_batch_size == 1:
+        return None
+    return replace(config, eval_batch_size=max(1, (config.eval_batch_size or config.batch_size) // 2))
+
+
+def describe_recovery(error: OutOfMemory, after: Config, *, step: int) -> Recovered:
+    """Return the event for smaller micro-batches; `step` counts from 1."""
+    if error.doing != STEP:
+        return Recovered(
+            step=step,
+            doing=error.doing,
+            cause=error.reason,
+            changed={"eval_batch_size": after.eval_batch_size},
+            next_time=f"--eval_batch_size {after.eval_batch_size}",
+        )
+    accumulation = after.gradient_accumulation_steps
+    same_rows = after.batch_size * accumulation * max(1, after.world_size) == after.rows_per_step
+    rest = f"--gradient_accumulation_steps {accumulation}" if same_rows else ""
+    if not same_rows and "rows_per_step" not in after.sources:
+        rest = f"--rows_per_step {after.rows_per_step}"
+    return Recovered(
+        step=step,
+        doing=error.doing,
+        cause=error.reason,
+        changed={"batch_size": after.batch_size, "gradient_accumulation_steps": accumulation},
+        next_time=f"--batch_size {after.batch_size} {rest}".strip(),
     )

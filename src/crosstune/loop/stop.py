@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from crosstune.core.signals import taken_signals
+from crosstune.process.this_process import taken_signals
 
 
 class StopRequested(Exception):

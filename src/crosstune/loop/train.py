@@ -24,20 +24,24 @@ from crosstune.core.events import (
 from crosstune.core.out_of_memory import EVALUATING, OutOfMemory, memory_errors
 from crosstune.core.profiling import CHECKPOINT, DATA, EVALUATION, no_phase
 from crosstune.core.protocols import Backward, Evaluation, PreparedBatch, Recipe, Session, is_divided
-from crosstune.core.ranks import Group, SingleProcess
-from crosstune.core.record import RecordFailed
-from crosstune.core.scaling import LossScale
 from crosstune.core.schedule import learning_rate, warmup_steps
-from crosstune.loop.agreement import DeferredErrors
-from crosstune.loop.best import best_step, early_stopping_message, evaluation_warning, stops_early
-from crosstune.loop.micro_batch import describe_recovery, halve
+from crosstune.files.run_record import RecordFailed
+from crosstune.loop.deferred_errors import DeferredErrors
 from crosstune.loop.prefetch import Prefetch
 from crosstune.loop.profile import StepProfile
-from crosstune.loop.progress import Progress
-from crosstune.loop.rows import sample_row, step_row
+from crosstune.loop.progress import (
+    Progress,
+    best_step,
+    early_stopping_message,
+    evaluation_warning,
+    sample_row,
+    step_row,
+    stops_early,
+)
 from crosstune.loop.save import Checkpoints
-from crosstune.loop.step import take_step
+from crosstune.loop.step import LossScale, describe_recovery, halve, take_step
 from crosstune.loop.stop import StopRequested, StopSignal
+from crosstune.process.ranks import Group, SingleProcess
 
 
 @dataclass(frozen=True, kw_only=True)

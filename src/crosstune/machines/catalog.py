@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from crosstune.core.machine import Machine
-from crosstune.core.memory import GIB
+from crosstune.estimate.machine import Machine
+from crosstune.estimate.memory import GIB
 
 # Name -> the device's name, its memory in GiB, and the memory of the machine in GiB.
 _GPUS = {

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.json_files import read_jsonl
-from crosstune.core.machine import Machine, auto_order, auto_reason
-from crosstune.core.quantizers import quantizer_names
+from crosstune.core.quantization import quantizer_names
+from crosstune.estimate.machine import Machine, auto_order, auto_reason
+from crosstune.files.json_files import read_jsonl
 from crosstune.machines.probe import preference, probe_machine, recommend
 
 NUM_STEPS = 3

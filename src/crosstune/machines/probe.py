@@ -12,10 +12,10 @@ from crosstune.backends._host import memory_bytes, num_cores, processor_name
 from crosstune.config.load import add_environment
 from crosstune.core.backend import BackendSpec, backend_specs
 from crosstune.core.errors import UserError
-from crosstune.core.machine import BackendReport, Machine, choose_backend, read_machine
-from crosstune.core.memory import GIB
 from crosstune.core.names import did_you_mean, unknown_name
-from crosstune.core.quantizers import read_quantizers
+from crosstune.core.quantization import read_quantizers
+from crosstune.estimate.machine import BackendReport, Machine, choose_backend, read_machine
+from crosstune.estimate.memory import GIB
 from crosstune.machines.catalog import (
     NUM_DEVICES,
     catalog_names,

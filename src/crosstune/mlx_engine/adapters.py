@@ -6,8 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from crosstune.core.adapter_init import uniform_by_name
 from crosstune.core.errors import UserError
+from crosstune.core.weights import uniform_by_name
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape
 from crosstune.models.adapter_choice import (
     AdapterSettings,

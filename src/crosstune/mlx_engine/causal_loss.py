@@ -9,10 +9,42 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from crosstune.core.errors import UserError
-from crosstune.mlx_engine.masters import put
-from crosstune.mlx_engine.packed_mask import document_caches
+from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.split_head import TRIAL_ERRORS, find_head_weights, split_model
 from crosstune.mlx_engine.task import Arrays, MetricSums
+
+
+class DocumentMask:
+    """A cache that stores nothing and only provides the mask of packed rows.
+
+    Positions continue through a row. Rotary embeddings depend only on relative positions, so documents are unaffected.
+    """
+
+    offset = 0
+
+    def __init__(self, segments: mx.array) -> None:
+        self.segments = segments
+        self.masks: dict[int | None, mx.array] = {}
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = True, window_size: int | None = None
+    ) -> mx.array:
+        if window_size not in self.masks:
+            position = mx.arange(num_tokens)
+            visible = position[:, None] >= position[None]
+            if window_size is not None:
+                visible = visible & (position[:, None] < position[None] + window_size)
+            same_document = self.segments[:, :, None] == self.segments[:, None, :]
+            self.masks[window_size] = (same_document & visible)[:, None]
+        return self.masks[window_size]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+
+def document_caches(model: Any, segments: mx.array) -> list[DocumentMask]:
+    return [DocumentMask(segments)] * len(model.layers)
+
 
 LOGITS_AT_A_TIME, PLACES_AT_LEAST = 2**24, 512
 """Logits per chunk at most, and positions per chunk at least: smaller chunks would leave a GPU idle."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.mlx_settings import read_mlx_settings
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.mlx_engine.adapters import warn_of_left_out
 from crosstune.mlx_engine.load import check_asked, check_readable, check_window, read_model
 from crosstune.models.folder import read_config_json

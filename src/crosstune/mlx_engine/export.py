@@ -17,15 +17,14 @@ from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import PLAIN_BITS
 from crosstune.core.out_of_memory import is_out_of_memory
-from crosstune.core.quiet import hide_output
-from crosstune.mlx_engine.load import check_readable, read_model
-from crosstune.mlx_engine.precision import PRECISIONS
+from crosstune.mlx_engine.load import PRECISIONS, check_readable, read_model
 from crosstune.mlx_engine.quant import mlx as limits
 from crosstune.mlx_engine.quantized import dense_weight
 from crosstune.mlx_engine.save_model import save_model
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.folder import read_config_json
 from crosstune.models.llama_layout import CONFIG
+from crosstune.process.this_process import hide_output
 
 
 def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> list[str]:

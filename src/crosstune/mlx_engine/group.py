@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from crosstune.core.errors import PeerLost, PortTaken, UserError
-from crosstune.core.ranks import Group, Limits, Ranks
+from crosstune.process.ranks import Group, Limits, Ranks
 
 BUFFER_BYTES = 64 * 2**20
 """Arrays are all-reduced in buckets of up to this size: few messages and little extra memory."""

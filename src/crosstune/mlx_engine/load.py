@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.out_of_memory import is_out_of_memory
-from crosstune.core.safetensors_header import read_header
+from crosstune.files.safetensors_header import read_header
 from crosstune.mlx_engine.adapters import linear_layers
 from crosstune.mlx_engine.quant.mlx import check_form
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape, quantize_layers
@@ -233,3 +234,16 @@ def readable_errors(folder: Path) -> Iterator[None]:
             why=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
             do="check that it is a causal language model and that its files are complete",
         ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    weights: mx.Dtype
+    """Dtype of the weights in memory. Trained weights always have fp32 masters as well."""
+
+
+PRECISIONS = {
+    "fp32": Precision(weights=mx.float32),
+    "bf16": Precision(weights=mx.bfloat16),
+    "fp16": Precision(weights=mx.float16),
+}

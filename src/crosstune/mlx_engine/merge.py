@@ -12,7 +12,7 @@ import mlx.nn as nn
 from crosstune.core.errors import UserError
 from crosstune.core.model_folders import OnBytes
 from crosstune.mlx_engine.adapters import AdaptedLinear
-from crosstune.mlx_engine.precision import PRECISIONS
+from crosstune.mlx_engine.load import PRECISIONS
 from crosstune.mlx_engine.quantized import dense_weight
 from crosstune.mlx_engine.save_model import save_arrays
 from crosstune.mlx_engine.session import MlxSession

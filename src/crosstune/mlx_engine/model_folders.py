@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import (
     PLAIN_BITS,

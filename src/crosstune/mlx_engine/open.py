@@ -8,32 +8,29 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
-from crosstune.core.ranks import SingleProcess
 from crosstune.mlx_engine.adapters import add_adapters
-from crosstune.mlx_engine.gradients import Gradients
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import Limits, memory_errors, set_limits
-from crosstune.mlx_engine.load import num_parameters
-from crosstune.mlx_engine.masters import Masters
-from crosstune.mlx_engine.optimizer import Optimizer
-from crosstune.mlx_engine.precision import PRECISIONS
-from crosstune.mlx_engine.session import MlxSession, Parts
+from crosstune.mlx_engine.load import PRECISIONS, num_parameters
+from crosstune.mlx_engine.optimizer import Masters, Optimizer
+from crosstune.mlx_engine.session import MlxSession, Parts, TextSession
 from crosstune.mlx_engine.task import (
     BuildContext,
     ChecksWeights,
+    Gradients,
     HasOwnGradient,
     Loss,
     MlxTask,
     PlainLoss,
 )
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
-from crosstune.mlx_engine.text_session import TextSession
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import load_adapter
+from crosstune.process.ranks import SingleProcess
 
 
 def open_session(

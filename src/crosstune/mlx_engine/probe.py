@@ -11,7 +11,7 @@ import numpy as np
 
 from crosstune.backends._host import memory_bytes, processor_device
 from crosstune.core.backend import BackendSpec
-from crosstune.core.machine import BackendReport, Device
+from crosstune.estimate.machine import BackendReport, Device
 
 _FAILURES = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, OSError)
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}

@@ -13,9 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from crosstune.core.check_shapes import check_fit
-from crosstune.core.metric_names import check_known_metrics
-from crosstune.core.out_of_memory import EVALUATING, STEP, UPDATING, OutOfMemory
+from crosstune.core.events import check_known_metrics
+from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.core.out_of_memory import EVALUATING, GENERATING, STEP, UPDATING, OutOfMemory
 from crosstune.core.profiling import (
     BOTH_PASSES,
     COMMUNICATION,
@@ -35,21 +35,22 @@ from crosstune.core.protocols import (
     RecordsBase,
     SessionState,
 )
+from crosstune.core.sampling import GREEDY, Sampling
+from crosstune.core.weights import check_fit
 from crosstune.mlx_engine import state as states
 from crosstune.mlx_engine.adapters import name_targets
-from crosstune.mlx_engine.find_nonfinite import bad_arrays, watch_outputs
-from crosstune.mlx_engine.gradients import Gradients
+from crosstune.mlx_engine.generate import OnToken, generate
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, read_memory
-from crosstune.mlx_engine.masters import Masters
-from crosstune.mlx_engine.optimizer import Optimizer
-from crosstune.mlx_engine.precision import PRECISIONS
+from crosstune.mlx_engine.load import PRECISIONS
+from crosstune.mlx_engine.optimizer import Masters, Optimizer
 from crosstune.mlx_engine.profiler import MlxProfiler
 from crosstune.mlx_engine.save_model import host_weights, save_tensors
 from crosstune.mlx_engine.task import (
     Arrays,
     BuildContext,
     ChecksBatches,
+    Gradients,
     HasOwnGradient,
     Loss,
     MeasuresEvaluation,
@@ -57,6 +58,7 @@ from crosstune.mlx_engine.task import (
     MlxTask,
     WritesModel,
 )
+from crosstune.mlx_engine.wrap_call import bad_arrays, watch_outputs
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
 from crosstune.models.mlx_adapters import to_mlx
@@ -342,3 +344,28 @@ class MetricTotals:
             name: total / weight if weight else math.nan
             for name, (total, weight) in zip(self._sums, pairs, strict=True)
         }
+
+
+class TextSession(MlxSession):
+    def logits(self, prompts: Prompts) -> Logits:
+        """Return the logits in the precision of training, without dropout."""
+        return [np.array(self.model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        sampling: Sampling = GREEDY,
+        on_token: OnToken | None = None,
+    ) -> list[list[int]]:
+        with memory_errors(doing=GENERATING):
+            return generate(
+                self.model,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+                sampling=sampling,
+                on_token=on_token,
+            )

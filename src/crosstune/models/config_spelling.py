@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.json_files import write_json
+from crosstune.files.json_files import write_json
 from crosstune.models.folder import read_config_json
 from crosstune.models.llama_layout import CONFIG
 

@@ -5,69 +5,26 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError, shown
-from crosstune.core.json_fields import NOTHING, TEXT, Rule, list_of, real, whole
-from crosstune.core.model_shape import ModelShape
-from crosstune.models.gguf_header import BadGguf, check_header
+from crosstune.estimate.model_shape import ModelShape
 from crosstune.models.gguf_tokenizer import build_tokenizer
 from crosstune.models.llama_layout import WEIGHTS, Llama, write_configs, write_tokenizer
-from crosstune.models.progress import Progress, silent
+from crosstune.models.staged import Progress, silent
 from crosstune.models.weights import Tensor, bfloat16_bits, write_safetensors
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
+
+from crosstune.models.gguf_metadata import BadGguf, Metadata, check_header
+
 ARCHITECTURES = ("llama",)
 _CHUNK_VALUES = 1 << 22
-
-
-class Metadata:
-    """The key-value metadata of a GGUF file; a missing required key is a UserError."""
-
-    def __init__(self, path: Path, reader: GGUFReader) -> None:
-        self._path, self._fields = path, reader.fields
-
-    def get(self, key: str) -> Any:
-        field = self._fields.get(key)
-        return None if field is None else field.contents()
-
-    def number(self, key: str, default: float | None = None) -> float:
-        return float(self._checked(key, real(0), "a number", default))
-
-    def count(self, key: str, default: int | None = None, *, most: int = 2**31) -> int:
-        """Return an integer of 1 or more."""
-        return int(self._checked(key, whole(1, most), "a count", default))
-
-    def texts(self, key: str) -> list[str]:
-        """Return a list of strings; an empty one when the key is missing."""
-        return list(self._checked(key, list_of(TEXT), "a list of texts", []))
-
-    def text(self, key: str) -> str | None:
-        found: str | None = self._checked(key, TEXT | NOTHING, "a text")
-        return found
-
-    def token(self, role: str) -> int | None:
-        """Return the id of the bos, eos, padding or unknown token."""
-        key = f"tokenizer.ggml.{role}_token_id"
-        found: int | None = self._checked(key, whole(0, 2**31) | NOTHING, "the number of a token")
-        return found
-
-    def _checked(self, key: str, rule: Rule, what: str, default: Any = None) -> Any:
-        value = self.get(key)
-        value = default if value is None else value
-        if not rule.fits(value):
-            raise self.unsupported(f"its metadata has {shown(value)} for {key}, where {what} is needed")
-        return value
-
-    def unsupported(
-        self, why: str, *, do: str = "use another file, or the model's Hugging Face folder"
-    ) -> UserError:
-        return UserError(f"The GGUF file {self._path} cannot be used.", why=f"{why}.", do=do)
 
 
 def convert(path: Path, folder: Path, *, progress: Progress = silent) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import PreTokenizer
 
-    from crosstune.models.gguf import Metadata
+    from crosstune.models.gguf_metadata import Metadata
 
 PRE_TOKENIZERS = ("gpt-2", "smollm")
 _CONTROL, _USER_DEFINED = 3, 4

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.core.json_fields import (
+from crosstune.files.json_fields import (
     FLAG,
     NOTHING,
     OBJECT,
@@ -23,13 +23,13 @@ from crosstune.core.json_fields import (
     real,
     whole,
 )
-from crosstune.core.json_files import read_json, read_object
-from crosstune.core.plain_files import read_plain_text
+from crosstune.files.json_files import read_json, read_object
+from crosstune.files.plain_files import read_plain_text
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.gguf import ARCHITECTURES, require_gguf
 from crosstune.models.gguf_tokenizer import PRE_TOKENIZERS
 from crosstune.models.llama_layout import CONFIG
-from crosstune.models.progress import Progress, silent
+from crosstune.models.staged import Progress, silent
 from crosstune.models.weights import StoredArray, stored_arrays, to_float32
 
 if TYPE_CHECKING:

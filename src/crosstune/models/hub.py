@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.hub_reach import WAIT_S, offline_if_unreachable
-from crosstune.models.disk import HUB_VARIABLE, DiskFullError, disk_errors, ensure_space
+from crosstune.files.hub_reach import WAIT_S, offline_if_unreachable
 from crosstune.models.llama_layout import CONFIG
-from crosstune.models.progress import Progress, silent
+from crosstune.models.staged import HUB_VARIABLE, DiskFullError, Progress, disk_errors, ensure_space, silent
 
 # The child uses the parent's sys.path to import crosstune.
 _CHILD = (

@@ -6,8 +6,8 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from crosstune.core.fast_layers import why_no_fast_layers_of
-from crosstune.core.model_shape import ModelShape
+from crosstune.estimate.fast_layers import why_no_fast_layers_of
+from crosstune.estimate.model_shape import ModelShape
 from crosstune.models.llama_layout import Llama
 
 # name: hidden layers intermediate vocabulary heads kv-heads head-width tied|own billions [experts per-token] [plain]

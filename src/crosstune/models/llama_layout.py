@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.core.json_files import write_json
-from crosstune.core.model_shape import ModelShape
+from crosstune.estimate.model_shape import ModelShape
+from crosstune.files.json_files import write_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from crosstune.core.errors import UserError
-from crosstune.core.missing_paths import near_path_hint
-from crosstune.core.model_shape import ModelShape
 from crosstune.core.names import did_you_mean
+from crosstune.estimate.model_shape import ModelShape
+from crosstune.files.paths import near_path_hint
 from crosstune.models.bundled import BUNDLED, install_bundled
 from crosstune.models.cache import cache_root, check, install
-from crosstune.models.checksums import check_checksums
-from crosstune.models.file_hashes import sha256_of
+from crosstune.models.file_hashes import check_checksums, sha256_of
 from crosstune.models.folder import check_folder, folder_shape, weight_files
 from crosstune.models.known_models import known_shape
 from crosstune.models.llama_layout import CONFIG
-from crosstune.models.progress import Progress, silent
+from crosstune.models.staged import Progress, silent
 
 Source = Literal["bundled", "folder", "gguf", "hub"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

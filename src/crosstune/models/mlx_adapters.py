@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.models.adapter_choice import AdapterSettings, Targets
-from crosstune.models.adapter_fields import SETTINGS, read_settings
 from crosstune.models.adapter_files import (
     PEFT_PREFIX,
     PEFT_WEIGHTS,
+    SETTINGS,
     UNREAD,
     copy_tokenizer,
     peft_settings,
+    read_settings,
     write_json,
 )
-from crosstune.models.folder_record import RECORD
+from crosstune.models.identity import RECORD
 from crosstune.models.weights import Tensor, read_arrays, write_safetensors
 
 MLX_WEIGHTS = "adapters.safetensors"

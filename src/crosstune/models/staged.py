@@ -6,11 +6,57 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from crosstune.core.atomic_files import put_new, staging_folder
 from crosstune.core.errors import UserError
-from crosstune.models.checksums import write_checksums
-from crosstune.models.disk import DiskFullError, disk_errors, ensure_space
+from crosstune.files.atomic_files import put_new, staging_folder
+from crosstune.files.paths import CACHE_VARIABLE
+from crosstune.files.plain_files import NO_ROOM, free_space, readable_bytes
+from crosstune.models.file_hashes import write_checksums
+
+HUB_VARIABLE = "HF_HOME"
+
+
+class DiskFullError(UserError):
+    """A model does not fit on the disk of the cache."""
+
+
+def ensure_space(
+    folder: Path, need_bytes: int, *, variable: str = CACHE_VARIABLE, free_bytes: int | None = None
+) -> None:
+    """Raise DiskFullError unless the disk of `folder` has `need_bytes` free; `free_bytes` replaces the measurement."""
+    free = free_space(folder) if free_bytes is None else free_bytes
+    if free < need_bytes:
+        raise disk_full(folder, need_bytes, variable=variable, free_bytes=free)
+
+
+@contextmanager
+def disk_errors(folder: Path, need_bytes: int, *, variable: str = CACHE_VARIABLE) -> Iterator[None]:
+    """Raise the error of `ensure_space` when the disk fills up inside the block."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise disk_full(folder, need_bytes, variable=variable, cause=error.strerror) from error
+
+
+def disk_full(
+    folder: Path,
+    need_bytes: int,
+    *,
+    variable: str = CACHE_VARIABLE,
+    free_bytes: int | None = None,
+    cause: str | None = None,
+) -> DiskFullError:
+    free = free_space(folder) if free_bytes is None else free_bytes
+    reason = f" ({cause})" if cause else ""
+    return DiskFullError(
+        f"There is not enough disk space for the model in {folder}.",
+        why=f"about {readable_bytes(need_bytes)} are needed there and {readable_bytes(free)} are free{reason}.",
+        do=f"free some space, or set the environment variable {variable} to a folder on a larger disk",
+    )
+
 
 UNVERIFIED = ".unverified"
 
@@ -85,3 +131,13 @@ def _make_parent(out: Path) -> None:
         raise UserError(
             f"Cannot write to {out.parent}.", why=str(error), do="choose another --out"
         ) from error
+
+
+class Progress(Protocol):
+    """Called with the stage ('wait', 'download', 'convert', 'verify') and bytes; `total` is None when unknown."""
+
+    def __call__(self, stage: str, done: int, total: int | None, /) -> None: ...
+
+
+def silent(stage: str, done: int, total: int | None, /) -> None:
+    """Report no progress."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import write_json
-from crosstune.core.safetensors_header import read_header
-from crosstune.models.progress import Progress, silent
+from crosstune.files.json_files import write_json
+from crosstune.files.safetensors_header import read_header
+from crosstune.models.staged import Progress, silent
 
 if TYPE_CHECKING:
     import numpy as np

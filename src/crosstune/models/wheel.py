@@ -11,10 +11,9 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
-from crosstune.models.disk import disk_full
-from crosstune.models.progress import Progress, silent
+from crosstune.files.plain_files import file_sha256
+from crosstune.models.staged import Progress, disk_full, silent
 
 _POLL_S = 0.2
 _MOST_REASON_CHARS = 600

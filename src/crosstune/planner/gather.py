@@ -7,25 +7,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.facts import Facts, Preset, StoredQuantization, auto_preference
+from crosstune.config.conditions import TRAIN_TYPE_PARTS
 from crosstune.config.load import backend_variables, cache_override, make_config
 from crosstune.config.mlx_settings import read_settings
-from crosstune.config.plan import Plan
 from crosstune.config.recipe_spec import load_recipe
-from crosstune.config.resolve import resolve
+from crosstune.config.resolve.facts import Facts, Preset, StoredQuantization, auto_preference
+from crosstune.config.resolve.plan import Plan
+from crosstune.config.resolve.resolve import resolve
 from crosstune.config.schema import Config
-from crosstune.config.train_types import TRAIN_TYPE_PARTS
 from crosstune.core.backend import backend_specs
-from crosstune.core.base_choice import BaseChoice, recorded_choice
 from crosstune.core.errors import UserError
-from crosstune.core.machine import Machine, choose_backend
-from crosstune.core.quantization import QuantSpec
-from crosstune.core.quantizers import quantizer_names, read_quantizers
-from crosstune.core.ranks import Ranks
+from crosstune.core.quantization import (
+    BaseChoice,
+    QuantSpec,
+    quantizer_names,
+    read_quantizers,
+    recorded_choice,
+)
+from crosstune.estimate.machine import Machine, choose_backend
 from crosstune.machines.probe import probe_machine
 from crosstune.models.locate import shape
 from crosstune.models.quantized_folder import quantization_options, read_quantization
 from crosstune.planner.learned import read_corrections
+from crosstune.process.ranks import Ranks
 
 
 def make_plan(

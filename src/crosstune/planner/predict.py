@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from crosstune.config.plan import Plan
-from crosstune.core.devices import find_speed
-from crosstune.core.memory import GIB, MemoryParts, step_bytes
-from crosstune.core.model_shape import ModelShape
-from crosstune.core.step_time import LARGEST_ERROR, NUM_CHECKED, Cluster, StepTime, step_time
-from crosstune.core.training_step import Step, trained_parameters
+from crosstune.config.resolve.plan import Plan
+from crosstune.estimate.memory import GIB, MemoryParts, moment_bytes, step_bytes
+from crosstune.estimate.model_shape import ModelShape, Step, trained_parameters
+from crosstune.estimate.step_time import LARGEST_ERROR, NUM_CHECKED, Cluster, StepTime, find_speed, step_time
 
 SHARDS = (2, 4, 8, 16, 32, 64)
 
@@ -177,3 +175,25 @@ def _more_devices(shape: ModelShape, step: Step, plan: Plan, *, factor: float) -
                         f"--use_gradient_checkpointing ({need / GIB:.1f} GiB each)"
                     )
     return "none of the options here: use a smaller model or a larger machine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnModel:
+    parameters: int | None
+    """None if the recipe does not provide it."""
+    data: DataFacts | None
+
+    def to_json(self, plan: Plan) -> dict[str, Any]:
+        return {
+            "parameters": self.parameters,
+            "state_bytes": state_bytes(plan, self.parameters) if self.parameters is not None else None,
+            "num_steps": self.data.num_steps if self.data is not None else None,
+        }
+
+
+def state_bytes(plan: Plan, parameters: int) -> int:
+    """Return the bytes of weights, gradients and optimizer state if everything is trained and nothing is sharded."""
+    config, in_16_bits = plan.config, plan.precision in ("bf16", "fp16")
+    weights = 2 + 4 if in_16_bits else 4  # 16-bit weights have an fp32 copy
+    averages = 4 if config.ema_decay > 0 else 0
+    return parameters * (weights + 4 + averages) + moment_bytes(parameters, config.optimizer)

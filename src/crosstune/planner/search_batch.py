@@ -10,10 +10,10 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from crosstune.core.memory import GIB
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Batch, Session, TracksPeak
-from crosstune.core.ranks import Group
+from crosstune.estimate.memory import GIB
+from crosstune.process.ranks import Group
 
 MOST_ROWS = 512
 """Larger micro-batches hardly improve the speed, but change the training."""

@@ -16,23 +16,27 @@ from crosstune.config.recipe_spec import RecipeSpec
 from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
-from crosstune.core.weight_average import averaged
-from crosstune.data.batches import pack_rows, pad_rows, split_packed, split_rows
-from crosstune.data.chat_templates import plain_template, read_template
-from crosstune.data.check_rows import RowChecker
-from crosstune.data.columns import parse_columns
-from crosstune.data.corpus import Corpus
-from crosstune.data.files import Row
-from crosstune.data.formats import to_conversation, tools_of
-from crosstune.data.named_datasets import BUNDLED, DUMMY
+from crosstune.core.weights import averaged
+from crosstune.data.batches.packing import PackedOrder
+from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
+from crosstune.data.batches.token_batch import TokenBatch, pack_rows, pad_rows, split_packed, split_rows
+from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY
+from crosstune.data.checks.portrait import portrait
+from crosstune.data.checks.preflight import (
+    RowChecker,
+    format_warnings,
+    num_shared,
+    stop_at_template_end,
+    warnings_of,
+)
 from crosstune.data.open_data import DataOpener
-from crosstune.data.packing import PackedOrder
-from crosstune.data.portrait import portrait
-from crosstune.data.preflight import format_warnings, num_shared, stop_at_template_end, warnings_of
-from crosstune.data.rendering import encode_prompt
-from crosstune.data.row_order import RowOrder, rows_per_evaluation
-from crosstune.data.token_batch import TokenBatch
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.read.columns import parse_columns
+from crosstune.data.read.files import Row
+from crosstune.data.read.formats import to_conversation, tools_of
+from crosstune.data.render.built_in_templates import plain_template, read_template
+from crosstune.data.render.rendering import encode_prompt
+from crosstune.data.tokens.corpus import Corpus
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_files import has_trained_template, replace_tokenizer, save_template
 from crosstune.models.folder import config_shape, longest_context, read_config_json
 from crosstune.models.llama_layout import CHAT_TEMPLATE

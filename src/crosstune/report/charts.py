@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from crosstune.core.events import Loaded, Resumed
 from crosstune.report.files import RunFiles, listed, mapping, number
-from crosstune.report.quantity import (
+from crosstune.report.formatting import (
     NOT_FINITE,
     Shown,
     display_of,

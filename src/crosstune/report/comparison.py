@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.missing_paths import missing_run, runs_beside
+from crosstune.files.paths import missing_run, runs_beside
 from crosstune.report.charts import overlay_charts
 from crosstune.report.files import RunFiles, is_running, load_run, mapping, number
-from crosstune.report.outcome import summed
-from crosstune.report.quantity import (
+from crosstune.report.formatting import (
     Shown,
     display_of,
     ordered,
@@ -27,6 +26,7 @@ from crosstune.report.quantity import (
     show_seconds,
     show_time,
 )
+from crosstune.report.outcome import summed
 from crosstune.report.run_list import status_of
 from crosstune.report.samples import Answer, SampleRow, collect_samples, compare_answers
 from crosstune.report.series import Point, best_evaluation, evaluation_points, smoothed_points

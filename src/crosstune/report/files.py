@@ -11,12 +11,12 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Adjusted, Event
-from crosstune.core.json_files import parse_json, read_jsonl, read_object
-from crosstune.core.missing_paths import missing_run
-from crosstune.core.plain_files import MissingFile, UnreadableFile, open_plain
-from crosstune.core.record import RUN_FILES
-from crosstune.core.run_lock import is_held
-from crosstune.core.yaml_files import read_yaml
+from crosstune.files.json_files import parse_json, read_jsonl, read_object
+from crosstune.files.paths import missing_run
+from crosstune.files.plain_files import MissingFile, UnreadableFile, open_plain
+from crosstune.files.run_lock import is_held
+from crosstune.files.run_record import RUN_FILES
+from crosstune.files.yaml_files import read_yaml
 
 IDENTIFYING_FILES = ("plan.json", "config.yaml")
 """A run folder has at least one of these."""

@@ -6,11 +6,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.json_files import parse_json, read_json
-from crosstune.core.judge_metrics import LOWER_IS_BETTER, TITLES
-from crosstune.core.plain_files import UnreadableFile, read_plain_text
+from crosstune.files.json_files import parse_json, read_json
+from crosstune.files.plain_files import UnreadableFile, read_plain_text
 from crosstune.report.charts import Chart, Series
 from crosstune.report.files import listed, mapping, number
+
+TITLES = {
+    "mae": "MAE",
+    "rmse": "RMSE",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+    "kendall": "Kendall",
+    "qwk": "QWK",
+    "within_1": "within 1",
+    "accuracy": "accuracy",
+    "macro_f1": "macro-F1",
+    "kappa": "kappa",
+    "swap_consistency": "swap consistency",
+    "ece": "calibration error",
+    "rouge_l": "ROUGE-L",
+}
+LOWER_IS_BETTER = frozenset({"mae", "rmse", "ece"})
+
 
 METRICS_FILE, PREDICTIONS_FILE = "test_metrics.json", "test_predictions.json"
 MOST_POINTS = 2000

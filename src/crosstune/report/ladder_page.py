@@ -8,10 +8,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.json_files import read_object
+from crosstune.files.json_files import read_object
 from crosstune.report.charts import Chart, Series
 from crosstune.report.files import listed, mapping, number
-from crosstune.report.quantity import Shown, show_bytes, show_rate, show_time
+from crosstune.report.formatting import Shown, show_bytes, show_rate, show_time
 from crosstune.report.template import fill, write_page
 
 LADDER_FILE, PAGE_FILE = "ladder.json", "ladder.html"

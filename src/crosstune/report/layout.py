@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from crosstune.report.charts import Chart, Series
-from crosstune.report.quantity import MINUS, NOT_FINITE
+from crosstune.report.formatting import MINUS, NOT_FINITE
 from crosstune.report.series import Point, finite_values, kept_indices
 
 FEW_POINTS = 12

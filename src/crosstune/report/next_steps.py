@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crosstune.core.user_paths import shown_path
+from crosstune.config.recipe_spec import next_commands
+from crosstune.files.paths import shown_path
 from crosstune.report.files import RunFiles, mapping, number
 from crosstune.report.outcome import End
 from crosstune.report.series import best_evaluation, evaluation_losses
-from crosstune.runs.next_commands import next_commands
 
 STILL_FALLING = 0.98
 """More steps may help when the last evaluation is the best and below this multiple of the one before."""

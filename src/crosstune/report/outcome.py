@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from crosstune.core.events import Evaluated, Event, Failed, Loaded, Stopped
 from crosstune.report.files import RunFiles, is_running, listed, mapping, number
-from crosstune.report.quantity import (
+from crosstune.report.formatting import (
     NOT_FINITE,
     Change,
     Shown,

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.report import facts, outcome
+from crosstune.report import outcome
+from crosstune.report import tables as facts
 from crosstune.report.charts import length_chart, run_charts
 from crosstune.report.files import RunFiles, load_run, mapping
+from crosstune.report.formatting import show_time
 from crosstune.report.judge_section import collect_judge_test
 from crosstune.report.next_steps import next_steps
 from crosstune.report.profile_section import collect_profile
-from crosstune.report.quantity import show_time
 from crosstune.report.samples import collect_samples, lead_sample
 from crosstune.report.template import fill, write_page
 

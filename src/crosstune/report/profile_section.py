@@ -8,7 +8,7 @@ from typing import Any
 from crosstune.core.events import Profiled
 from crosstune.report.charts import memory_chart
 from crosstune.report.files import RunFiles, listed, mapping, number
-from crosstune.report.quantity import Shown, show_number, show_seconds, show_share
+from crosstune.report.formatting import Shown, show_number, show_seconds, show_share
 
 MOST_OPERATORS = 15
 MOST_PATHS = 20

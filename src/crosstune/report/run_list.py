@@ -11,8 +11,8 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluated, Failed, Stopped
-from crosstune.core.record import RUN_FILES
-from crosstune.loop.best import best_step
+from crosstune.files.run_record import RUN_FILES
+from crosstune.loop.progress import best_step
 from crosstune.report.files import is_running, last_rows, mapping, number, read_mapping
 
 _STEPS_BYTES = 1 << 16

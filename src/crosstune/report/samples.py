@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
-from crosstune.core.control_characters import printable
 from crosstune.core.events import Evaluated
+from crosstune.core.safe_text import printable
 from crosstune.report.files import RunFiles, listed, mapping
 from crosstune.report.series import Best, best_evaluation, evaluation_step
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from crosstune.core.events import Evaluated, StepMetrics
-from crosstune.loop.best import WORSE, best_step
+from crosstune.loop.progress import WORSE, best_step
 from crosstune.report.files import RunFiles, mapping, number
 
 Point = tuple[float, float | None]

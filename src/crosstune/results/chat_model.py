@@ -10,13 +10,13 @@ from crosstune.config.load import load_config, make_config
 from crosstune.core.events import Observer, Warned
 from crosstune.core.protocols import Generates
 from crosstune.core.sampling import GREEDY, Sampling
-from crosstune.data.render_types import Message
-from crosstune.data.rendering import encode_prompt
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.render.rendering import encode_prompt
+from crosstune.data.render.types import Message
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.machines.probe import probe_machine
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.planner.gather import make_plan, plan_over_quantized
-from crosstune.recipes.judge.saved_settings import read_judge_settings
+from crosstune.recipes.judge.verdicts import read_judge_settings
 from crosstune.results.opened import check_base
 from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.runs.open_parts import find_model, open_session

@@ -10,35 +10,73 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
-from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import Logits, measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, Rewrite, WeightForm
-from crosstune.models.folder_record import RECORD
-from crosstune.models.identity import source_record
+from crosstune.files.json_files import write_json
+from crosstune.models import mlx_adapters
+from crosstune.models.identity import RECORD, source_record
 from crosstune.models.locate import ModelFolder
-from crosstune.models.number_format import stored_format
-from crosstune.models.quantized_folder import FolderQuantization, read_quantization
-from crosstune.models.staged import check_out, staged
-from crosstune.results.convert_adapter import convert_adapter, holds_adapter
+from crosstune.models.quantized_folder import FolderQuantization, read_quantization, stored_format
+from crosstune.models.staged import Unverified, check_out, staged
+from crosstune.models.weights import read_arrays
 from crosstune.results.export import Form, export
 from crosstune.results.opened import (
+    NOT_THE_ORIGINAL,
     Opened,
     Request,
+    choose_original,
     find_quantizer,
     has_torch,
+    not_the_original,
     open_engine,
     open_trained,
+    original_record,
     read_logits,
     show_bytes,
 )
-from crosstune.results.original_model import (
-    NOT_THE_ORIGINAL,
-    choose_original,
-    not_the_original,
-    original_record,
-)
 from crosstune.results.trained_folder import Trained
 from crosstune.results.verify import judge, refuse_unverified
+
+_SPARE_BYTES = 50_000_000
+
+
+def holds_adapter(target: str) -> bool:
+    """Return whether the target is an adapter folder in either layout."""
+    return mlx_adapters.adapter_form(Path(target).expanduser()) is not None
+
+
+def convert_adapter(target: str, *, to: str, out: Path | None, base: str | None) -> dict[str, Any]:
+    """Write the adapter in the other layout, and check that converting it back gives the same bits."""
+    source = Path(target).expanduser().absolute()
+    form = mlx_adapters.adapter_form(source)
+    if to not in ("mlx", "peft") or form == to:
+        raise UserError(
+            f"{source} cannot be converted to {to}.",
+            why=f"it is an adapter in the {form} layout.",
+            do=f"use --to {'peft' if form == 'mlx' else 'mlx'}, or crosstune merge to merge it into its base model",
+        )
+    out = out or source.with_name(f"{source.name}-{to}")
+    with staged(out, need_bytes=_SPARE_BYTES) as stage:
+        back = stage.scratch / "back"
+        if to == "mlx":
+            mlx_adapters.to_mlx(source, stage.result, base=base)
+            mlx_adapters.to_peft(stage.result, back)
+        else:
+            mlx_adapters.to_peft(source, stage.result, base=base)
+            mlx_adapters.to_mlx(stage.result, back)
+        name = mlx_adapters.MLX_WEIGHTS if to == "peft" else mlx_adapters.PEFT_WEIGHTS
+        before, after = read_arrays(source / name), read_arrays(back / name)
+        exact = before.keys() == after.keys() and all(
+            before[key][0] == after[key][0] and before[key][1].tobytes() == after[key][1].tobytes()
+            for key in before
+        )
+        if not exact:
+            raise Unverified(
+                f"Converting the adapter {source} back does not give the same numbers.",
+                do="report it as a bug",
+            )
+    return {"adapter": str(source), "to": to, "exact": exact, "num_matrices": len(before), "path": str(out)}
+
 
 _PLAIN = ("none", "hf")
 

@@ -10,14 +10,12 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
-from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, DenseWeights, Rewrite, WeightForm
-from crosstune.models.folder_record import RECORD
-from crosstune.models.identity import source_record
-from crosstune.models.number_format import dense_bytes, stored_format
+from crosstune.files.json_files import write_json
+from crosstune.models.identity import RECORD, source_record
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
-from crosstune.models.quantized_folder import read_quantization
+from crosstune.models.quantized_folder import dense_bytes, read_quantization, stored_format
 from crosstune.models.staged import Stage, check_out, staged
 from crosstune.results.merge import DenseModel, merge_into, write_expanded
 from crosstune.results.opened import (
@@ -25,10 +23,10 @@ from crosstune.results.opened import (
     Request,
     open_engine,
     open_request,
+    original_record,
     read_logits,
     show_bytes,
 )
-from crosstune.results.original_model import original_record
 from crosstune.results.verify import chat_problems, judge, refuse_unverified
 
 FORMATS = ("hf", "mlx", "gguf")

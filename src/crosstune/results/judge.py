@@ -12,8 +12,8 @@ from crosstune.config.load import make_config
 from crosstune.config.schema import Config, option_list
 from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
-from crosstune.core.json_files import read_json, write_json
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.files.json_files import read_json, write_json
 from crosstune.models.folder import longest_context
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.evaluation import (
@@ -23,13 +23,10 @@ from crosstune.recipes.judge.evaluation import (
     evaluate_beside,
     worst_items,
 )
-from crosstune.recipes.judge.items import Item, common_scale
-from crosstune.recipes.judge.judge import Judge, Judgement
+from crosstune.recipes.judge.items import Item, Scale, common_scale, read_scale
+from crosstune.recipes.judge.judge import Judge, Judgement, judge_task
 from crosstune.recipes.judge.predictions import FILE, METRICS_FILE, prediction_row, write_predictions
-from crosstune.recipes.judge.saved_settings import JudgeSettings, read_judge_settings
-from crosstune.recipes.judge.scale import Scale, read_scale
-from crosstune.recipes.judge.tasks import judge_task
-from crosstune.recipes.judge.verdicts import choose_format
+from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, read_judge_settings
 from crosstune.results.opened import check_base
 from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.runs.open_parts import find_model, open_session

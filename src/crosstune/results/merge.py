@@ -10,16 +10,14 @@ from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
-from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import Logits, measure_agreement
 from crosstune.core.model_folders import AdapterFolder, DenseWeights
+from crosstune.files.json_files import write_json
 from crosstune.models.adapter_files import copy_template, replace_tokenizer
-from crosstune.models.folder_record import RECORD
-from crosstune.models.number_format import dense_bytes, stored_format
-from crosstune.models.quantized_folder import read_quantization
+from crosstune.models.identity import RECORD
+from crosstune.models.quantized_folder import dense_bytes, read_quantization, stored_format
 from crosstune.models.staged import check_out, staged
-from crosstune.results.opened import Opened, Request, open_adapter, open_request, show_bytes
-from crosstune.results.original_model import find_original
+from crosstune.results.opened import Opened, Request, find_original, open_adapter, open_request, show_bytes
 from crosstune.results.trained_folder import Trained
 from crosstune.results.verify import chat_problems, judge, refuse_unverified
 

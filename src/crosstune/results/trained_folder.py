@@ -7,23 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.recipe_spec import next_commands, read_options
 from crosstune.config.schema import Config
-from crosstune.core.base_choice import BaseChoice, recorded_choice
 from crosstune.core.errors import UserError, shown
-from crosstune.core.json_fields import NOTHING, TEXT, check_fields
-from crosstune.core.json_files import read_json
-from crosstune.core.missing_paths import missing_run, runs_beside
 from crosstune.core.names import nearest
-from crosstune.core.quantization import QuantSpec, read_spec
-from crosstune.core.safetensors_header import read_header
-from crosstune.models.adapter_fields import read_settings
-from crosstune.models.adapter_files import canonical_name, check_kind
+from crosstune.core.quantization import BaseChoice, QuantSpec, read_spec, recorded_choice
+from crosstune.files.json_fields import NOTHING, TEXT, check_fields
+from crosstune.files.json_files import read_json
+from crosstune.files.paths import missing_run, runs_beside
+from crosstune.files.safetensors_header import read_header
+from crosstune.models.adapter_files import canonical_name, check_kind, read_settings
 from crosstune.models.bundled import BUNDLED
-from crosstune.models.checksums import check_checksums
-from crosstune.models.folder_record import read_record
-from crosstune.models.identity import recorded_sha256
+from crosstune.models.file_hashes import check_checksums
+from crosstune.models.identity import read_record, recorded_sha256
 from crosstune.models.quantized_folder import quantization_options
-from crosstune.runs.next_commands import next_commands, read_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 from crosstune.core.errors import shown
 from crosstune.core.logit_distance import BOUNDS, Agreement
-from crosstune.data.rendering import encode_prompt, render
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.render.rendering import encode_prompt, render
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.staged import Unverified, unverified_path
 
 _PROMPTS = (

@@ -9,41 +9,83 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crosstune.config.check_compiler import check_compiler
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.load import cache_override
-from crosstune.config.plan import Plan
 from crosstune.config.recipe_spec import RecipeSpec, load_recipe
+from crosstune.config.resolve.fit_compute import check_compiler
+from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Observers
-from crosstune.core.machine import Machine
-from crosstune.core.ranks import Ranks
-from crosstune.core.record import check_free
-from crosstune.core.run_lock import check_place
-from crosstune.data.chat_templates import read_template
-from crosstune.data.check_rows import is_here
-from crosstune.data.columns import TARGETS, parse_columns
-from crosstune.data.dataset_list import parse_dataset
-from crosstune.data.sources import check_name
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.core.protocols import HasLongestRows, Recipe
+from crosstune.data.bundled.named_datasets import BUNDLED
+from crosstune.data.checks.preflight import is_here
+from crosstune.data.read.columns import TARGETS, parse_columns
+from crosstune.data.read.dataset_list import parse_dataset
+from crosstune.data.read.sources import check_name
+from crosstune.data.render.built_in_templates import read_template
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.estimate.machine import Machine
+from crosstune.files.run_lock import check_place
+from crosstune.files.run_record import check_free
 from crosstune.loop.profile import check_profile_folder
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_fields import read_settings
-from crosstune.models.adapter_files import check_settings
-from crosstune.models.checksums import check_checksums
+from crosstune.models.adapter_files import check_settings, read_settings
+from crosstune.models.file_hashes import check_checksums
 from crosstune.models.identity import identity
 from crosstune.models.locate import ModelFolder, fetch_sizes, find_local
 from crosstune.planner.gather import gather
-from crosstune.planner.own_model import OwnModel
-from crosstune.planner.predict import DataFacts
+from crosstune.planner.predict import DataFacts, OwnModel
+from crosstune.process.ranks import Ranks
 from crosstune.recipes.sft import open_tokenizer
-from crosstune.runs.folder import run_folder
-from crosstune.runs.measure_data import measure_data, measure_own_model
+from crosstune.runs.open_parts import open_recipe
 from crosstune.runs.planning import Planning
-from crosstune.runs.resume import ResumePoint, names_path, read_request
-from crosstune.runs.same_training import check_base, identity_of_options
+from crosstune.runs.resume import ResumePoint, names_path, read_request, run_folder
+from crosstune.runs.resume_identity import check_base, identity_of_options
 from crosstune.tracking.observe import check_trackers
+
+MOST_BYTES = 4 << 20
+"""Larger data is not tokenized for a plan."""
+
+
+def measure_data(plan: Plan, model: ModelFolder) -> DataFacts | None:
+    """Tokenize the data and return its facts; None if it is large, not here, or the recipe has no rows to measure."""
+    names = [plan.config.dataset, plan.config.eval_dataset]
+    if not all(_is_small(name) for name in names if name):
+        return None
+    return _facts(open_recipe(plan.config, model, Observers()))
+
+
+def measure_own_model(plan: Plan) -> OwnModel:
+    """Return the size of a model that its recipe builds, and the facts of its data."""
+    recipe = open_recipe(plan.config, None, Observers())
+    return OwnModel(parameters=recipe.describe().get("model_parameters"), data=_facts(recipe))
+
+
+def _facts(recipe: Recipe) -> DataFacts | None:
+    if not isinstance(recipe, HasLongestRows):
+        return None
+    described, rows = recipe.describe().get("train", {}), recipe.num_rows()
+    return DataFacts(
+        num_rows=rows,
+        num_steps=recipe.num_steps(),
+        longest_row=recipe.longest_row(),
+        longest_target=recipe.longest_target(),
+        tokens_per_row=described.get("tokens", 0) / max(1, rows) or recipe.longest_row(),
+    )
+
+
+def _is_small(name: str) -> bool:
+    total = 0
+    for entry in parse_dataset(name):
+        path = Path(entry.name).expanduser()
+        if entry.name in BUNDLED:
+            continue
+        if not path.is_file():
+            return False
+        total += path.stat().st_size
+    return total <= MOST_BYTES
+
 
 _READS_MODELS = {"torch": ("torch", "transformers", "accelerate"), "mlx": ("mlx", "mlx_lm")}
 """Engine -> packages needed to build a model from a folder."""

@@ -17,7 +17,8 @@ from crosstune.checkpoint.folders import clear_leftovers
 from crosstune.checkpoint.manifest import Manifest
 from crosstune.checkpoint.rotate import Keep
 from crosstune.checkpoint.write import SaveFailed
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.memory_advice import with_advice
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import NonFiniteError, PeerLost, UserError
 from crosstune.core.events import (
     CheckpointSetAside,
@@ -33,25 +34,23 @@ from crosstune.core.events import (
 )
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
 from crosstune.core.protocols import Generates, HasNotes, Session
-from crosstune.core.ranks import Group
-from crosstune.core.record import Record, RecordFailed
-from crosstune.core.scaling import LossScale, needs_loss_scale
-from crosstune.core.weight_average import result_weights
-from crosstune.loop.agreement import DeferredErrors, KeepingErrors
+from crosstune.core.weights import result_weights
+from crosstune.files.run_record import Record, RecordFailed
+from crosstune.loop.deferred_errors import DeferredErrors, KeepingErrors
 from crosstune.loop.profile import StepProfile, is_asked, profile_folder
 from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
+from crosstune.loop.step import LossScale, needs_loss_scale
 from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.loop.train import Deadline, Training
 from crosstune.planner.learned import learn_peak
-from crosstune.runs.best_weights import best_weights
-from crosstune.runs.memory_failure import with_advice
+from crosstune.process.ranks import Group
 from crosstune.runs.open_parts import open_session
 from crosstune.runs.prepare import PreparedRun
-from crosstune.runs.restore_session import restore_session
-from crosstune.runs.same_training import base_fields, identity_of_options, quantization_name
+from crosstune.runs.restore import restore_session
+from crosstune.runs.resume_identity import base_fields, identity_of_options, quantization_name
+from crosstune.runs.save_result import best_weights, cost_of_saving, save_result
 from crosstune.runs.save_result import clear_leftovers as clear_results
-from crosstune.runs.save_result import cost_of_saving, save_result
 from crosstune.runs.watch_folder import FirstStep, FolderWatch
 from crosstune.tracking.observe import Tracking
 

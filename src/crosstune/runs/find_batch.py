@@ -7,16 +7,16 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from crosstune.config.plan import Adjustment, Plan
+from crosstune.config.resolve.plan import Adjustment, Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Loading, Observer
-from crosstune.core.memory import moment_bytes
 from crosstune.core.protocols import HasLongestRows, Recipe
-from crosstune.core.ranks import Group
+from crosstune.estimate.memory import moment_bytes
 from crosstune.models.locate import ModelFolder
-from crosstune.planner.remembered import recall, remember
+from crosstune.planner.learned import recall, remember
 from crosstune.planner.search_batch import BatchSearch, Found, most_rows
+from crosstune.process.ranks import Group
 from crosstune.runs.open_parts import open_session
 
 FILE = "batch_sizes"

@@ -13,7 +13,7 @@ from crosstune.checkpoint.folders import name_of
 from crosstune.checkpoint.manifest import Manifest
 from crosstune.checkpoint.tensors import describe_trainable
 from crosstune.checkpoint.write import write_checkpoint
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
@@ -22,10 +22,10 @@ from crosstune.models.identity import source_identity
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_model, open_session
-from crosstune.runs.same_training import quantization_name, settings_of
+from crosstune.runs.resume_identity import quantization_name, settings_of
 
 if TYPE_CHECKING:
-    from crosstune.torch_engine.import_torch_save import Foreign
+    from crosstune.torch_engine.results.import_torch_save import Foreign
 
 _STEP_KEYS = ("global_step", "step", "steps")
 
@@ -40,7 +40,7 @@ def import_checkpoint(
     without_optimizer: bool = False,
 ) -> dict[str, Any]:
     """Write `root/step-N` from a file written by `torch.save`; `config` names its model and method."""
-    from crosstune.torch_engine.import_torch_save import read_foreign
+    from crosstune.torch_engine.results.import_torch_save import read_foreign
 
     found = read_foreign(path)
     plan = make_plan(config)

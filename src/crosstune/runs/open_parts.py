@@ -6,16 +6,16 @@ import importlib
 
 from crosstune.checkpoint.read import Checkpoint
 from crosstune.config.load import add_environment, cache_override
-from crosstune.config.plan import Plan
 from crosstune.config.recipe_spec import load_recipe
+from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.events import ModelProgress, Observer
 from crosstune.core.protocols import Recipe, Session, Task
-from crosstune.core.ranks import Group
 from crosstune.models.identity import identity
 from crosstune.models.locate import ModelFolder, locate
+from crosstune.process.ranks import Group
 
 
 def find_model(config: Config, observer: Observer) -> ModelFolder:

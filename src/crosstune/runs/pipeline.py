@@ -12,28 +12,32 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.load import to_yaml
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError
-from crosstune.core.events import Observer, Observers, RunMovedAside, Started, Warned
-from crosstune.core.metric_names import check_metric_names
-from crosstune.core.plain_files import read_plain_text
-from crosstune.core.ranks import Group, SingleProcess
-from crosstune.core.record import Record, RunRecord, holds_run, move_aside, read_log
-from crosstune.core.run_lock import InUse, hold
-from crosstune.core.secrets import redact, redact_command
-from crosstune.data.tokenizer import TEMPLATE_LIMIT
-from crosstune.distributed.group import check_shared_folder
-from crosstune.distributed.restart import remember_folder
+from crosstune.core.events import Observer, Observers, RunMovedAside, Started, Warned, check_metric_names
+from crosstune.core.safe_text import redact, redact_command
+from crosstune.data.tokens.tokenizer import TEMPLATE_LIMIT
+from crosstune.distributed.group import check_shared_folder, remember_folder
+from crosstune.files.plain_files import read_plain_text
+from crosstune.files.run_lock import InUse, hold
+from crosstune.files.run_record import Record, RunRecord, holds_run, move_aside, read_log
 from crosstune.loop.stop import StopSignal
 from crosstune.loop.train import Deadline
 from crosstune.models.identity import identity
 from crosstune.planner.gather import make_plan, may_have_several_devices, with_all_devices
+from crosstune.process.ranks import Group, SingleProcess
 from crosstune.runs.execute import Execution
-from crosstune.runs.folder import run_folder
 from crosstune.runs.prepare import PreparedRun, prepare
-from crosstune.runs.resume import KEPT_FILES, find_resumed_folder, for_record, names_path, read_request
+from crosstune.runs.resume import (
+    KEPT_FILES,
+    find_resumed_folder,
+    for_record,
+    names_path,
+    read_request,
+    run_folder,
+)
 from crosstune.tracking.observe import Tracking
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from crosstune.config.facts import Facts
-from crosstune.config.plan import Plan
-from crosstune.config.resolve import resolve
+from crosstune.config.resolve.facts import Facts
+from crosstune.config.resolve.plan import Plan
+from crosstune.config.resolve.resolve import resolve
 from crosstune.config.schema import Config
 
 

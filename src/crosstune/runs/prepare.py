@@ -10,13 +10,12 @@ from typing import Any
 
 from crosstune.config.load import launch_variables
 from crosstune.config.options.training import AUTO
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.config.time_limits import limit_warnings
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Observer, StepMetrics
 from crosstune.core.protocols import HasLongestRows, Recipe
-from crosstune.core.ranks import Group
 from crosstune.distributed.group import (
     check_same_everywhere,
     check_started,
@@ -26,12 +25,13 @@ from crosstune.distributed.group import (
 )
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import gather, model_facts, probe_for
+from crosstune.process.ranks import Group
 from crosstune.runs.check_request import check_base_adapter, check_model, check_request
 from crosstune.runs.find_batch import find_batch_size
 from crosstune.runs.open_parts import find_base, open_recipe
 from crosstune.runs.planning import Planning
 from crosstune.runs.resume import ResumePoint, read_request
-from crosstune.runs.same_training import identity_of
+from crosstune.runs.resume_identity import identity_of
 
 
 @dataclass

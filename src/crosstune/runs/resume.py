@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +14,40 @@ from crosstune.checkpoint.archive import read_note, read_unpacked_note, unpack_a
 from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, step_of
 from crosstune.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest
 from crosstune.checkpoint.read import Checkpoint, find_run, newest_valid, open_checkpoint
-from crosstune.config.fit_kernels import FAST_BY_DEFAULT
 from crosstune.config.load import make_config
 from crosstune.config.option import OnResume
 from crosstune.config.options.training import AUTO
-from crosstune.config.plan import Plan
 from crosstune.config.recipe_spec import load_recipe, recipe_names
+from crosstune.config.resolve.fit_compute import FAST_BY_DEFAULT
+from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config, options_by_name, options_on_resume
-from crosstune.core.atomic_files import set_aside
 from crosstune.core.errors import UserError, naming
 from crosstune.core.events import Observer, Warned
-from crosstune.core.measured import LossMeasurement
-from crosstune.core.record import holds_record
-from crosstune.core.run_lock import hold
-from crosstune.data.dataset_list import DatasetEntry, join_entries
-from crosstune.runs.folder import run_folder
-from crosstune.runs.same_training import Difference, changed_options, check_same, find_differences
+from crosstune.core.loss_measurement import LossMeasurement
+from crosstune.data.read.dataset_list import DatasetEntry, join_entries
+from crosstune.files.atomic_files import set_aside
+from crosstune.files.run_lock import hold
+from crosstune.files.run_record import holds_record
+from crosstune.runs.resume_identity import Difference, changed_options, check_same, find_differences
+
+LONGEST_PART = 60
+"""Characters of the model's name in the name of a run."""
+
+
+def run_folder(config: Config, *, taken: Collection[Path] = ()) -> Path:
+    """Return the run folder, named by --name, or by the time and the model (or recipe, if it brings its own model).
+
+    A name made here is neither that of an existing folder nor `taken`.
+    """
+    parent = Path(config.output_dir).expanduser()
+    if config.name is None:
+        what = config.model_name if load_recipe(config.recipe).needs_base_model else config.recipe
+        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(what.rstrip('/')).name[:LONGEST_PART]}"
+        names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
+        folders = (parent / name for name in names)
+        return next(folder for folder in folders if not folder.exists() and folder not in taken)
+    return parent / config.name
+
 
 KEPT_FILES = {"mlx_config": "mlx_config.yaml", "chat_template": "chat_template.jinja"}
 """Option that may name a file -> the run's copy of it."""

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
+from crosstune.checkpoint.folders import FOLDER, name_of
+from crosstune.checkpoint.manifest import DamagedCheckpoint
+from crosstune.checkpoint.read import Checkpoint, open_checkpoint
 from crosstune.checkpoint.write import SaveFailed
-from crosstune.core import atomic_files
-from crosstune.core.disk import free_space, readable_bytes
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
+from crosstune.core.events import Observer, Warned
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.protocols import Recipe, Session
-from crosstune.models.checksums import write_checksums
-from crosstune.models.folder_record import read_record
+from crosstune.files import atomic_files
+from crosstune.files.plain_files import free_space, readable_bytes
+from crosstune.loop.progress import Progress, best_step, trained_losses
+from crosstune.models.file_hashes import write_checksums
+from crosstune.models.identity import read_record
+from crosstune.process.ranks import Group
 
 _STAGED = "result"
 _FEWEST_BYTES = 2
@@ -82,3 +90,49 @@ def clear_leftovers(folder: Path) -> None:
 def cost_of_saving(result: Path) -> dict[str, Any] | None:
     """Return the distance of the saved model from the trained one, if they differ."""
     return read_record(result).get("against_trained") or None
+
+
+def best_weights(
+    config: Config, progress: Progress, runs: Sequence[Path], observer: Observer, *, group: Group
+) -> tuple[Checkpoint | None, int | None]:
+    """Return the checkpoint for the result, None for the weights of the last step; and the best step.
+
+    `runs` are this run and the one it continues. `auto` means best if there was more than one evaluation after the start.
+    If the best checkpoint is missing, warn and use the last weights. Every process calls this, and all return the same
+    checkpoint: None unless each of them can open it.
+    """
+    losses, best = trained_losses(progress.evaluations), best_step(progress.evaluations)
+    wanted = config.result == "best" or (config.result == "auto" and len(losses) > 1)
+    if group.any(not wanted or best is None or best == progress.steps) or best is None:
+        if config.result == "best" and best is None:
+            evaluated = any(step > 0 for step in progress.evaluations)
+            why = "no evaluation had a finite loss" if evaluated else "no step was evaluated"
+            message = f"result: {why}, so the last weights are the result"
+            observer.on_event(Warned(message=message, step=progress.steps))
+        return None, best
+    found, reason = (
+        _open_first([run / FOLDER / name_of(best) for run in runs]) if group.ranks.first else (None, "")
+    )
+    place = group.share(str(found.folder) if found is not None else "")
+    if place and not group.ranks.first:
+        found, reason = _open_first([Path(place)])
+    step = found.step if found is not None else None
+    if not group.any(found is None) and group.same(str(step)):
+        return found, best
+    reason = reason or "another process cannot open them"
+    message = (
+        f"result: the best weights, of step {best}, are not there, so the last ones are the result ({reason})"
+    )
+    observer.on_event(Warned(message=message, step=progress.steps))
+    return None, best
+
+
+def _open_first(folders: Sequence[Path]) -> tuple[Checkpoint | None, str]:
+    """Return the first checkpoint that can be opened, or why the first one cannot."""
+    reason = ""
+    for folder in folders:
+        try:
+            return open_checkpoint(folder), ""
+        except (DamagedCheckpoint, UserError) as error:
+            reason = reason or error.message
+    return None, reason

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from crosstune.core import out_of_memory
-from crosstune.core.machine import BackendReport
 from crosstune.core.protocols import Memory
-from crosstune.torch_engine.compile_blocks import without_compiled
+from crosstune.estimate.machine import BackendReport
+from crosstune.torch_engine.loading.compile_blocks import without_compiled
 
 
 def open_device(report: BackendReport) -> torch.device:
@@ -113,3 +113,28 @@ def _peak_resident_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    weights: torch.dtype
+    """Dtype of the weights in memory. Trained parameters always have fp32 masters as well."""
+    autocast: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+
+    def context(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast)
+
+
+PRECISIONS = {
+    "fp32": Precision(weights=torch.float32),
+    "bf16": Precision(weights=torch.bfloat16),
+    "fp16": Precision(weights=torch.float16),
+    "bf16_autocast": Precision(weights=torch.float32, autocast=torch.bfloat16),
+    "fp16_autocast": Precision(weights=torch.float32, autocast=torch.float16),
+    "bf16_buffers_autocast": Precision(
+        weights=torch.float32, autocast=torch.bfloat16, buffers=torch.bfloat16
+    ),
+}

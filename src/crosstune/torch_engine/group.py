@@ -9,10 +9,15 @@ import torch.distributed as dist
 
 from crosstune.config.load import add_variables
 from crosstune.config.time_limits import nccl_variables
-from crosstune.core.ranks import BoardLost, Group, Limits, Ranks, RankState
-from crosstune.torch_engine.lost_peers import peer_errors
-from crosstune.torch_engine.rendezvous import join_store, second_connection, shared_store, use_interface_of
+from crosstune.process.ranks import BoardLost, Group, Limits, Ranks, RankState
 from crosstune.torch_engine.sharding.mps_streams import prepare_mps
+from crosstune.torch_engine.sharding.rendezvous import (
+    join_store,
+    peer_errors,
+    second_connection,
+    shared_store,
+    use_interface_of,
+)
 from crosstune.torch_engine.sharding.staged_backend import NAME as STAGED
 from crosstune.torch_engine.sharding.staged_backend import backend_for
 

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import DenseWeights, ModelFolders, OnBytes, Rewrite, WeightForm, Written
-from crosstune.models.number_format import stored_format
-from crosstune.torch_engine import verify
-from crosstune.torch_engine.convert import Conversion, measure_errors
-from crosstune.torch_engine.device import open_device
-from crosstune.torch_engine.merge import (
+from crosstune.models.quantized_folder import stored_format
+from crosstune.torch_engine.device import PRECISIONS, Precision, open_device
+from crosstune.torch_engine.loading.prequantized import read_prequantized
+from crosstune.torch_engine.quantized import open_quantizer
+from crosstune.torch_engine.results import verify
+from crosstune.torch_engine.results.convert import Conversion, measure_errors
+from crosstune.torch_engine.results.merge import (
     DTYPES,
     BaseTensors,
     check_layers,
@@ -23,9 +25,6 @@ from crosstune.torch_engine.merge import (
     read_adapter,
     write_dense,
 )
-from crosstune.torch_engine.precision import PRECISIONS, Precision
-from crosstune.torch_engine.prequantized import read_prequantized
-from crosstune.torch_engine.quantized import open_quantizer
 
 
 def open_folders(plan: Plan | None = None) -> ModelFolders:

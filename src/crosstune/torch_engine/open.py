@@ -13,29 +13,28 @@ from torch import nn
 
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.mlx_settings import read_mlx_settings
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
-from crosstune.core.ranks import Group, SingleProcess
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.torch_engine import export
-from crosstune.torch_engine.adapters import Adapted, adapt_layers, choose_targets
-from crosstune.torch_engine.compile_blocks import compile_blocks
-from crosstune.torch_engine.device import CacheClearing, memory_errors, open_device
+from crosstune.process.ranks import Group, SingleProcess
+from crosstune.torch_engine.device import PRECISIONS, CacheClearing, Precision, memory_errors, open_device
 from crosstune.torch_engine.kernels.choose import decide_base, describe_general, open_decoder
-from crosstune.torch_engine.load import shrink_frozen
-from crosstune.torch_engine.optimizer import Masters, make_optimizer
-from crosstune.torch_engine.parts import Parts
-from crosstune.torch_engine.precision import PRECISIONS, Precision
-from crosstune.torch_engine.session import TorchSession
+from crosstune.torch_engine.loading.adapters import Adapted, adapt_layers, choose_targets
+from crosstune.torch_engine.loading.compile_blocks import compile_blocks
+from crosstune.torch_engine.loading.load import shrink_frozen
+from crosstune.torch_engine.results import export
+from crosstune.torch_engine.session.optimizer import Masters, make_optimizer
+from crosstune.torch_engine.session.session import TorchSession
+from crosstune.torch_engine.session.session_parts import Parts
+from crosstune.torch_engine.session.text_session import TextSession
 from crosstune.torch_engine.task import BuildContext, HasOwnHead, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
-from crosstune.torch_engine.text_session import TextSession
 
 if TYPE_CHECKING:
-    from crosstune.torch_engine.sharding.finish import ShardOnLoad
     from crosstune.torch_engine.sharding.parallel import Parallel
+    from crosstune.torch_engine.sharding.shard_on_load import ShardOnLoad
 
 
 def open_session(
@@ -132,7 +131,7 @@ def sharding(plan: Plan, parallel: Parallel | None, *, precision: Precision) -> 
     """Return the callback that adapts and shards each block while the model loads; None without sharding."""
     if parallel is None or not parallel.strategy.sharded:
         return None
-    from crosstune.torch_engine.sharding.finish import ShardOnLoad
+    from crosstune.torch_engine.sharding.shard_on_load import ShardOnLoad
 
     return ShardOnLoad(
         parallel=parallel,

@@ -9,8 +9,8 @@ from typing import Any
 
 from crosstune.backends._host import memory_bytes, processor_device, processor_name
 from crosstune.core.backend import BackendSpec
-from crosstune.core.machine import BackendReport, Device
 from crosstune.core.names import plugin_names
+from crosstune.estimate.machine import BackendReport, Device
 
 _BUILD_TITLES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "Intel XPU", "mps": "Apple MPS"}
 

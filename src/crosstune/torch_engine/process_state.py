@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from crosstune.torch_engine.state import separate_random
+from crosstune.torch_engine.session.state import separate_random
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from types import ModuleType
 from typing import Any, cast
 
@@ -237,3 +239,21 @@ def count_weights(model: nn.Module) -> int:
     parts = sum(parameter.numel() for weight in stored for parameter in weight.parameters())
     dense = sum(weight.shape[0] * weight.shape[1] for weight in stored)
     return sum(parameter.numel() for parameter in model.parameters()) - parts + dense
+
+
+def reads_weight(model: nn.Module, name: str) -> bool:
+    """Return whether the parent of this layer multiplies with its weight itself, as Mamba's mixer does.
+
+    Such a layer can be neither quantized nor adapted: the parent would never call the replacement.
+    """
+    parent, _, child = name.rpartition(".")
+    kind: Any = type(model.get_submodule(parent))
+    return f"self.{child}.weight" in _source(kind)
+
+
+@lru_cache(maxsize=256)
+def _source(kind: Any) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # the class has no source file
+        return ""

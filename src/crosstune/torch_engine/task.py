@@ -11,9 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.protocols import Array
-from crosstune.torch_engine.precision import Precision
+from crosstune.torch_engine.device import Precision
 
 Tensors = Mapping[str, torch.Tensor]
 MetricSums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]

@@ -15,15 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.conditions import TRACKERS_PACKAGE, trackers_in
 from crosstune.config.load import add_variables, launch_variables
-from crosstune.config.log_targets import TRACKERS_PACKAGE, trackers_in
 from crosstune.config.schema import Config
-from crosstune.core.connected import note_unfinished
 from crosstune.core.errors import UserError, readable
 from crosstune.core.events import Evaluated, Event, Observer, Observers, StepMetrics
 from crosstune.core.names import load_plugin
-from crosstune.core.record import RecordFailed
-from crosstune.core.secrets import HIDDEN
+from crosstune.core.safe_text import HIDDEN
 from crosstune.core.tracking_events import (
     TRACKER_THREAD,
     TrackingFailed,
@@ -31,9 +29,20 @@ from crosstune.core.tracking_events import (
     TrackingWaits,
     in_tracker_thread,
 )
-from crosstune.tracking.logged import Logged, earlier_values
+from crosstune.files.run_record import RecordFailed
+from crosstune.process.this_process import note_unfinished
 from crosstune.tracking.tracker import TrackedRun, Tracker, Unavailable
-from crosstune.tracking.values import EVAL, TEST, TRAIN, numbers, plain, table_rows, tracked_config
+from crosstune.tracking.values import (
+    EVAL,
+    TEST,
+    TRAIN,
+    Logged,
+    earlier_values,
+    numbers,
+    plain,
+    table_rows,
+    tracked_config,
+)
 
 CALL_S = 60.0
 """Time limit of one call into a tracker."""

@@ -19,8 +19,8 @@ from crosstune.checkpoint.read import open_checkpoint
 from crosstune.checkpoint.rotate import Keep, superfluous
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointSaved, Event, StepMetrics
-from crosstune.core.json_files import read_jsonl
-from crosstune.core.record import RunRecord
+from crosstune.files.json_files import read_jsonl
+from crosstune.files.run_record import RunRecord
 from crosstune.models.tiny import tiny_model
 from injection.children import Child
 

@@ -80,18 +80,18 @@ class Child:
 
 def warm_up() -> None:
     """Import, and no more: what torch has started in a parent would not be there in a fork of it."""
-    if "bitsandbytes" in sys.modules and "crosstune.torch_engine.session" in sys.modules:
+    if "bitsandbytes" in sys.modules and "crosstune.torch_engine.session.session" in sys.modules:
         return
     import bitsandbytes  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    import crosstune.cli.commands.train
     import crosstune.cli.main
-    import crosstune.cli.screen
-    import crosstune.cli.train
+    import crosstune.cli.terminal.screen
     import crosstune.recipes.sft
     import crosstune.report
     import crosstune.runs.pipeline
-    import crosstune.torch_engine.session  # noqa: F401
+    import crosstune.torch_engine.session.session  # noqa: F401
 
 
 def _be_child(function: Callable[[], int], handle: int) -> None:

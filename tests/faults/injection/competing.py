@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.rotate import Keep
-from crosstune.core.json_files import read_json
-from crosstune.core.signals import stop_signals
+from crosstune.files.json_files import read_json
+from crosstune.process.this_process import stop_signals
 from injection.bench import Bench, die_after, differences, lost_or_torn, read_bits
 from injection.kills import Trial
 from injection.signals import LONG, long_reference

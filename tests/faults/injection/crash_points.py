@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from crosstune.core import atomic_files
-from crosstune.core.record import RunRecord
+from crosstune.files import atomic_files
+from crosstune.files.run_record import RunRecord
 
 _BY_PATH = ("open", "mkdir", "rename", "replace", "symlink", "unlink", "remove", "rmdir", "link", "truncate")
 _BY_HANDLE = ("write", "fsync", "ftruncate")

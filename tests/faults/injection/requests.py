@@ -23,7 +23,7 @@ from crosstune.cli.main import main
 from crosstune.config.option import Option
 from crosstune.config.peer_names import DIFFERENT, SAME, SAME_FOR_VALUES, SECTIONS
 from crosstune.config.schema import option_list, options_by_name
-from crosstune.core.control_characters import printable
+from crosstune.core.safe_text import printable
 
 LONGEST_ANSWER = 20_000
 MACHINES = ("rtx-4090", "apple-m1-16gb", "cpu-laptop", "h200")

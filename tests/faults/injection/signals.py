@@ -13,8 +13,8 @@ from typing import Any
 
 from crosstune.checkpoint.read import newest_valid
 from crosstune.core.events import StepMetrics
-from crosstune.core.json_files import read_json, read_jsonl
-from crosstune.core.record import RunRecord
+from crosstune.files.json_files import read_json, read_jsonl
+from crosstune.files.run_record import RunRecord
 from injection.bench import (
     Bench,
     acknowledged,

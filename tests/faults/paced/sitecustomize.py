@@ -13,7 +13,7 @@ def _pause_steps() -> None:
     record = None
     while record is None:  # only a training imports it
         time.sleep(0.05)
-        record = getattr(sys.modules.get("crosstune.core.record"), "RunRecord", None)
+        record = getattr(sys.modules.get("crosstune.files.run_record"), "RunRecord", None)
     plain, pause_s = record.on_step, float(os.environ["STEP_PAUSE_S"])
 
     def on_step(self, metrics):  # type: ignore[no-untyped-def]

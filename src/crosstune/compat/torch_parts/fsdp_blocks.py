@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import _Policy
 
 from crosstune.core.errors import UserError
-from crosstune.torch_engine.sharding.find_blocks import find_blocks
+from crosstune.torch_engine.sharding.local_shard import find_blocks
 
 Policy = Callable[..., bool]
 _WHOLE = (nn.MultiheadAttention,)

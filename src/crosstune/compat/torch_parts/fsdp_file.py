@@ -13,11 +13,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from crosstune.core.atomic_files import staged_file
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import parse_json
-from crosstune.core.plain_files import UnreadableFile, open_plain
-from crosstune.core.safetensors_header import read_header
+from crosstune.files.atomic_files import staged_file
+from crosstune.files.json_files import parse_json
+from crosstune.files.plain_files import UnreadableFile, open_plain
+from crosstune.files.safetensors_header import read_header
 
 FORMAT = "crosstune-model-1"
 _ZIP, _PICKLE, _TAR = b"PK\x03\x04", b"\x80", b"ustar"

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
 from crosstune.core.errors import UserError
+from crosstune.torch_engine.sharding.shard import REPLICAS, SHARDS
 from crosstune.torch_engine.sharding.staged_backend import NAME, register_staged_backend
-from crosstune.torch_engine.sharding.strategies import REPLICAS, SHARDS
 
 
 def connect(config: MPSFSDPConfig) -> None:

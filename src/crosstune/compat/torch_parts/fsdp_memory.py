@@ -15,7 +15,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
 from crosstune.compat.torch_parts.fsdp_model import free_cache
 from crosstune.core.errors import UserError
-from crosstune.core.memory import GIB, moment_bytes
+from crosstune.estimate.memory import GIB, moment_bytes
 from crosstune.torch_engine.probe import allocated_bytes
 
 STATE_SHARE, GATHERED_SHARE = 5 / 8, 15 / 32

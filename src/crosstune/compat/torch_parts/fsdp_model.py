@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import platform
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,14 +17,13 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
-from crosstune.compat.torch_parts.fsdp_groups import make_mesh, open_group
+from crosstune.compat.torch_parts.fsdp_groups import connect_alone, disconnect, make_mesh, open_group
 from crosstune.core.errors import UserError
 from crosstune.torch_engine.capabilities import DTYPES, working_dtypes
 from crosstune.torch_engine.quantized import StoredWeight
-from crosstune.torch_engine.sharding.gathered import free_gathered, sharded_modules
+from crosstune.torch_engine.sharding.local_shard import free_gathered, sharded_modules
 from crosstune.torch_engine.sharding.mps_streams import prepare_mps
-from crosstune.torch_engine.sharding.shard import shard
-from crosstune.torch_engine.sharding.strategies import STRATEGIES
+from crosstune.torch_engine.sharding.shard import STRATEGIES, shard
 
 LOG = logging.getLogger("crosstune.mps_fsdp")
 
@@ -254,3 +255,50 @@ def _log_passes(model: nn.Module) -> None:
         module.register_full_backward_pre_hook(
             lambda _, __, label=label: LOG.debug("backward gathers %s", label)
         )
+
+
+FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
+
+
+def check_machine() -> dict[str, Any]:
+    """Return the device, its working dtypes, gloo, FSDP2, and warnings."""
+    device, notes = find_device(), []  # type: ignore[var-annotated]
+    is_mps = torch.backends.mps.is_available()
+    dtypes = working_dtypes(device.type, notes=notes)
+    if not is_mps:
+        built = (
+            "this torch was built without it"
+            if not torch.backends.mps.is_built()
+            else "needs macOS 13 on a Mac"
+        )
+        notes.append(f"MPS is not available ({built}); {device.type} is used")
+    elif os.environ.get(FALLBACK) != "1":
+        notes.append(f"operators without a Metal kernel fail: set {FALLBACK}=1 before starting Python")
+    problem = _try_fsdp(device)
+    if problem:
+        notes.append(f"FSDP2 does not run on {device.type}: {problem}")
+    return {
+        "mps_available": is_mps,
+        "mps_built": torch.backends.mps.is_built(),
+        "device": device.type,
+        "pytorch_version": torch.__version__,
+        "macos_version": platform.mac_ver()[0] or None,
+        "float16_supported": "fp16" in dtypes,
+        "bfloat16_supported": "bf16" in dtypes,
+        "distributed_available": dist.is_available(),
+        "gloo_available": dist.is_available() and dist.is_gloo_available(),
+        "backend": "gloo",
+        "fsdp_supported": None if problem is None else not problem,
+        "warnings": notes,
+    }
+
+
+def _try_fsdp(device: torch.device) -> str | None:
+    """Return why FSDP2 fails, "" if it works; None within connected processes, where all would have to try it together."""
+    if dist.is_initialized():
+        return None
+    connect_alone()
+    try:
+        return fsdp_problem(device)
+    finally:
+        disconnect()

@@ -16,22 +16,33 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from crosstune.compat.torch_parts.layer_storage import LayerStorage, name_dtype, read_dtype
-from crosstune.compat.torch_parts.replace_layers import HalfLinear, QuantizedLinear, put_module
-from crosstune.core.disk import file_sha256
+from crosstune.compat.torch_parts.replace_layers import (
+    HalfLinear,
+    LayerStorage,
+    QuantizedLinear,
+    name_dtype,
+    put_module,
+    read_dtype,
+)
 from crosstune.core.errors import UserError
-from crosstune.core.json_fields import NOTHING, OBJECT, TEXT, check_fields, map_of
-from crosstune.core.json_files import read_json, write_json
 from crosstune.core.quantization import QuantSpec
+from crosstune.files.json_fields import NOTHING, OBJECT, TEXT, check_fields, map_of
+from crosstune.files.json_files import read_json, write_json
+from crosstune.files.plain_files import file_sha256
 from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.folder import PLAIN_STEM, QUANTIZED_STEM
 from crosstune.models.quantized_folder import RECORD
-from crosstune.torch_engine.adapters import AdaptedLinear
-from crosstune.torch_engine.load import read_config
-from crosstune.torch_engine.prequantized import Prequantized, own_config, read_prequantized, write_record
+from crosstune.torch_engine.loading.adapters import AdaptedLinear
+from crosstune.torch_engine.loading.load import read_config
+from crosstune.torch_engine.loading.prequantized import (
+    Prequantized,
+    own_config,
+    read_prequantized,
+    write_record,
+)
+from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
 from crosstune.torch_engine.quantized import QuantLinear
-from crosstune.torch_engine.stream import find_tensors, read_tensor
 
 DESCRIPTION = "crosstune.json"
 _KEY = "replaced_layers"

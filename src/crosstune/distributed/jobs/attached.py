@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from crosstune.core.signals import stop_signals
+from crosstune.process.this_process import stop_signals
 
 GRACE_S = 60.0
 """Time to save a checkpoint after SIGTERM, before SIGKILL."""

@@ -16,8 +16,8 @@ from crosstune.core.errors import (
     EXIT_STOPPED,
     EXIT_USER_MUST_ACT,
 )
-from crosstune.core.signals import handling
 from crosstune.distributed.jobs.job import Started
+from crosstune.process.this_process import handling
 
 PATIENCE_S = 5.0
 """Time for the other machines to end by themselves after one failed."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError, shown
-from crosstune.core.secrets import holds_secret
+from crosstune.core.safe_text import holds_secret
 
 Check = Callable[[str], str | None]
 """Return a description of the allowed values; None if the value is allowed."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from crosstune.config.check_compiler import missing_compiler
 from crosstune.config.conditions import shards_weights
+from crosstune.config.resolve.fit_compute import missing_compiler
 from crosstune.config.time_limits import LONGEST_S, SHORTEST_S, limits_of
 from crosstune.core.errors import UserError
 from crosstune.core.names import load_plugin, plugin_names

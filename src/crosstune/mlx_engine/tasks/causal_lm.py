@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from crosstune.core.protocols import Array
-from crosstune.data.token_batch import IGNORED, TokenBatch, number_answers
+from crosstune.data.batches.token_batch import IGNORED, TokenBatch, number_answers
 from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.load import check_stored, load_model
 from crosstune.mlx_engine.save_model import save_model

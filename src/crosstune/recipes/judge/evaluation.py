@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from crosstune.recipes.judge import metrics
-from crosstune.recipes.judge.items import WINNERS, Item
+from crosstune.recipes.judge.items import WINNERS, Item, Scale, number_labels
 from crosstune.recipes.judge.judge import Judgement
 from crosstune.recipes.judge.metrics import Floats, are_within
-from crosstune.recipes.judge.scale import Scale, number_labels
 
 Report = dict[str, Any]
 Metric = Callable[[Floats], Floats]

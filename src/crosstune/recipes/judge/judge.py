@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.core.protocols import Generates
-from crosstune.data.tokenizer import Tokenizer
-from crosstune.recipes.judge.examples import encode_prompts
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Generates, Task
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.recipes.judge.examples import LabelTokens, encode_prompts, find_label_tokens
 from crosstune.recipes.judge.items import WINNERS, Item, swapped
-from crosstune.recipes.judge.label_tokens import LabelTokens, find_label_tokens
 from crosstune.recipes.judge.metrics import fit_temperature, soften
-from crosstune.recipes.judge.prompts import prompt_messages
-from crosstune.recipes.judge.saved_settings import JudgeSettings
-from crosstune.recipes.judge.verdicts import VerdictFormat
+from crosstune.recipes.judge.verdicts import JudgeSettings, VerdictFormat, prompt_messages
 
 Progress = Callable[[int, int], None]
 Prompts = Sequence[Sequence[int]]
@@ -271,3 +269,19 @@ class Judge:
 
     def _parts(self) -> Any:
         return importlib.import_module(f"crosstune.recipes.judge.{self.session.plan.engine}_parts")
+
+
+def judge_task(head: str, engine: str) -> Task:
+    """Return the task of a head; raise a UserError if the engine has none."""
+    parts = importlib.import_module(f"crosstune.recipes.judge.{engine}_parts")
+    if head == "tokens":
+        tokens: Task = parts.ScoreTokens()
+        return tokens
+    if not hasattr(parts, "ScalarHead"):
+        raise UserError(
+            "--head scalar works with torch only.",
+            why=f"the {engine} engine has no model with a scalar head.",
+            do="use --head tokens, or a torch backend",
+        )
+    scalar: Task = parts.ScalarHead()
+    return scalar

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import parse_json, write_json
-from crosstune.core.plain_files import UnreadableFile, read_plain_text
-from crosstune.recipes.judge.items import WINNERS, Item, common_scale
+from crosstune.files.json_files import parse_json, write_json
+from crosstune.files.plain_files import UnreadableFile, read_plain_text
+from crosstune.recipes.judge.items import WINNERS, Item, Scale, common_scale, read_scale
 from crosstune.recipes.judge.judge import Judgement
-from crosstune.recipes.judge.scale import Scale, read_scale
 
 FILE = "test_predictions.json"
 METRICS_FILE = "test_metrics.json"

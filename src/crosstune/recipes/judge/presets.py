@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.facts import Preset
+from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
-from crosstune.core.machine import BackendReport
+from crosstune.estimate.machine import BackendReport
 
 GUIDE_DATA = "datasets/judge_eval"
 DEMO_DATA = "judge_translations"

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from crosstune.core.errors import UserError, shown
-from crosstune.data.columns import Columns, check_columns, rename
-from crosstune.data.files import Row
-from crosstune.data.sources import Part, Source
-from crosstune.recipes.judge.items import WINNERS, Item
-from crosstune.recipes.judge.scale import Scale, read_scale
+from crosstune.data.read.columns import Columns, check_columns
+from crosstune.data.read.files import Row
+from crosstune.data.read.sources import Part, Source, rename
+from crosstune.recipes.judge.items import WINNERS, Item, Scale, read_scale
 from crosstune.recipes.judge.verdicts import parse_text_verdict
 
 # Column -> other names for it, used if the row has no column of the first name.

@@ -14,20 +14,17 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
-from crosstune.data.mixture import Mixture
-from crosstune.data.portrait import portrait
-from crosstune.data.preflight import warnings_of
-from crosstune.data.row_order import RowOrder, rows_per_evaluation
+from crosstune.data.batches.epoch_order import Mixture
+from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
+from crosstune.data.checks.portrait import portrait
+from crosstune.data.checks.preflight import warnings_of
 from crosstune.models.folder import longest_context
 from crosstune.recipes.judge.evaluation import evaluate_items, headline
-from crosstune.recipes.judge.examples import ItemCorpus, JudgeBatch, encode_items
+from crosstune.recipes.judge.examples import ItemCorpus, JudgeBatch, encode_items, find_label_tokens
 from crosstune.recipes.judge.items import Item
-from crosstune.recipes.judge.judge import Judge
-from crosstune.recipes.judge.label_tokens import find_label_tokens
+from crosstune.recipes.judge.judge import Judge, judge_task
 from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
-from crosstune.recipes.judge.saved_settings import JudgeSettings
-from crosstune.recipes.judge.tasks import judge_task
-from crosstune.recipes.judge.verdicts import VerdictFormat, choose_format
+from crosstune.recipes.judge.verdicts import JudgeSettings, VerdictFormat, choose_format
 from crosstune.recipes.sft import open_tokenizer, write_tokenizer
 
 

@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import parse_json
-from crosstune.recipes.judge.items import WINNERS, Item
-from crosstune.recipes.judge.scale import Labels, Scale, digit_labels, number_labels, write_number
+from crosstune.files.json_fields import FLAG, TEXT, Rule, check_fields, real
+from crosstune.files.json_files import parse_json, read_json, write_json
+from crosstune.recipes.judge.items import (
+    WINNERS,
+    Item,
+    Labels,
+    Scale,
+    digit_labels,
+    number_labels,
+    read_scale,
+    write_number,
+)
 
 FORMATS = ("digit", "score", "result", "json", "winner")
 NO_ISSUES = "none"
@@ -197,3 +207,74 @@ def _winner_name(text: str) -> str | None:
 def _split_issues(text: str) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in text.split(";") if part.strip())
     return () if parts == (NO_ISSUES,) else parts
+
+
+Messages = list[dict[str, Any]]
+
+
+def prompt_messages(item: Item, verdict: VerdictFormat) -> Messages:
+    """Return the conversation before the verdict: the data's own, or one made from the fields of the item."""
+    if item.messages:
+        return [dict(message) for message in item.messages]
+    parts = [verdict.request()]
+    if item.rubric:
+        parts.append(f"Rubric: {item.rubric}")
+    parts.append(f"Task: {item.task}")
+    if item.reference:
+        parts.append(f"Reference: {item.reference}")
+    if item.is_pair:
+        parts += [f"Answer A: {item.answers[0]}", f"Answer B: {item.answers[1]}"]
+    else:
+        parts.append(f"Answer: {item.answers[0]}")
+    return [{"role": "user", "content": "\n".join(parts)}]
+
+
+def training_messages(item: Item, verdict: VerdictFormat) -> Messages:
+    """Return the whole conversation. A verdict that the data has written is kept as it is."""
+    label = verdict.labels.texts[verdict.label_of(item)]
+    said = item.verdict or verdict.write(label, item)
+    return [*prompt_messages(item, verdict), {"role": "assistant", "content": said}]
+
+
+def open_messages(item: Item, verdict: VerdictFormat, *, label: str) -> Messages:
+    """Return the conversation with any label in the place of the verdict, for a judge to fill in."""
+    return [*prompt_messages(item, verdict), {"role": "assistant", "content": verdict.write(label)}]
+
+
+SETTINGS_FILE = "judge.json"
+_FIELDS = {
+    "verdict": Rule(f"one of {', '.join(FORMATS)}", lambda value: value in FORMATS),
+    "scale": TEXT,
+    "explains": FLAG,
+    "head": Rule("tokens or scalar", lambda value: value in ("tokens", "scalar")),
+    "temperature": real(0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeSettings:
+    verdict: str
+    scale: str
+    explains: bool = False
+    head: str = "tokens"
+    temperature: float = 1.0
+    """Divides the log probabilities of the labels, to calibrate the confidence; fitted on the validation items."""
+
+    def format(self) -> VerdictFormat:
+        return VerdictFormat(name=self.verdict, scale=read_scale(self.scale), explains=self.explains)
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / SETTINGS_FILE, asdict(self))
+
+
+def read_judge_settings(folder: Path) -> JudgeSettings | None:
+    """Return the settings beside the weights of a judge; None if there are none."""
+    path = folder / SETTINGS_FILE
+    if not path.is_file():
+        return None
+    written = read_json(path)
+    check_fields(written, _FIELDS, source=path)
+    missing = [name for name in ("verdict", "scale") if name not in written]
+    if missing:
+        raise UserError(f"{path} does not say the {missing[0]} of the judge.", do="train the judge again")
+    return JudgeSettings(**{name: written[name] for name in _FIELDS if name in written})

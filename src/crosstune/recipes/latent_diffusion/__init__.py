@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.facts import Preset
 from crosstune.config.load import cache_override, make_config
 from crosstune.config.recipe_spec import RecipeSpec
+from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer
-from crosstune.core.machine import BackendReport
+from crosstune.estimate.machine import BackendReport
 from crosstune.recipes.latent_diffusion.build import CORPORA, grammar_pairs
-from crosstune.recipes.latent_diffusion.grammar import GRAMMAR
+from crosstune.recipes.latent_diffusion.encoders import GRAMMAR
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, is_pair_folder, open_pairs
 from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.settings import make_modes

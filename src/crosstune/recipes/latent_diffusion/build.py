@@ -12,27 +12,23 @@ from typing import Any
 import numpy as np
 
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.plain_files import open_plain
-from crosstune.core.user_paths import cache_base
-from crosstune.data.sources import open_source
-from crosstune.data.tokenizer import Tokenizer
-from crosstune.models.progress import Progress, silent
-from crosstune.recipes.latent_diffusion.augment import add_made_texts
-from crosstune.recipes.latent_diffusion.choose_rows import Chosen, WriteOptions, choose_rows
+from crosstune.data.read.sources import open_source
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.files.paths import cache_base
+from crosstune.files.plain_files import open_plain
+from crosstune.models.staged import Progress, silent
 from crosstune.recipes.latent_diffusion.encoders import (
-    MINILM,
-    encoder_record,
-    find_encoder,
-    longest_text,
-    open_encoder,
-)
-from crosstune.recipes.latent_diffusion.grammar import (
     EDITION,
     GRAMMAR,
     MAX_TOKENS,
+    MINILM,
     NUM_TEXTS,
     GrammarEncoder,
+    encoder_record,
+    find_encoder,
+    longest_text,
     make_texts,
+    open_encoder,
     write_tokenizer,
 )
 from crosstune.recipes.latent_diffusion.layouts import Imported, find_layout, read_layout
@@ -43,9 +39,19 @@ from crosstune.recipes.latent_diffusion.pair_folder import (
     load_array,
     write_pairs,
 )
-from crosstune.recipes.latent_diffusion.splits import Divided, clean, divide
-from crosstune.recipes.latent_diffusion.token_rows import OnCount, TokenRows, tokenize
-from crosstune.recipes.latent_diffusion.wordnet import WORDNET, fetch_wordnet, read_wordnet
+from crosstune.recipes.latent_diffusion.texts import (
+    WORDNET,
+    Chosen,
+    Divided,
+    WriteOptions,
+    add_made_texts,
+    choose_rows,
+    clean,
+    divide,
+    fetch_wordnet,
+    read_wordnet,
+)
+from crosstune.recipes.latent_diffusion.vocabulary import OnCount, TokenRows, tokenize
 
 CORPORA = (GRAMMAR, WORDNET)
 _MOST_TEXTS = 50_000_000

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.core.json_fields import TEXT, check_fields, whole
-from crosstune.core.json_files import parse_json, to_json, write_json
-from crosstune.core.plain_files import MissingFile, UnreadableFile, open_plain
+from crosstune.files.json_fields import TEXT, check_fields, whole
+from crosstune.files.json_files import parse_json, to_json, write_json
+from crosstune.files.plain_files import MissingFile, UnreadableFile, open_plain
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, load_array
 
 SHARD_ROWS = 100_000

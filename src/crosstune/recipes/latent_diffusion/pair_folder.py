@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.core.atomic_files import put_in_place, staging_folder
-from crosstune.core.disk import file_sha256
 from crosstune.core.errors import UserError
-from crosstune.core.json_fields import FLAG, OBJECT, TEXT, check_fields, map_of, object_with, whole
-from crosstune.core.json_files import read_object, write_json
-from crosstune.core.plain_files import MissingFile, UnreadableFile, read_plain
-from crosstune.core.run_lock import check_place
+from crosstune.files.atomic_files import put_in_place, staging_folder
+from crosstune.files.json_fields import FLAG, OBJECT, TEXT, check_fields, map_of, object_with, whole
+from crosstune.files.json_files import read_object, write_json
+from crosstune.files.plain_files import MissingFile, UnreadableFile, file_sha256, read_plain
+from crosstune.files.run_lock import check_place
 from crosstune.models.file_hashes import sha256_of_all
-from crosstune.recipes.latent_diffusion.choose_rows import Chosen, WriteOptions
-from crosstune.recipes.latent_diffusion.splits import clean
+from crosstune.recipes.latent_diffusion.texts import Chosen, WriteOptions, clean
 from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, load_vocabulary
 
 MANIFEST = "manifest.json"

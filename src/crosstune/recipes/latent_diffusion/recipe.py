@@ -13,13 +13,10 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
-from crosstune.core.weight_average import averaged
-from crosstune.data.row_order import RowOrder, rows_per_evaluation
-from crosstune.recipes.latent_diffusion.batch import PairBatch, divide_batch, make_batch
-from crosstune.recipes.latent_diffusion.noise import draw
-from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, Pairs
-from crosstune.recipes.latent_diffusion.sampling import DecodeOptions
-from crosstune.recipes.latent_diffusion.scores import (
+from crosstune.core.weights import averaged
+from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
+from crosstune.recipes.latent_diffusion.batch import PairBatch, divide_batch, draw, make_batch
+from crosstune.recipes.latent_diffusion.evaluation import (
     cosine,
     exact_match,
     has_sacrebleu,
@@ -27,7 +24,13 @@ from crosstune.recipes.latent_diffusion.scores import (
     retrieval,
     text_scores,
 )
-from crosstune.recipes.latent_diffusion.settings import load_settings, make_modes, make_settings
+from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, Pairs
+from crosstune.recipes.latent_diffusion.settings import (
+    DecodeOptions,
+    load_settings,
+    make_modes,
+    make_settings,
+)
 
 _EVALUATION = 2**40
 """The step number with which evaluations draw their noise."""

@@ -15,16 +15,15 @@ from torch.nn import functional
 
 from crosstune.core.errors import UserError, shown
 from crosstune.core.protocols import Array
-from crosstune.core.quiet import hide_output
-from crosstune.core.safetensors_header import read_header
-from crosstune.data.tokenizer import Tokenizer
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.files.safetensors_header import read_header
+from crosstune.process.this_process import hide_output
 from crosstune.recipes.latent_diffusion.batch import PairBatch
 from crosstune.recipes.latent_diffusion.settings import ModelSettings
-from crosstune.recipes.latent_diffusion.token_rows import tokenize
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, signal_noise, to_clean
-from crosstune.recipes.latent_diffusion.vocabulary import MASK
-from crosstune.torch_engine import export
+from crosstune.recipes.latent_diffusion.vocabulary import MASK, tokenize
+from crosstune.torch_engine.results import export
 from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
 
 _OF_LATENT_LOSS = ("latents", "noise", "latent_factor")

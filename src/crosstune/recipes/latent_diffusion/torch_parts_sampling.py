@@ -14,15 +14,21 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch.nn import functional
 
-from crosstune.core.check_shapes import check_fit
 from crosstune.core.errors import UserError
-from crosstune.recipes.latent_diffusion.noise import T_MIN, draw
-from crosstune.recipes.latent_diffusion.sampling import Decoded, DecodeOptions, Generated, OnStep, surer
-from crosstune.recipes.latent_diffusion.settings import ModelSettings
+from crosstune.core.weights import check_fit
+from crosstune.recipes.latent_diffusion.batch import T_MIN, draw
+from crosstune.recipes.latent_diffusion.settings import (
+    Decoded,
+    DecodeOptions,
+    Generated,
+    ModelSettings,
+    OnStep,
+    surer,
+)
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel, Output
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, NUM_SPECIAL, PAD
 from crosstune.torch_engine.device import evaluating
-from crosstune.torch_engine.stream import find_tensors, read_tensor
+from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BATCH = 512

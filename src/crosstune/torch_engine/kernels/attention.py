@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from crosstune.core.fast_layers import LONGEST_KEPT_ROW, attends_by_products
+from crosstune.estimate.fast_layers import LONGEST_KEPT_ROW, attends_by_products
 from crosstune.torch_engine.kernels.short_rows import attend_short_rows
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from crosstune.torch_engine.adapters import AdaptedLinear
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.stacked import Stacked
+from crosstune.torch_engine.loading.adapters import AdaptedLinear
+from crosstune.torch_engine.loading.stream import Place, find_tensors, read_tensor
 from crosstune.torch_engine.quantized import QuantLinear
-from crosstune.torch_engine.stream import Place, find_tensors, read_tensor
 
 NUM_ROWS, NUM_TOKENS, NUM_TOKENS_ON_CPU = 8, 48, 8
 """The size of the text. A CPU computes fp8 products by making e4m3 numbers wide first, which takes seconds in a pass."""

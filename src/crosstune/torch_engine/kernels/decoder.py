@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from crosstune.core.fast_layers import Recompute
+from crosstune.estimate.fast_layers import Recompute
 from crosstune.torch_engine.kernels import find_parts
 from crosstune.torch_engine.kernels.attention import Documents, attends_by_document, prefer_cudnn
 from crosstune.torch_engine.kernels.dispatch import choose_operations

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from crosstune.core.fast_layers import ACTIVATIONS, why_no_fast_layers
-from crosstune.torch_engine.adapters import AdaptedLinear, AdaptedStack, DoraLinear
+from crosstune.estimate.fast_layers import ACTIVATIONS, why_no_fast_layers
 from crosstune.torch_engine.kernels.operations import Heads, Norm
+from crosstune.torch_engine.loading.adapters import AdaptedLinear, AdaptedStack, DoraLinear
 
 _WINDOW_IN_CONFIG = ("mistral", "phi3")
 """Families whose layers take their window from the config; others keep it in a layer, or have none whatever the config says."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from crosstune.core.fast_layers import rows_at_a_time
+from crosstune.estimate.fast_layers import rows_at_a_time
 from crosstune.torch_engine.kernels.operations import Operations
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from crosstune.core.fast_layers import QUERIES_AT_A_TIME
+from crosstune.estimate.fast_layers import QUERIES_AT_A_TIME
 
 
 @dataclass(frozen=True)

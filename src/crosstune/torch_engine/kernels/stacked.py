@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from crosstune.core.fast_layers import MOST_COLUMNS, adapter_columns
-from crosstune.torch_engine.adapters import AdaptedLinear
+from crosstune.estimate.fast_layers import MOST_COLUMNS, adapter_columns
 from crosstune.torch_engine.kernels.fp8_adapters import Fp8Adapter, Fp8Adapters
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights, fp8_weights, takes_fp8
 from crosstune.torch_engine.kernels.frozen_weights import (
@@ -21,6 +20,7 @@ from crosstune.torch_engine.kernels.frozen_weights import (
     stack_biases,
 )
 from crosstune.torch_engine.kernels.operations import Quantize, Rows
+from crosstune.torch_engine.loading.adapters import AdaptedLinear
 from crosstune.torch_engine.quantized import linear_shape, weight_device
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from crosstune.core.fast_layers import LOGITS_IN_CACHE
+from crosstune.estimate.fast_layers import LOGITS_IN_CACHE
 from crosstune.torch_engine.kernels.operations import (
     E4M3_MAX,
     SMALLEST_AMAX,

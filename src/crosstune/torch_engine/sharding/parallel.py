@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from crosstune.config.plan import Plan
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.out_of_memory import STEP, OutOfMemory
 from crosstune.core.protocols import PreparedBatch, StatePart
-from crosstune.core.ranks import Group
-from crosstune.torch_engine.lost_peers import peer_errors
-from crosstune.torch_engine.sharding.gathered import free_gathered, set_gradient_sync
-from crosstune.torch_engine.sharding.strategies import REPLICAS, STRATEGIES, Strategy, make_mesh
-from crosstune.torch_engine.state import export_random, import_random
+from crosstune.process.ranks import Group
+from crosstune.torch_engine.session.state import export_random, import_random
+from crosstune.torch_engine.sharding.local_shard import free_gathered, set_gradient_sync
+from crosstune.torch_engine.sharding.rendezvous import peer_errors
+from crosstune.torch_engine.sharding.shard import REPLICAS, STRATEGIES, Strategy, make_mesh
 
 BUFFER_BYTES = 64 * 2**20
 """Gradients are all-reduced in buckets of up to this size: few messages and little extra memory."""

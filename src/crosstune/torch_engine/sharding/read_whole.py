@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from crosstune.core.ranks import Group
-from crosstune.torch_engine.adapters import Adapted, AdaptedLinear
-from crosstune.torch_engine.sharding.gathered import free_gathered, sharded_modules
-from crosstune.torch_engine.sharding.parts import whole
+from crosstune.process.ranks import Group
+from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear
+from crosstune.torch_engine.sharding.local_shard import free_gathered, sharded_modules, whole
 from crosstune.torch_engine.sharding.shard import original_dtypes
 
 _END = ""

@@ -7,6 +7,7 @@ host already go to gloo as they are.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -15,9 +16,123 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import Work
 
-from crosstune.torch_engine.sharding.staged_copies import HostCopies, as_bytes
-from crosstune.torch_engine.sharding.staged_work import StagedWork
+
+class StagedWork(Work):
+    """Works of gloo that belong to one collective. The tensors hold the results once `wait` has returned."""
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        copies: HostCopies,
+        outputs: Sequence[torch.Tensor],
+        *,
+        divisor: int | None = None,
+    ) -> None:
+        """`divisor` makes a mean out of a sum."""
+        super().__init__()
+        self._works, self._copies, self._outputs, self._divisor = list(works), copies, list(outputs), divisor
+        self._lock = threading.Lock()
+        self._is_done = False
+
+    def wait(self, *timeout: Any, **named: Any) -> bool:
+        """Wait for gloo, and copy the results on the first call. An error of gloo is raised here."""
+        with self._lock:
+            if not self._is_done:
+                for work in self._works:
+                    work.wait(*timeout, **named)
+                self._complete()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the results are in place; copy them if gloo has finished."""
+        if not self._is_done and all(work.is_completed() for work in self._works):
+            self.wait()
+        return self._is_done
+
+    def is_success(self) -> bool:
+        return self._is_done
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """Return a future that is complete already: a copy from another thread could be late for its reader."""
+        self.wait()
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+    def _complete(self) -> None:
+        if self._divisor is not None:
+            for host in self._copies.results:
+                host.div_(self._divisor)
+        self._copies.finish()
+        self._is_done = True
+
+
+class HostCopies:
+    """The host buffers of one collective, and the tensors that its results are copied to.
+
+    Contiguous host tensors serve as their own buffers, unless `stage_host` asks for copies, as a device needs them.
+    """
+
+    def __init__(self, *, stage_host: bool = False) -> None:
+        self._stage_host = stage_host
+        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.results: list[torch.Tensor] = []
+        """Host tensors with the results, for a division in place."""
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what a collective reads, contiguous on the host; reading waits for the device."""
+        return on_host(tensor, copy=self._stage_host)
+
+    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a host buffer that a collective writes, to be copied to `tensor` at the end."""
+        if self._is_buffer(tensor):
+            return self._use(tensor)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.give(host, to=tensor)
+        return host
+
+    def both_ways(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a host buffer that a collective reads and changes, to be copied back at the end."""
+        if self._is_buffer(tensor):
+            return self._use(tensor)
+        host = on_host(tensor, copy=True)
+        self.give(host, to=tensor)
+        return host
+
+    def _is_buffer(self, tensor: torch.Tensor) -> bool:
+        return not self._stage_host and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+    def _use(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.results.append(tensor.detach())
+        return self.results[-1]
+
+    def give(self, host: torch.Tensor, *, to: torch.Tensor) -> None:
+        self.results.append(host)
+        self._pending.append((host, to.detach()))
+
+    def finish(self) -> None:
+        """Copy the results to their tensors. A blocking copy: any stream may read them afterwards."""
+        for host, tensor in self._pending:
+            tensor.copy_(host.view(tensor.shape))
+        self._pending.clear()
+
+
+def on_host(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=copy).contiguous()
+
+
+def as_bytes(host: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as bytes: gloo moves only some dtypes, without fp8 and int16."""
+    return host.view(-1).view(torch.uint8)
+
 
 NAME = "staged"
 """The name of the backend for init_process_group and new_group, once it is registered."""

@@ -11,25 +11,59 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from crosstune.core.errors import UserError
-from crosstune.core.json_files import write_json
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.protocols import Array
-from crosstune.data.token_batch import IGNORED, TokenBatch, number_answers, without_padding
-from crosstune.models.folder_record import RECORD
-from crosstune.models.identity import identity
-from crosstune.torch_engine import export
-from crosstune.torch_engine.blocks import Expansion
-from crosstune.torch_engine.cross_entropy import cross_entropy_sum
+from crosstune.data.batches.token_batch import IGNORED, TokenBatch, number_answers, without_padding
+from crosstune.estimate.memory import LOGITS_AT_A_TIME
+from crosstune.files.json_files import write_json
+from crosstune.models.identity import RECORD, identity
 from crosstune.torch_engine.device import evaluating
 from crosstune.torch_engine.kernels.decoder import FastDecoder
-from crosstune.torch_engine.load import load_model
-from crosstune.torch_engine.original_weights import original_weights
-from crosstune.torch_engine.stream import find_tensors, read_tensor
+from crosstune.torch_engine.loading.blocks import Expansion
+from crosstune.torch_engine.loading.load import load_model
+from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
+from crosstune.torch_engine.results import export
+from crosstune.torch_engine.results.verify import model_logits, original_weights
 from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
-from crosstune.torch_engine.verify import model_logits
+
+
+def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the summed cross entropy of rows of logits, in fp32."""
+    if logits.numel() <= LOGITS_AT_A_TIME:
+        return F.cross_entropy(logits.float(), targets, reduction="sum")
+    total: torch.Tensor = _Chunked.apply(logits, targets, max(1, LOGITS_AT_A_TIME // logits.shape[-1]))
+    return total
+
+
+class _Chunked(torch.autograd.Function):
+    """Compute the gradient together with the loss, which keeps one extra tensor of the logits' size and dtype instead of
+    the fp32 logits, their log-softmax and its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=logits.device)
+        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        with torch.autocast(logits.device.type, enabled=False):
+            for start in range(0, logits.shape[0], rows):
+                chunk = slice(start, start + rows)
+                log_probs = F.log_softmax(logits[chunk].float(), dim=-1)
+                total += F.nll_loss(log_probs, targets[chunk], reduction="sum")
+                if gradient is not None:
+                    probs = log_probs.exp_()
+                    probs.scatter_add_(1, targets[chunk][:, None], probs.new_full((len(probs), 1), -1.0))
+                    gradient[chunk] = probs
+        ctx.save_for_backward(*([gradient] if gradient is not None else []))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        [gradient] = ctx.saved_tensors
+        return gradient * upstream[0].to(gradient.dtype), None, None
+
 
 _PROBE_TOKENS = 32
 

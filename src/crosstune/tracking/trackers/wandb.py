@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.load import add_variables, launch_variables, remove_variables
-from crosstune.core.disk import free_space
+from crosstune.files.plain_files import free_space
 from crosstune.tracking.tracker import Place, Rows, TrackedRun, Unavailable, Values
 
 PACKAGE = "wandb"

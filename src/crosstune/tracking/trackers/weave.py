@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstune.config.load import launch_variables
-from crosstune.core.json_files import read_jsonl
+from crosstune.files.json_files import read_jsonl
 from crosstune.tracking.tracker import Place, Rows, TrackedRun, Unavailable, Values
 
 PACKAGE = "weave"

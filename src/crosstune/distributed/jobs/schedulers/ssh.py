@@ -9,11 +9,11 @@ import subprocess
 from pathlib import Path
 
 from crosstune.core.errors import EXIT_USER_MUST_ACT, UserError, raise_all, shown
-from crosstune.core.plain_files import UnreadableFile, read_plain_text
 from crosstune.distributed.jobs.attached import AttachedProcess
 from crosstune.distributed.jobs.job import RANK_VARIABLES, Job, Started
 from crosstune.distributed.jobs.nodes import LOST, run_nodes
 from crosstune.distributed.jobs.option import BEFORE, PORT, RESTARTS, JobOption, matches
+from crosstune.files.plain_files import UnreadableFile, read_plain_text
 
 HOSTS = JobOption(
     "hosts", "A,B,...", "machines, as [user@]host[:port] or names of ~/.ssh/config, separated by commas"

@@ -1,0 +1,255 @@
+"""`crosstune checkpoint`: list, verify, show, prune, export and import checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path
+from crosstune.cli.terminal.units import size
+from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
+
+EXAMPLES = """examples:
+  crosstune checkpoint list runs/demo
+  crosstune checkpoint verify runs/demo                    every byte of every checkpoint
+  crosstune checkpoint show runs/demo/checkpoints/latest
+  crosstune checkpoint prune runs/demo --keep_last_n 1 --keep_every 500
+  crosstune checkpoint export runs/demo/checkpoints/step-00000100 --out adapter-100
+  crosstune checkpoint import old.pt --out runs/old --model_name ORG/MODEL --train_type full
+
+`import` reads a file written by torch.save, tensors and plain values only. It takes the options of train that describe
+the model and method of the file. `crosstune train --resume RUN` then continues from it."""
+
+_HELP = {
+    "list": "list the checkpoints of a run",
+    "verify": "read every file and compare its hash with the recorded one",
+    "show": "print what a checkpoint contains",
+    "prune": "remove old checkpoints",
+    "export": "write the adapter or model of a checkpoint for other tools",
+    "import": "make a checkpoint from a file written by torch.save",
+}
+
+
+def make_parser() -> Parser:
+    summary = "\n".join(f"  {name:<8} {text}" for name, text in _HELP.items())
+    parser = Parser("checkpoint", description=f"Checkpoints of a run:\n\n{summary}", epilog=EXAMPLES)
+    parser.add_argument("action", choices=tuple(_HELP))
+    parser.add_argument("target", type=read_path, metavar="RUN|CHECKPOINT|FILE")
+    add = parser.add_argument
+    add("--out", type=read_path, help="folder for the result of export and import")
+    newest = "for prune: how many of the newest to keep (default 3)"
+    add("--keep_last_n", type=at_least(1), default=3, help=newest)
+    every = "for prune: also keep steps divisible by this"
+    add("--keep_every", type=at_least(0), default=0, help=every)
+    add("--drop_best", action="store_true", help="for prune: do not keep the best one")
+    add("--dry_run", action="store_true", help="for prune: only print what would be removed")
+    add("--step", type=at_least(0), help="for import: steps done, if not in the file")
+    add("--without_optimizer", action="store_true", help="for import: take only the weights")
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    parser = make_parser()
+    own, flags = parser.parse_known_args(list(words))
+    if flags and own.action not in ("import", "export"):
+        parser.refuse_unknown(flags)
+    if own.action in ("import", "export") and own.out is None:
+        parser.error(f"{own.action} needs --out")
+    actions = {"list": _list, "verify": _verify, "show": _show, "prune": _prune}
+    if own.action in actions:
+        return actions[own.action](own)
+    return _export(own, flags) if own.action == "export" else _import(own, flags)
+
+
+def _folders(target: Path) -> list[tuple[int, Path]]:
+    from crosstune.checkpoint.folders import FOLDER, checkpoint_folders, step_of
+    from crosstune.checkpoint.read import missing_checkpoint
+    from crosstune.files.paths import missing_run
+
+    if not target.exists():
+        raise missing_checkpoint(target) if target.parent.name == FOLDER else missing_run(target)
+    for root in (target / FOLDER, target):
+        if found := checkpoint_folders(root):
+            return found
+    folder = target.resolve()
+    step = step_of(folder)
+    if step is not None and folder.is_dir():
+        return [(step, folder)]
+    raise UserError(
+        f"{target} has no checkpoints.",
+        do="name a run folder, or a folder such as RUN/checkpoints/step-00000100",
+    )
+
+
+def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
+    from crosstune.checkpoint.manifest import DamagedCheckpoint, UnknownVersion
+    from crosstune.checkpoint.read import open_checkpoint
+    from crosstune.checkpoint.rotate import best_step
+
+    rows: list[dict[str, Any]] = []
+    for step, folder in _folders(target):
+        row: dict[str, Any] = {"step": step, "path": str(folder), "problem": ""}
+        try:
+            found = open_checkpoint(folder, hashes=hashes)
+        except (DamagedCheckpoint, UnknownVersion) as error:
+            row["problem"] = error.why
+        else:
+            progress = found.manifest.progress
+            row |= {
+                "bytes": found.num_bytes(),
+                "created": found.manifest.created,
+                "backend": found.manifest.backend,
+                "loss": progress.get("final_loss"),
+                "eval_loss": (progress.get("evaluations") or {}).get(str(step)),
+            }
+        rows.append(row)
+    later = _evaluations(rows, target)
+    for row in rows:
+        row["eval_loss"] = row.get("eval_loss") or later.get(row["step"])
+    judged = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
+    best = best_step(list(judged), judged)
+    for row in rows:
+        row["best"] = row["step"] == best
+    return rows
+
+
+def _evaluations(rows: Sequence[dict[str, Any]], target: Path) -> dict[int, float]:
+    """Return the evaluation losses by step, from the summary and the newest manifest: an evaluation follows the
+    checkpoint of its step."""
+    from crosstune.checkpoint.manifest import EVALUATIONS
+    from crosstune.checkpoint.read import find_run, open_checkpoint
+    from crosstune.files.json_fields import check_fields
+    from crosstune.files.json_files import read_json
+
+    newest = next((row for row in rows if not row["problem"]), None)
+    if newest is None:
+        return {}
+    progress = open_checkpoint(Path(newest["path"]), hashes=False).manifest.progress
+    path = find_run(Path(newest["path"])) / "summary.json"
+    summary = read_json(path)
+    check_fields(summary, {"evaluations": EVALUATIONS}, source=path)
+    known = (summary.get("evaluations") or {}) | (progress.get("evaluations") or {})
+    return {int(step): loss for step, loss in known.items() if loss is not None}
+
+
+def _list(own: Any) -> int:
+    rows = _rows(own.target, hashes=False)
+    return print_result({"checkpoints": rows}, map(_listed, rows), as_json=own.json)
+
+
+def _listed(row: Mapping[str, Any]) -> Line:
+    if row["problem"]:
+        return f"{Path(row['path']).name}  damaged: {row['problem']}"
+    parts = [f"{size(row['bytes']):>10}", str(row["created"]), row["backend"]]
+    parts += [f"loss {row['loss']:.4f}"] if row["loss"] is not None else []
+    parts += [f"eval {row['eval_loss']:.4f}"] if row["eval_loss"] is not None else []
+    return f"{Path(row['path']).name}  {'  '.join(parts + ['best'] * row['best'])}"
+
+
+def _verify(own: Any) -> int:
+    rows = _rows(own.target, hashes=True)
+    found = [
+        f"damaged: {row['problem']}" if row["problem"] else f"valid, {size(row['bytes'])}" for row in rows
+    ]
+    lines = (f"{Path(row['path']).name}  {status}" for row, status in zip(rows, found, strict=True))
+    print_result({"checkpoints": rows}, lines, as_json=own.json)
+    return EXIT_USER_MUST_ACT if any(row["problem"] for row in rows) else EXIT_DONE
+
+
+def _show(own: Any) -> int:
+    from crosstune.cli.terminal.screen import Screen
+    from crosstune.runs.resume import pick_checkpoint
+
+    with Screen(live=False) as screen:
+        found = pick_checkpoint(own.target, screen)
+    manifest = found.manifest
+    identity, progress = manifest.identity, manifest.progress
+    trained = sum(math.prod(facts["shape"]) for facts in manifest.trainable.values())
+    lines = {
+        "checkpoint": found.folder,
+        "step": f"{found.step} of {manifest.schedule.get('num_steps', '?')}",
+        "written": f"{manifest.created} on {manifest.backend} ({manifest.engine}), {manifest.precision}",
+        "model": identity.get("model", {}).get("name"),
+        "method": f"{manifest.method}, {trained:,} trained parameters in {len(manifest.trainable)} tensors",
+        "base": manifest.quantization or "not quantized",
+        "data": f"epoch {manifest.data.get('epoch')}, row {manifest.data.get('row_in_epoch')}",
+        "tokens": progress.get("tokens"),
+        "loss": progress.get("final_loss"),
+        "size": size(found.num_bytes()),
+    }
+    shown = (f"{name:<11} {value}" for name, value in lines.items())
+    return print_result(manifest.to_json(), shown, as_json=own.json)
+
+
+def _prune(own: Any) -> int:
+    from crosstune.checkpoint.folders import step_of
+    from crosstune.files.run_lock import hold
+
+    if step_of(own.target.resolve()) is not None:
+        raise UserError(f"{own.target} is a single checkpoint.", do="name the run whose checkpoints to prune")
+    with contextlib.nullcontext() if own.dry_run else hold(own.target):
+        return _prune_held(own)
+
+
+def _prune_held(own: Any) -> int:
+    from crosstune.checkpoint.rotate import Keep, rotate
+
+    rows = _rows(own.target, hashes=False)
+    evaluations = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
+    keep = Keep(last_n=own.keep_last_n, best=not own.drop_best, every=own.keep_every)
+    root = Path(rows[0]["path"]).parent
+    removed = [str(path) for path in rotate(root, keep, evaluations, only_say=own.dry_run)]
+    lines = [f"{'would remove' if own.dry_run else 'removed'}  {path}" for path in removed]
+    found = {"removed": removed, "dry_run": own.dry_run}
+    return print_result(found, lines or ["nothing to remove"], as_json=own.json)
+
+
+def _export(own: Any, flags: Sequence[str]) -> int:
+    from crosstune.cli.terminal.screen import Screen
+    from crosstune.config.load import load_config
+    from crosstune.runs.restore import export_checkpoint
+    from crosstune.runs.resume import pick_checkpoint
+
+    config = load_config(flags)
+    unused = sorted(set(config.sources) - {"backend", "model_name"})
+    if unused:
+        raise UserError(
+            f"export takes no --{unused[0]}.",
+            do="leave it out: the options of the run are in the checkpoint",
+        )
+    with Screen(live=not own.json) as screen:
+        report = export_checkpoint(
+            pick_checkpoint(own.target, screen),
+            own.out.absolute(),
+            observer=screen,
+            backend=config.backend,
+            model_name=config.model_name if "model_name" in config.sources else None,
+        )
+    return print_result(report, [f"written  {report['path']} (step {report['step']})"], as_json=own.json)
+
+
+def _import(own: Any, flags: Sequence[str]) -> int:
+    from crosstune.checkpoint.folders import FOLDER
+    from crosstune.cli.terminal.screen import Screen
+    from crosstune.config.load import load_config
+    from crosstune.runs.import_torch_save import import_checkpoint
+
+    root = own.out.absolute() / FOLDER
+    with Screen(live=not own.json) as screen:
+        report = import_checkpoint(
+            own.target,
+            load_config(flags),
+            root,
+            observer=screen,
+            step=own.step,
+            without_optimizer=own.without_optimizer,
+        )
+    lines = [
+        f"written  {report['path']} (step {report['step']}, {report['weights']} weights)",
+        f"moments  {', '.join(report['moments']) or 'none: the optimizer state starts fresh'}",
+        f"continue crosstune train --resume {own.out} --dataset ...",
+    ]
+    return print_result(report, lines, as_json=own.json)

@@ -1,0 +1,137 @@
+"""`crosstune data`: show what training would read from a data set."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from crosstune.cli.arguments import Parser, parse_config, print_result
+from crosstune.cli.terminal.streams import styled
+from crosstune.cli.terminal.units import count
+from crosstune.config.schema import Config
+from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.core.safe_text import printable
+
+EXAMPLES = """examples:
+  crosstune data chats.jsonl
+  crosstune data chats.jsonl --model_name ORG/MODEL --context_length 1024 --packing --show 5
+  crosstune data my-folder --train_on_prompt --json
+  crosstune data support.csv --columns query=prompt,reply=completion
+  crosstune data chats.jsonl:0.7,code.jsonl:0.3
+
+The supervised part of an example is in colour on a terminal and in [[ ]] elsewhere."""
+
+_MARK, _UNMARK = "\033[32m", "\033[0m"
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "data",
+        description="`crosstune data SOURCE [options]` checks a data set and shows which tokens carry loss.\n"
+        "SOURCE is anything that --dataset takes; the options are those of train.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument(
+        "--show", type=int, default=3, metavar="N", help="print the first N examples (default 3)"
+    )
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own, config = parse_config(make_parser(), _with_dataset(words))
+    if config.recipe != "sft":
+        raise UserError(
+            f"crosstune data reads conversations and texts, not the data of the recipe {config.recipe}.",
+            do="leave out --recipe",
+        )
+
+    from crosstune.cli.terminal.output import WARNING
+    from crosstune.cli.terminal.screen import Screen
+    from crosstune.core.events import Warned
+    from crosstune.models.folder import longest_context
+    from crosstune.recipes.sft import open_recipe
+    from crosstune.runs.open_parts import find_model
+
+    with Screen(live=True) as screen:
+        model = find_model(config, screen)
+        config, lowered = _within_model(config, longest_context(model.path))
+        for sentence in lowered:
+            screen.on_event(Warned(message=sentence))
+        recipe = open_recipe(config, model_folder=model.path, observer=screen)
+    report = recipe.describe()
+    colour = sys.stdout.isatty()
+    shown = [
+        mark_supervised(recipe.train[place], recipe.tokenizer, colour=colour and not own.json)
+        for place in range(min(max(own.show, 0), len(recipe.train)))
+    ]
+    lines = ((line, WARNING if line.startswith("warning") else None) for line in report_lines(report))
+    print_result({**report, "model": model.name, "shown": shown}, lines, as_json=own.json)
+    if own.json:
+        return EXIT_DONE
+    for number, text in enumerate(shown, start=1):
+        print(
+            f"\nexample {number}\n{text}", file=styled(sys.stdout)
+        )  # its text is escaped, our colours are not
+    return EXIT_DONE
+
+
+def _within_model(config: Config, limit: int | None) -> tuple[Config, list[str]]:
+    """Return the configuration with the context that training would have, and what was lowered."""
+    if limit is None or config.context_length <= limit:
+        return config, []
+    lowered = (
+        f"context_length {config.context_length} is lowered to {limit}, the longest context of the model"
+    )
+    return replace(config, context_length=limit), [lowered]
+
+
+def report_lines(report: Mapping[str, Any]) -> list[str]:
+    train = report["train"]
+    rows = [
+        ("data", f"{report['dataset']}, read as {report['format']}"),
+        ("identity", report["identity"][:16]),
+        ("rows", f"{train['rows']:,} read, {train['examples']:,} to train on"),
+        (
+            "tokens",
+            f"{count(train['tokens'])}, {count(train['supervised_tokens'])} supervised "
+            f"({train['supervised_share']:.1%})",
+        ),
+        (
+            "lengths",
+            f"50 % up to {train['length_p50']:,}, 90 % up to {train['length_p90']:,}, "
+            f"99 % up to {train['length_p99']:,}, longest {train['longest']:,} (context {report['context_length']:,})",
+        ),
+        (
+            "left out",
+            f"{train['empty_answers']:,} empty, {train['without_answer']:,} without an answer, "
+            f"{train['dropped_examples']:,} too long; {train['cut_examples']:,} cut by {train['cut_tokens']:,} tokens",
+        ),
+        ("duplicates", f"{train['duplicates']:,}"),
+    ]
+    if "packed_rows" in report:
+        rows.append(("packed", f"{report['packed_rows']:,} rows, {report['packed_fill']:.1%} full"))
+    if "eval" in report:
+        held_out = report["eval"]
+        rows.append(("held out", f"{held_out['examples']:,} examples, {count(held_out['tokens'])} tokens"))
+    rows.append(("steps", f"{report['num_steps']:,}"))
+    rows += [("note", sentence) for sentence in report.get("notes", ())]
+    lines = [f"{name:<11} {value}" for name, value in rows]
+    return lines + [f"{'warning':<11} {sentence}" for sentence in report.get("warnings", ())]
+
+
+def mark_supervised(example: Any, tokenizer: Any, *, colour: bool) -> str:
+    """Return the text of an example with supervised spans marked and control characters escaped."""
+    from crosstune.data.checks.portrait import marked_pieces
+
+    begin, end = (_MARK, _UNMARK) if colour else ("[[", "]]")
+    pieces = [(printable(text), counts) for text, counts in marked_pieces(example, tokenizer)]
+    return "".join(f"{begin}{text}{end}" if counts else text for text, counts in pieces)
+
+
+def _with_dataset(words: Sequence[str]) -> list[str]:
+    """Turn `data SOURCE ...` into `--dataset SOURCE ...`."""
+    if words and not words[0].startswith("-"):
+        return ["--dataset", *words]
+    return list(words)

@@ -1,0 +1,323 @@
+"""`crosstune generate` and `crosstune chat`: answer prompts with a model or a trained run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from crosstune.cli.arguments import Parser, at_least, print_json, read_path_or_name
+from crosstune.cli.terminal.output import QUIET, WARNING, Output, print_error, print_line
+from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.core.names import nearest
+from crosstune.core.sampling import Sampling
+
+if TYPE_CHECKING:
+    from crosstune.results.chat_model import ChatModel
+    from crosstune.results.prompt_file import Conversation, Prompt
+
+EXAMPLES = """examples:
+  crosstune generate runs/demo --prompt "Turn off the attic fan in 20 minutes."
+  crosstune generate smollm2-135m --prompt "What is the capital of France?"
+  crosstune generate runs/demo --prompt "Write a poem." --temperature 0.8 --top_p 0.95 --seed 1
+  crosstune generate runs/demo --prompt_file prompts.txt --output answers.jsonl
+  echo "Why is the sky blue?" | crosstune generate smollm2-135m --max_new_tokens 100
+
+A prompt file has one prompt per line, or, named *.jsonl, a JSON object per line with `prompt` or `messages`. A last
+message of the assistant is the reference: it is not shown to the model, and it is copied to the output."""
+
+CHAT_COMMANDS = {
+    "/help": "show this list",
+    "/save FILE": "write the conversation to FILE, as JSON lines that train and generate read",
+    "/load FILE": "continue the conversation in FILE",
+    "/system TEXT": "set the system message; without TEXT, remove it",
+    "/reset": "forget the conversation, except the system message",
+    "/exit": "leave (also /quit and Ctrl-D)",
+}
+CHAT_HELP = "\n".join(f"  {command:<13} {text}" for command, text in CHAT_COMMANDS.items())
+CHAT_NOTES = (
+    "Ctrl-C interrupts an answer. A message that begins with a slash is written with two: //etc is a folder."
+)
+CHAT_EXAMPLES = f"""examples:
+  crosstune chat runs/demo
+  crosstune chat smollm2-135m --system "Answer in one sentence." --temperature 0.7 --top_p 0.9
+
+in the chat:
+{CHAT_HELP}
+{CHAT_NOTES}"""
+
+
+def make_parser() -> Parser:
+    parser = Parser("generate", description="Answer prompts with a model or a trained run.", epilog=EXAMPLES)
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", help="the user's message (default: read standard input)")
+    parser.add_argument("--prompt_file", type=Path, metavar="FILE", help="file with many prompts")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the answers to this file as JSON lines"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing --output file")
+    parser.add_argument(
+        "--batch_size", type=at_least(1), default=8, help="prompts answered together (default 8)"
+    )
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
+    sampling = read_sampling(own)
+    prompts = _read_prompts(own)
+    from crosstune.results.prompt_file import check_output, open_output
+
+    if own.output is None:
+        chat_model = open_model(own)
+        if len(prompts) == 1:
+            return _answer_one(chat_model, prompts[0], own, sampling)
+        return _answer_all(chat_model, prompts, own, sampling, file=None)
+    check_output(own.output, overwrite=own.overwrite)
+    chat_model = open_model(own)  # before the file: a failure leaves none behind
+    with open_output(own.output) as file:
+        return _answer_all(chat_model, prompts, own, sampling, file=file)
+
+
+def _read_prompts(own: argparse.Namespace) -> list[Prompt]:
+    from crosstune.results.prompt_file import make_prompt, read_prompts
+
+    if own.prompt_file is not None:
+        if own.prompt is not None:
+            raise UserError("--prompt and --prompt_file exclude each other.", do="leave one of them out")
+        return read_prompts(own.prompt_file.expanduser(), system=own.system)
+    text = own.prompt if own.prompt is not None else sys.stdin.read().strip()
+    if not text:
+        raise UserError("There is no prompt.", do='pass --prompt "..." or pipe text to standard input')
+    return [make_prompt(text, system=own.system)]
+
+
+def _answer_one(chat_model: ChatModel, prompt: Prompt, own: argparse.Namespace, sampling: Sampling) -> int:
+    """Print an answer while it is generated."""
+    show = None if own.json else _show
+    answer = chat_model.answer(
+        prompt.messages, max_new_tokens=own.max_new_tokens, sampling=sampling, on_text=show
+    )
+    if own.json:
+        print_json(prompt.row(answer))
+    else:
+        print()
+    return EXIT_DONE
+
+
+def _answer_all(
+    chat_model: ChatModel,
+    prompts: list[Prompt],
+    own: argparse.Namespace,
+    sampling: Sampling,
+    *,
+    file: TextIO | None,
+) -> int:
+    from crosstune.cli.terminal.screen import BarLine, LiveLine
+    from crosstune.results.prompt_file import batches, write_row
+
+    output = Output()
+    line = LiveLine(output.console)
+    rows: list[dict[str, Any]] = []
+    try:
+        for batch in batches(prompts, own.batch_size):
+            if output.is_terminal:
+                share = len(rows) / len(prompts)
+                line.show(BarLine(title="answers", share=share, figures=[f"{len(rows)}/{len(prompts)}"]))
+            answers = chat_model.answers(
+                [prompt.messages for prompt in batch], max_new_tokens=own.max_new_tokens, sampling=sampling
+            )
+            for prompt, answer in zip(batch, answers, strict=True):
+                rows.append(prompt.row(answer))
+                if file is not None:
+                    write_row(file, rows[-1])
+                elif not own.json:
+                    print_line(f"> {prompt.text or prompt.messages[-1]['content']}", style=QUIET)
+                    print(answer, end="\n\n", flush=True)
+    finally:
+        line.clear()
+    if own.json:
+        print_json(
+            {"answers": rows} if file is None else {"output": str(own.output), "num_answers": len(rows)}
+        )
+    elif file is not None:
+        print_line(f"written  {own.output} ({len(rows)} answers)")
+    return EXIT_DONE
+
+
+def add_model_arguments(parser: Parser) -> None:
+    """Add the arguments that `open_model` and `read_sampling` read."""
+    parser.add_argument(
+        "model",
+        type=read_path_or_name,
+        help="a run folder, an adapter folder, or a model as --model_name takes it",
+    )
+    parser.add_argument("--system", default="", help="a system message")
+    parser.add_argument(
+        "--max_new_tokens", type=at_least(1), default=256, help="longest answer in tokens (default 256)"
+    )
+    parser.add_argument("--backend", default="auto", help="backend to run on (default auto)")
+    parser.add_argument("--precision", default="auto", help="dtype to compute in (default auto)")
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--temperature", type=float, default=0.0, help="0 always takes the likeliest token (default)"
+    )
+    group.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="draw from the likeliest tokens that make up this probability",
+    )
+    group.add_argument("--top_k", type=int, default=0, help="draw from this many of the likeliest tokens")
+    group.add_argument(
+        "--min_p", type=float, default=0.0, help="leave out tokens below this fraction of the likeliest one's"
+    )
+    group.add_argument(
+        "--repetition_penalty", type=float, default=1.0, help="above 1, make tokens that occurred less likely"
+    )
+    group.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+
+
+def read_sampling(own: argparse.Namespace) -> Sampling:
+    """Return the settings of sampling; warn about those that have no effect."""
+    sampling = Sampling(
+        temperature=own.temperature,
+        top_p=own.top_p,
+        top_k=own.top_k,
+        min_p=own.min_p,
+        repetition_penalty=own.repetition_penalty,
+        seed=own.seed,
+    )
+    if sampling.unused:
+        names = ", ".join(f"--{name}" for name in sampling.unused)
+        Output().line(
+            f"warning  {names} without effect: at temperature 0 nothing is drawn; add --temperature 1",
+            style=WARNING,
+        )
+    return sampling
+
+
+def open_model(own: argparse.Namespace) -> ChatModel:
+    """Open the model named on the command line, and show the progress of loading it."""
+    from crosstune.cli.terminal.screen import Screen
+    from crosstune.results.chat_model import open_chat_model
+
+    with Screen(live=True) as screen:
+        return open_chat_model(own.model, observer=screen, backend=own.backend, precision=own.precision)
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def make_parser_chat() -> Parser:
+    parser = Parser(
+        "chat", description="Chat with a model or a trained run.", epilog=CHAT_EXAMPLES, json=None
+    )
+    add_model_arguments(parser)
+    return parser
+
+
+def run_chat(words: Sequence[str]) -> int:
+    own = make_parser_chat().parse_args(list(words))
+    sampling = read_sampling(own)
+
+    from crosstune.results.prompt_file import Conversation
+
+    chat_model = open_model(own)
+    conversation = Conversation(system=own.system)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  (line editing and history for input())
+
+        _say("/help lists the commands; Ctrl-C interrupts an answer, Ctrl-D leaves.")
+    while (line := _read_line(interactive)) is not None:
+        if line.startswith("/") and not line.startswith("//"):
+            if not _obey(line, conversation):
+                break
+        elif line:
+            _answer(chat_model, conversation, line.removeprefix("/"), own, sampling)
+    return EXIT_DONE
+
+
+def _answer(
+    chat_model: ChatModel, conversation: Conversation, line: str, own: argparse.Namespace, sampling: Sampling
+) -> None:
+    """Print the answer to a message and add both to the conversation."""
+    try:
+        answer = chat_model.answer(
+            conversation.with_question(line),
+            max_new_tokens=own.max_new_tokens,
+            sampling=sampling,
+            on_text=lambda text: print(text, end="", flush=True),
+        )
+    except KeyboardInterrupt:
+        print(" ... (interrupted and discarded)")
+    except UserError as error:  # such as a chat template that refuses a system message
+        print_error(error.lines())
+    else:
+        print()
+        conversation.add(line, answer)
+
+
+def _obey(line: str, conversation: Conversation) -> bool:
+    """Carry out a command; return False to leave. An unknown one is not sent to the model."""
+    name, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if name in ("/exit", "/quit"):
+        return False
+    try:
+        if name == "/help":
+            _say(f"{CHAT_HELP}\n{CHAT_NOTES}")
+        elif name == "/reset":
+            conversation.reset()
+            _say("The conversation is empty.")
+        elif name == "/system":
+            conversation.system = rest
+            _say("The system message is set." if rest else "There is no system message.")
+        elif name in ("/save", "/load"):
+            _use_file(name, rest, conversation)
+        else:
+            raise _unknown(name)
+    except UserError as error:
+        print_error(error.lines())
+    return True
+
+
+def _use_file(name: str, rest: str, conversation: Conversation) -> None:
+    if not rest:
+        raise UserError(f"{name} needs the name of a file.", do=f"{name} chat.jsonl")
+    path = Path(rest).expanduser()
+    if name == "/save":
+        conversation.save(path)
+        _say(f"saved    {path}")
+    else:
+        conversation.load(path)
+        _say(f"loaded   {path}, {len(conversation.turns)} messages")
+
+
+def _unknown(name: str) -> UserError:
+    known = [command.split(" ")[0] for command in CHAT_COMMANDS]
+    close = nearest(name, known)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return UserError(
+        f"There is no command {name}; the model was not asked.",
+        do=f"{hint}/help lists the commands; to send a message that begins with a slash, write two: /{name}",
+    )
+
+
+def _say(text: str) -> None:
+    Output().line(text, style=QUIET)
+
+
+def _read_line(interactive: bool) -> str | None:
+    """Return the user's next line, or None at the end of the input."""
+    try:
+        return input("> " if interactive else "").strip()
+    except EOFError:
+        return None
+    except KeyboardInterrupt:  # clears what was typed, as in a shell
+        print()
+        return ""

@@ -1,0 +1,377 @@
+"""`crosstune judge`: train, test and use a model that scores or compares answers."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_json, print_result, read_path
+from crosstune.cli.terminal.output import Column, table_lines
+from crosstune.config.schema import Config
+from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
+from crosstune.core.names import unknown_name
+from crosstune.report.judge_section import TITLES
+
+if TYPE_CHECKING:
+    from crosstune.recipes.judge.items import Item
+    from crosstune.recipes.judge.verdicts import VerdictFormat
+    from crosstune.results.judge import JudgeRequest
+
+ACTIONS = {
+    "train": "train a judge, then test it on the test split",
+    "eval": "test a judge (a run, an adapter or a model) on labelled data, beside baselines",
+    "predict": "judge answers that have no label",
+    "data": "check a data set: splits, scores, groups, leaks; or split it",
+}
+"""Action -> its one-line help."""
+
+EXAMPLES = """examples:
+  crosstune judge train --model smollm2-135m --dataset judge_translations --max_samples 1000
+  crosstune judge train --dataset ratings.csv --columns original=task,mean=score --score_scale 0-100
+  crosstune judge eval runs/NAME
+  crosstune judge eval runs/NAME --dataset test.jsonl --judge_by generation
+  crosstune judge eval --predictions runs/NAME/test_predictions.json
+  crosstune judge predict runs/NAME --input answers.jsonl --output verdicts.jsonl
+  crosstune judge data ratings.csv --split_to splits
+
+A row has a task, an answer and a score; or a task, answer_a, answer_b and a winner; or messages that end with the verdict."""
+
+
+def make_parser() -> Parser:
+    summary = "\n".join(f"  {name:<8} {text}" for name, text in ACTIONS.items())
+    parser = Parser(
+        "judge",
+        description="Train and use a model that grades.\n\nusage: crosstune judge ACTION [TARGET] [options]\n\n"
+        f"{summary}\n\nThe options are those of train besides these; each backend has a preset.",
+        epilog=EXAMPLES,
+    )
+    add = parser.add_argument
+    add("--input", type=read_path, metavar="FILE", help="for predict: the answers to judge")
+    add("--output", type=read_path, metavar="FILE", help="for predict: write the verdicts here (JSON Lines)")
+    add("--out", type=read_path, metavar="DIR", help="for eval: folder for the predictions and metrics")
+    predictions = "for eval: compute the metrics of a file of predictions"
+    add("--predictions", type=read_path, metavar="FILE", help=predictions)
+    add("--base", metavar="MODEL", help="for eval and predict: the base model of an adapter")
+    add("--skip_untrained", action="store_true", help="do not test the untrained model beside the judge")
+    shared = "compute the beginning of every prompt again, even if it is the same"
+    add("--no_shared_prefix", action="store_true", help=shared)
+    add("--split_to", type=read_path, metavar="DIR", help="for data: write splits by group into a folder")
+    show = "for data: print the first N examples (default 2)"
+    add("--show", type=at_least(0), default=2, metavar="N", help=show)
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    parser = make_parser()
+    if not words or words[0] in ("-h", "--help"):
+        parser.print_help()
+        sys.exit(0)
+    action, rest = words[0], list(words[1:])
+    if action not in ACTIONS:
+        raise unknown_name("action of judge", action, ACTIONS)
+    target = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    if target is not None and action == "train":
+        raise UserError(f"judge train takes no {target!r}.", do="give the data with --dataset")
+    if target is not None and action == "data":
+        rest = ["--dataset", target, *rest]
+    own, config = parse_config(parser, [*rest, "--recipe", "judge"])
+    own.target, own.words = target, ["crosstune", "judge", *words]
+    return {"train": _train, "eval": _eval, "predict": _predict, "data": _data}[action](own, config)
+
+
+def _train(own: argparse.Namespace, config: Config) -> int:
+    """Train a judge, and test it on the test split."""
+    from crosstune.cli.commands.train import leave_together, show_training
+    from crosstune.process.ranks import SingleProcess
+    from crosstune.tracking.observe import Tracking
+
+    group = SingleProcess()
+    with Tracking() as tracking:
+        result, report = show_training(config, group, command=own.words, tracking=tracking, as_json=own.json)
+        leave_together(result, group)
+        summary = result.summary | {"folder": str(result.folder), "report": str(report) if report else None}
+        finished = summary["status"] == "finished"
+        if finished and summary.get("result") and not config.skip_eval:
+            tested = _measure_run(result.folder, own, config)
+            counts = {name: tested[name] for name in ("num_items", "num_unreadable")}
+            tracking.log_test(tested["metrics"] | counts, tested["worst"])
+            summary["test"] = {"metrics": tested["metrics"], "intervals": tested["intervals"], **counts}
+    if own.json:
+        print_json(summary)
+    return EXIT_DONE if finished else EXIT_STOPPED
+
+
+def _eval(own: argparse.Namespace, config: Config) -> int:
+    """Test a judge on labelled data, beside baselines."""
+    if own.predictions is not None:
+        return _evaluate_file(own, config)
+    if own.target is None:
+        raise UserError("judge eval needs a judge.", do="crosstune judge eval RUN, or --predictions FILE")
+    from crosstune.results.judge import run_config
+
+    folder = Path(own.target).expanduser()
+    trained = run_config(folder)
+    if trained is not None and "dataset" not in config.sources:
+        report = _measure_run(folder, own, config)
+    else:
+        report = _test_on(own, config)
+    if own.json:
+        print_json(report)
+    return EXIT_DONE
+
+
+def _measure_run(folder: Path, own: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """Test the judge of a run on its own test split, and write what it says into the run."""
+    from crosstune.files.json_files import read_json
+    from crosstune.recipes.judge.open_splits import open_judge_data
+    from crosstune.results.judge import backend_for_test, run_config
+
+    trained = run_config(folder)
+    assert trained is not None, "a run has a plan"
+    data = open_judge_data(trained)
+    if not data.test:
+        raise UserError(
+            f"The data of {folder} is too small for a test split.", do="pass --dataset with labelled items"
+        )
+    backend = config.backend
+    if own.target is None:  # right after the training
+        backend = backend_for_test(config, str(read_json(folder / "plan.json").get("backend")))
+    items = data.test[: config.eval_samples] if "eval_samples" in config.sources else data.test
+    request = _make_request(own, config, target=str(folder), backend=backend)
+    return _test(request, items, own, config, out=own.out or folder, train=data.train)
+
+
+def _make_request(own: argparse.Namespace, config: Config, *, target: str, backend: str) -> JudgeRequest:
+    from crosstune.results.judge import JudgeRequest
+
+    asked = config.sources
+    return JudgeRequest(
+        target=target,
+        base=own.base,
+        backend=backend,
+        precision=config.precision if "precision" in asked else "fp32",
+        by=config.judge_by,
+        batch_size=config.batch_size if own.target and "batch_size" in asked else 16,
+        max_new_tokens=config.max_new_tokens if "max_new_tokens" in asked else 256,
+        share_prefixes=not own.no_shared_prefix,
+    )
+
+
+def _test_on(own: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """Test on the data of --dataset: its test split, or all of it."""
+    from crosstune.recipes.judge.open_splits import item_reader, read_split
+    from crosstune.results.judge import judge_scale
+
+    if "dataset" not in config.sources:
+        raise UserError(f"What should {own.target} be tested on?", do="pass --dataset with labelled items")
+    request = _make_request(own, config, target=own.target, backend=config.backend)
+    items = read_split(item_reader(config, scale=judge_scale(request)), config.dataset, "test")
+    if "eval_samples" in config.sources:
+        items = items[: config.eval_samples]
+    return _test(request, items, own, config, out=own.out, train=())
+
+
+def _test(
+    request: JudgeRequest,
+    items: Sequence[Item],
+    own: argparse.Namespace,
+    config: Config,
+    *,
+    out: Path | None,
+    train: Sequence[Item],
+) -> dict[str, Any]:
+    from crosstune.cli.terminal.screen import Screen
+    from crosstune.report import write_report
+    from crosstune.results.judge import measure_judge
+
+    with Screen(live=True) as screen:
+        test = measure_judge(
+            request,
+            items,
+            config=config,
+            observer=screen,
+            train=train,
+            with_untrained=not own.skip_untrained,
+        )
+    report = test.report
+    written = test.write(out) if out is not None else None
+    if out is not None and (out / "plan.json").is_file():
+        write_report(out)
+    if not own.json:
+        done = [f"written  {written}"] if written is not None else []
+        print_result(report, [*metric_lines(report), *_worst_lines(report["worst"]), *done], as_json=False)
+    return report
+
+
+def _evaluate_file(own: argparse.Namespace, config: Config) -> int:
+    """Compute the metrics of predictions that were made before."""
+    from crosstune.recipes.judge.evaluation import baseline_verdicts, evaluate_beside
+    from crosstune.recipes.judge.items import read_scale
+    from crosstune.recipes.judge.predictions import read_predictions
+
+    scale, asked = read_scale(config.score_scale), "score_scale" in config.sources
+    read = read_predictions(own.predictions, scale=scale, scale_asked=asked)
+    others = read.others or baseline_verdicts(read.items, scale=read.scale)
+    report = evaluate_beside(read.items, read.found, scale=read.scale, others=others)
+    if not read.others:
+        report["notes"].append("the baselines are fitted on these very items, which favours them")
+    return print_result(report, metric_lines(report), as_json=own.json)
+
+
+def _predict(own: argparse.Namespace, config: Config) -> int:
+    """Judge answers that have no label."""
+    if own.target is None or own.input is None:
+        raise UserError(
+            "judge predict needs a judge and answers.",
+            do="crosstune judge predict RUN --input FILE [--output FILE]",
+        )
+    from crosstune.cli.terminal.output import print_line
+    from crosstune.cli.terminal.screen import Screen
+    from crosstune.files.atomic_files import write_bytes
+    from crosstune.files.json_files import to_json
+    from crosstune.recipes.judge.open_splits import item_reader, read_split
+    from crosstune.recipes.judge.predictions import prediction_row
+    from crosstune.results.judge import ask, judge_scale, open_judge
+
+    request = _make_request(own, config, target=own.target, backend=config.backend)
+    reader = item_reader(config, labelled=False, scale=judge_scale(request))
+    items = read_split(reader, str(own.input), "test")
+    with Screen(live=True) as screen:
+        judge = open_judge(request, items=items, config=config, observer=screen)
+        found = ask(judge, items, request, screen)
+    rows = [
+        {name: value for name, value in prediction_row(item, one).items() if name != "expected"}
+        for item, one in zip(items, found, strict=True)
+    ]
+    if own.output is not None:
+        write_bytes(own.output, "".join(f"{to_json(row)}\n" for row in rows).encode())
+        print_line(f"written  {own.output} ({len(rows)} verdicts)")
+        return EXIT_DONE
+    lines = [
+        f"{row['id']}  {_verdict(row['predicted'], digits=2)}"
+        + (f" ({row['confidence']:.0%} sure)" if row["confidence"] is not None else "")
+        for row in rows
+    ]
+    return print_result(rows, lines, as_json=own.json)
+
+
+def _data(own: argparse.Namespace, config: Config) -> int:
+    """Show what a judge would learn from a data set, or split it by group."""
+    from crosstune.recipes.judge.open_splits import open_judge_data
+    from crosstune.recipes.judge.verdicts import choose_format, training_messages
+
+    if "dataset" not in config.sources:
+        raise UserError(
+            "judge data needs a data set.", do="crosstune judge data FILE|FOLDER|judge_translations"
+        )
+    if own.split_to is not None:
+        return _split(own, config)
+    data = open_judge_data(config)
+    splits = {"train": data.train, "val": data.val, "test": data.test}
+    verdict = choose_format(config.verdict, scale=data.scale, items=list(data.train))
+    described: dict[str, dict[str, Any]] = {
+        name: {
+            "items": len(items),
+            "groups": len({item.group for item in items}),
+            "with_reference": sum(bool(item.reference) for item in items),
+            "labels": _labels(items, verdict),
+        }
+        for name, items in splits.items()
+    }
+    shown = [training_messages(item, verdict) for item in data.train[: own.show]]
+    found: dict[str, Any] = {
+        "verdict": verdict.name,
+        "scale": str(verdict.scale),
+        "splits": described,
+        "shown": shown,
+    }
+    found |= {"leaking_rows": data.num_leaking, "notes": list(data.notes)}
+    return print_result(found, _data_lines(config.dataset, found), as_json=own.json)
+
+
+def _data_lines(dataset: str, found: Mapping[str, Any]) -> Iterator[Line]:
+    yield f"data     {dataset}, judged by {found['verdict']} on the scale {found['scale']}"
+    for name, facts in found["splits"].items():
+        labels = "  ".join(f"{label}: {count}" for label, count in facts["labels"].items())
+        yield (
+            f"{name:<8} {facts['items']:,} items in {facts['groups']:,} groups, "
+            f"{facts['with_reference']:,} with a reference; {labels}"
+        )
+    dropped = " were dropped" * bool(found["leaking_rows"])
+    yield f"leaks    {found['leaking_rows']:,} training rows that are also held out{dropped}"
+    yield from (f"note     {note}" for note in found["notes"])
+    for number, messages in enumerate(found["shown"], start=1):
+        said = "\n".join(str(message["content"]) for message in messages[:-1])
+        yield f"\nexample {number}\n{said}\n[[{messages[-1]['content']}]]"
+
+
+def _labels(items: Sequence[Item], verdict: VerdictFormat) -> dict[str, int]:
+    counts = Counter(verdict.label_of(item) for item in items)
+    return {text: counts[place] for place, text in enumerate(verdict.labels.texts)}
+
+
+def _split(own: argparse.Namespace, config: Config) -> int:
+    """Write judge_train.json, judge_val.json and judge_test.json with whole groups."""
+    from crosstune.cli.terminal.output import print_line
+    from crosstune.data.read.dataset_list import unweighted
+    from crosstune.files.json_files import write_json
+    from crosstune.recipes.judge.items import common_scale
+    from crosstune.recipes.judge.open_splits import HELD_OUT_SHARE, by_split, item_reader, split_groups
+    from crosstune.recipes.judge.read_items import split_row
+
+    reader, folder = item_reader(config), Path(own.split_to)
+    entries = unweighted(config.dataset, option="dataset")
+    found: list[Item] = [
+        item for entry in entries for source in by_split(entry.name).values() for item in reader.read(source)
+    ]
+    scale = common_scale(found, default=reader.scale)
+    splits = split_groups(found, shares=dict.fromkeys(("val", "test"), HELD_OUT_SHARE), seed=config.seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {name: folder / f"judge_{name}.json" for name in splits}
+    if there := [path for path in paths.values() if path.exists()]:
+        raise UserError(f"{there[0]} exists already.", do="choose another folder for --split_to")
+    for name, items in splits.items():
+        write_json(paths[name], [split_row(item, f"{name}-{n}", scale=scale) for n, item in enumerate(items)])
+        groups = len({item.group for item in items})
+        print_line(f"written  {paths[name]} ({len(items)} items in {groups} groups)")
+    print_line(f"train    crosstune judge train --dataset {shlex.quote(str(folder))}")
+    return EXIT_DONE
+
+
+def metric_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the metrics as rows, the judge and each baseline as columns; in brackets the 95 % interval."""
+    columns = {"judge": report, **report.get("baselines", {})}
+    names = [name for name in TITLES if any(name in each["metrics"] for each in columns.values())]
+    table = [Column(title="", cells=[*(TITLES[name] for name in names), "unreadable"])]
+    for title, each in columns.items():
+        cells = [*(_metric(each, name) for name in names), f"{each['num_unreadable']}"]
+        table.append(Column(title=title, cells=cells))
+    yield from table_lines(table, width=None)
+    yield f"{report['num_items']:,} items in {report['num_groups']:,} groups; 95 % intervals by resampling groups"
+    yield from (f"note: {note}" for note in report.get("notes", ()))
+
+
+def _metric(report: Mapping[str, Any], name: str) -> str:
+    value = report["metrics"].get(name)
+    if value is None or not math.isfinite(value):
+        return "-"
+    bounds = report.get("intervals", {}).get(name)
+    return f"{value:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
+
+
+def _worst_lines(worst: Sequence[Mapping[str, Any]], *, most: int = 3) -> Iterator[str]:
+    for row in worst[:most]:
+        answer = row.get("answer") or f"A: {row.get('answer_a')} B: {row.get('answer_b')}"
+        shown = textwrap.shorten(answer, 90, placeholder=" ...")
+        yield f"worst    {_verdict(row['predicted'], digits=1)} instead of {row['expected']}: {shown}"
+
+
+def _verdict(said: float | str | None, *, digits: int) -> str:
+    return "unreadable" if said is None else f"{said:.{digits}f}" if isinstance(said, float) else str(said)

@@ -1,0 +1,232 @@
+"""`crosstune ladder`: try optimisations one after the other, measure each, and keep what helps."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crosstune.cli.arguments import Parser, at_least, parse_config, print_json
+from crosstune.cli.terminal.units import duration
+from crosstune.config.schema import Config
+from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
+from crosstune.files.paths import shown_path
+
+if TYPE_CHECKING:
+    from crosstune.ladder.climb import Climbed, Step
+
+EXAMPLES = """examples:
+  crosstune ladder --model_name ./my-model --dataset chats.jsonl --name faster
+  crosstune ladder --config run.yaml --steps 50 --goal memory
+  crosstune ladder --config run.yaml --rungs larger_batch,fused_optimizer,packing
+  crosstune train --config runs/faster/train.yaml                  (train with the kept changes)
+
+Each rung is a change of the options. It is measured against the changes kept before, in child processes that take turns
+(A B B A), and kept if the loss keeps the rung's promise and speed or memory gain more than the trials differ among
+themselves. Run the same command again to continue a ladder that was stopped. `crosstune ladder --rungs list` lists the
+rungs."""
+READ_S = 1.0
+"""A shorter trial was read from an earlier start, so it does not predict the rest."""
+FEW_STEPS = 15
+"""Fewer measured steps give no reliable verdict."""
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "ladder",
+        description="Try optimisations of a training one after the other, measure each, and keep what helps.",
+        epilog=EXAMPLES,
+    )
+    parser.add_argument(
+        "--steps", type=at_least(2), default=30, metavar="N", help="steps of each trial (default 30)"
+    )
+    parser.add_argument(
+        "--rungs", metavar="A,B,...", help="rungs to try, in this order; without it all; list prints them"
+    )
+    parser.add_argument(
+        "--goal",
+        choices=("speed", "memory"),
+        default="speed",
+        help="speed (default) keeps changes that are faster, or smaller at the same speed; memory keeps changes that are "
+        "smaller, or faster at the same memory",
+    )
+    parser.add_argument(
+        "--trial_limit",
+        type=at_least(1.0),
+        default=1800.0,
+        metavar="SECONDS",
+        help="end a trial that takes longer (default 1800)",
+    )
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own, config = parse_config(make_parser(), words)
+    from crosstune.ladder.rungs import all_rungs
+
+    if own.rungs == "list":
+        for name, rung in all_rungs().items():
+            print(f"{name:<24} {rung.title} ({rung.gain}; {rung.promise.text})")
+        return EXIT_DONE
+    names = _chosen(own.rungs, list(all_rungs()))
+    from crosstune.files.run_lock import hold
+    from crosstune.files.run_record import move_aside
+    from crosstune.ladder.climb import check_request, check_same_ladder, make_request
+
+    folder = _folder(config)
+    with hold(folder):
+        check_request(config)
+        if config.overwrite and folder.exists():
+            move_aside(folder)
+        check_same_ladder(folder, make_request(config, rungs=names, steps=own.steps, goal=own.goal))
+        return _climb(own, config, names=names, folder=folder)
+
+
+def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], folder: Path) -> int:
+    """Measure, print and write the result; return the exit code. The caller holds the lock of the folder."""
+    from crosstune.cli.terminal.output import Output
+    from crosstune.ladder.climb import STATE, Ladder
+    from crosstune.ladder.trial import Trials
+    from crosstune.loop.stop import StopSignal
+
+    output = Output()
+    if own.steps < FEW_STEPS:
+        output.line(f"note     {own.steps} steps are too few for a verdict on speed; 30 or more are better")
+    if any((folder / "trials").glob("*.yaml")):
+        output.line(
+            "continue this ladder was begun before; its finished trials with the same options are taken over"
+        )
+    with StopSignal().listening() as stop:
+        warmup = min(own.steps - 1, max(2, own.steps // 6))
+        trials = Trials(
+            folder=folder / "trials",
+            steps=own.steps,
+            warmup=warmup,
+            limit_s=own.trial_limit,
+            should_stop=lambda: stop.requested,
+        )
+        shown = _Progress(output)
+        ladder = Ladder(
+            asked=config.options_asked(),
+            rungs=names,
+            trials=trials,
+            goal=own.goal,
+            on_step=shown.step,
+            on_trial=shown.trial,
+        )
+        try:
+            found = ladder.climb()
+        except KeyboardInterrupt:
+            again = "again, without --overwrite," if config.overwrite else "again"
+            output.line(f"stopped  {stop.reason or 'Ctrl-C'}; run the same command {again} to continue")
+            return EXIT_STOPPED
+    from crosstune.files.json_files import write_json
+    from crosstune.report.ladder_page import write_ladder_page
+
+    write_json(folder / STATE, found.to_json())
+    _write_result(folder, found)
+    page = write_ladder_page(folder, command=_train_command(folder))
+    _print_result(output, found, folder, page)
+    if own.json:
+        print_json(found.to_json() | {"folder": str(folder)})
+    return EXIT_DONE
+
+
+class _Progress:
+    """Print the current trial and the time left."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+        self.begun: float | None = None
+        self.times: list[float] = []
+
+    def trial(self, name: str, left: int) -> None:
+        now = time.monotonic()
+        if self.begun is not None and now - self.begun > READ_S:
+            self.times.append(now - self.begun)
+        self.begun = now
+        rest = (
+            f", at most {duration(statistics.median(self.times) * left)} left"
+            if len(self.times) > 1 and left > 1
+            else ""
+        )
+        self.output.line(f"trial    {name}{rest}")
+
+    def step(self, step: Step) -> None:
+        self.output.line(f"{_LABELS[step.outcome]:<8} {_describe(step)}")
+
+
+_LABELS = {"kept": "kept", "rolled back": "undone", "does not apply": "no use"}
+
+
+def _describe(step: Step) -> str:
+    change = ", ".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in step.change.items()
+    )
+    return f"{step.rung}{f' ({change})' if change else ''}: {step.why}"
+
+
+def _chosen(text: str | None, known: Sequence[str]) -> list[str]:
+    from crosstune.core.names import unknown_name
+
+    if text is None:
+        return list(known)
+    names = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
+    if not names:
+        raise UserError("--rungs names no rung.", do=f"the rungs: {', '.join(known)}")
+    for name in names:
+        if name not in known:
+            raise unknown_name("rung", name, known)
+    return list(dict.fromkeys(names))
+
+
+def _folder(config: Config) -> Path:
+    return Path(config.output_dir).expanduser() / (config.name or "ladder")
+
+
+def _write_result(folder: Path, found: Climbed) -> None:
+    """Write the options to train with."""
+    import yaml
+
+    from crosstune.files.atomic_files import write_text
+
+    options = {name: value for name, value in found.options.items() if name not in ("name", "overwrite")}
+    write_text(folder / "train.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
+
+
+def _train_command(folder: Path) -> str:
+    return f"crosstune train --config {shlex.quote(shown_path(folder / 'train.yaml'))}"
+
+
+def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None:
+    from crosstune.cli.terminal.units import size
+    from crosstune.ladder.trial import middle
+
+    kept = [step for step in found.steps if step.outcome == "kept"]
+    output.line("")
+    if found.ends is None:
+        tried = any(step.outcome == "rolled back" for step in found.steps)
+        why = "no change was better than the options" if tried else "none of them applies here"
+        output.line(f"result   no rung was kept: {why}")
+    elif (failed := found.ends.failed) is not None:
+        output.line(
+            f"result   {len(kept)} kept, but the trial {failed.name} at the end failed: {failed.error}"
+        )
+    else:
+        ends = found.ends
+        rates = [middle([ends.rate(trial) for trial in side]) for side in (ends.base, ends.new)]
+        unit = "tokens per second of processor time" if ends.by_cpu_time else "tok/s"
+        peaks = [middle([float(trial.peak_bytes) for trial in side]) for side in (ends.base, ends.new)]
+        output.line(
+            f"result   {len(kept)} kept: {rates[1]:,.0f} {unit} instead of {rates[0]:,.0f} (x {ends.speed:.2f}), "
+            f"peak memory {size(peaks[1])} instead of {size(peaks[0])} (x {ends.memory:.2f})"
+        )
+    for criterion in found.criteria:
+        output.line(f"{criterion.met:<11} {criterion.what}: {criterion.measured}")
+    output.line(f"page     {shown_path(page)}")
+    output.line(f"train    {_train_command(folder)}")

@@ -1,0 +1,360 @@
+"""`crosstune latents`: build (text, vector) pairs; decode, encode, sample and evaluate with a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name
+from crosstune.cli.terminal.output import Output
+from crosstune.cli.terminal.units import count, size
+from crosstune.config.load import cache_override
+from crosstune.core.errors import EXIT_DONE, UserError
+from crosstune.files.paths import shown_path
+
+if TYPE_CHECKING:
+    from crosstune.recipes.latent_diffusion.settings import DecodeOptions, OnStep
+    from crosstune.recipes.latent_diffusion.trained import Trained
+
+EXAMPLES = """examples:
+  crosstune latents build grammar --out pairs/grammar              generated sentences, nothing to download
+  crosstune latents build texts.txt --out pairs/mine               one text on each line, embedded with MiniLM
+  crosstune latents build wordnet --out pairs/wordnet --too_long drop
+  crosstune latents build texts.txt --out pairs/more --crops 4 --mixes 4   and more texts, made of spans of these
+  crosstune latents build original/ --out pairs/original           tokens/*.npz + latents/*.npy, or train_data.jsonl
+  crosstune latents export pairs/mine --out original --layout shards
+  crosstune train --recipe latent_diffusion --dataset pairs/mine --max_steps 2000
+  crosstune latents decode runs/NAME --text "the tiny cat sees a red ball" --live
+  crosstune latents decode runs/NAME --vectors vectors.npy --correct 8
+  crosstune latents encode runs/NAME --text "the tiny cat sees a red ball" --out vectors.npy
+  crosstune latents sample runs/NAME --samples 5 --temperature 0.8 --out vectors.npy
+  crosstune latents eval runs/NAME --data pairs/mine --correct 8 --json"""
+
+ACTIONS = {
+    "build": "make a folder of (text, vector) pairs from texts, a corpus or an original layout",
+    "export": "write a folder of pairs in one of the original layouts",
+    "decode": "turn vectors into texts; with --text, embed a text and decode its vector",
+    "encode": "turn texts into vectors with the model itself, by DDIM",
+    "sample": "make new texts and their vectors from noise, with a model trained on unconditional or random",
+    "eval": "score a model on held-out pairs, with controls",
+}
+
+
+class _LatentsParser(Parser):
+    """Refuse options that an action has no use for."""
+
+    def __init__(self) -> None:
+        summary = "\n".join(f"  {name:<8} {text}" for name, text in ACTIONS.items())
+        super().__init__(
+            "latents", description=f"Latents and the texts they stand for:\n\n{summary}", epilog=EXAMPLES
+        )
+        self.actions_of: dict[str, tuple[str, ...]] = {}
+
+    def add_for(self, actions: str, flag: str, *, help: str, **settings: Any) -> None:
+        """Add an option of some actions, named in one text with spaces between."""
+        names = tuple(actions.split())
+        self.actions_of[flag.removeprefix("--")] = names
+        default = settings.get("default")
+        shown = f" (default {default})" if default not in (None, -1, False) else ""
+        self.add_argument(flag, help=f"for {', '.join(names)}: {help}{shown}", **settings)
+
+    def refuse_others(self, own: argparse.Namespace) -> None:
+        """Raise for an option that was given to an action which has no use for it."""
+        for name, actions in self.actions_of.items():
+            if own.action not in actions and getattr(own, name) != self.get_default(name):
+                self.error(f"{own.action} takes no --{name}: it is for {', '.join(actions)}")
+
+
+def make_parser() -> _LatentsParser:
+    parser = _LatentsParser()
+    parser.add_argument("action", choices=tuple(ACTIONS))
+    parser.add_argument("target", type=read_path_or_name, metavar="TEXTS|PAIRS|RUN")
+    parser.add_for(
+        "build export encode sample", "--out", type=read_path, help="folder, or .npy file for vectors"
+    )
+    parser.add_for(
+        "build decode sample eval",
+        "--encoder",
+        type=read_path_or_name,
+        help="sentence-transformers folder, instead of minilm-l6-v2 or the model's own",
+    )
+    parser.add_for(
+        "build decode encode sample eval",
+        "--device",
+        help="torch device; without it, the GPU if there is one",
+    )
+    _add_data_arguments(parser)
+    _add_sampling_arguments(parser)
+    return parser
+
+
+def _add_data_arguments(parser: _LatentsParser) -> None:
+    add = parser.add_for
+    add("build", "--overwrite", action="store_true", help="replace the pairs in --out")
+    add("build", "--max_tokens", type=at_least(1), default=24, help="longest text")
+    add("build", "--too_long", choices=("error", "drop"), default="error", help="what to do with longer ones")
+    add("build", "--max_texts", type=at_least(1), default=-1, help="read at most this many")
+    add("build", "--crops", type=at_least(0), default=0, help="add so many spans of each training text")
+    add(
+        "build",
+        "--mixes",
+        type=at_least(0),
+        default=0,
+        help="add so many texts for each training text that join a span of it and one of another",
+    )
+    add("build", "--min_count", type=at_least(1), default=1, help="leave rarer tokens out of the vocabulary")
+    add("build", "--validation_share", type=at_least(0.0), default=0.05, help="share held out")
+    add("build", "--max_validation", type=at_least(0), default=1000, help="hold out at most this many")
+    add("build", "--vectors_dtype", choices=("fp32", "fp16"), default="fp32", help="dtype on disk")
+    add("build", "--file", type=read_path, help="a copy of the corpus, instead of downloading it")
+    add("export", "--layout", choices=("files", "shards"), default="shards", help="original layout")
+
+
+def _add_sampling_arguments(parser: _LatentsParser) -> None:
+    add = parser.add_for
+    add(
+        "build decode",
+        "--vectors",
+        type=read_path,
+        metavar="NPY",
+        help="a vector for each text, instead of embedding it",
+    )
+    add("decode encode", "--text", action="append", help="a text; may be repeated")
+    add("eval", "--data", type=read_path, metavar="PAIRS", help="a folder of pairs")
+    add(
+        "sample eval",
+        "--samples",
+        type=at_least(1),
+        help="how many; without it, 4 texts, or 1000 held-out pairs",
+    )
+    add(
+        "decode encode sample eval",
+        "--steps",
+        type=at_least(1),
+        help="denoising steps; without it 8, for encode 10, for sample 24",
+    )
+    add(
+        "decode sample eval",
+        "--temperature",
+        type=at_least(0.0),
+        help="0 takes the likeliest tokens, and is the default but for sample, where it is 1",
+    )
+    add("decode encode eval", "--guidance", type=at_least(0.0), default=1.0, help="classifier-free guidance")
+    add("decode encode sample eval", "--seed", type=at_least(0), default=0, help="seed of what is drawn")
+    add(
+        "decode eval",
+        "--correct",
+        type=at_least(0),
+        default=0,
+        metavar="ROUNDS",
+        help="rounds of embedding what was decoded, masking some of it and filling it in again",
+    )
+    add("decode eval", "--num_lengths", type=at_least(1), default=1, help="how many likely lengths to try")
+    add("decode sample", "--live", action="store_true", help="show every denoising step of the first text")
+
+
+def run(words: Sequence[str]) -> int:
+    parser = make_parser()
+    own = parser.parse_args(list(words))
+    needed = {"build": ("out",), "export": ("out",), "eval": ("data",)}.get(own.action, ())
+    for name in needed:
+        if getattr(own, name) is None:
+            parser.error(f"{own.action} needs --{name}")
+    if own.action == "decode" and (own.vectors is None) == (not own.text):
+        parser.error("decode needs either --vectors or --text")
+    if own.action == "encode" and not own.text:
+        parser.error("encode needs --text")
+    parser.refuse_others(own)
+    actions = {"build": _build, "export": _export, "decode": _decode, "encode": _encode}
+    return (actions | {"sample": _sample, "eval": _eval})[own.action](own)
+
+
+def _build(own: argparse.Namespace) -> int:
+    from crosstune.cli.terminal.screen import Screen
+    from crosstune.recipes.latent_diffusion.build import BuildRequest, build
+    from crosstune.recipes.latent_diffusion.encoders import MINILM
+    from crosstune.recipes.latent_diffusion.pair_folder import is_pair_folder
+    from crosstune.recipes.latent_diffusion.texts import WriteOptions
+
+    if own.validation_share >= 1:
+        raise UserError("--validation_share is 1 or more.", why="nothing would be left to train on.")
+    if is_pair_folder(own.out) and not own.overwrite:
+        raise UserError(
+            f"{own.out} holds pairs already.",
+            do="give another --out FOLDER, or replace them with --overwrite",
+        )
+    with Screen(live=True) as screen:
+        facts = build(
+            BuildRequest(
+                source=own.target,
+                out=own.out,
+                encoder=own.encoder or MINILM,
+                vectors=own.vectors,
+                file=own.file,
+                most_texts=own.max_texts,
+                crops=own.crops,
+                mixes=own.mixes,
+                validation_share=own.validation_share,
+                most_validation=own.max_validation,
+                options=WriteOptions(
+                    max_tokens=own.max_tokens,
+                    too_long=own.too_long,
+                    min_count=own.min_count,
+                    dtype=own.vectors_dtype,
+                ),
+                cache=cache_override(),
+                device=own.device,
+                progress=lambda stage, done, total: screen.show_stage(
+                    f"{stage} encoder or corpus",
+                    done=done,
+                    total=total,
+                    amounts=[size(done)],
+                    finished=done == total,
+                    quiet_s=1.0,
+                ),
+                on_text=lambda stage, done, total: screen.show_stage(
+                    stage,
+                    done=done,
+                    total=total,
+                    amounts=[f"{done:,} texts"],
+                    finished=done == total,
+                    quiet_s=1.0,
+                    unit=count,
+                ),
+            )
+        )
+    del facts["files"]
+    lines = _built_lines(facts, shown_path(own.out))
+    return print_result({"folder": str(own.out), **facts}, lines, as_json=own.json)
+
+
+def _built_lines(facts: Mapping[str, Any], folder: str) -> Iterator[Line]:
+    splits = ", ".join(f"{count:,} {split}" for split, count in sorted(facts["splits"].items()))
+    left = [f"{number:,} {why.replace('_', ' ')}" for why, number in facts["left_out"].items() if number]
+    yield f"texts    {splits}; at most {facts['max_tokens']} tokens, vocabulary {facts['vocabulary']:,}"
+    yield f"vectors  {facts['dim']} dimensions, from {facts['encoder'].get('name')}"
+    if left:
+        yield f"left out {', '.join(left)}"
+    if number := facts["vectors_normalised_here"]:
+        yield f"note     {number:,} vectors did not have norm 1 and were normalised"
+    yield f"pairs    {folder}"
+    yield f"train    crosstune train --recipe latent_diffusion --dataset {shlex.quote(folder)}"
+
+
+def _export(own: argparse.Namespace) -> int:
+    from crosstune.recipes.latent_diffusion.layouts import write_layout
+    from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
+
+    number = write_layout(open_pairs(read_path(own.target)), own.out, layout=own.layout)
+    found = {"folder": str(own.out), "pairs": number, "layout": own.layout}
+    return print_result(found, [f"wrote    {number:,} pairs as {own.layout} to {own.out}"], as_json=own.json)
+
+
+def _decode(own: argparse.Namespace) -> int:
+    from crosstune.recipes.latent_diffusion.evaluation import decode
+
+    trained, output = _open(own), Output()
+    live = own.live and not own.json
+
+    def show_round(done: int, cosine: float) -> None:
+        output.line(f"round {done:>2}/{own.correct}  mean cosine {cosine:.4f}")
+
+    found = decode(
+        trained,
+        vectors=own.vectors,
+        texts=own.text or [],
+        options=_options(own, steps=8),
+        encoder=own.encoder,
+        rounds=own.correct,
+        device=own.device,
+        on_step=_live(trained, output) if live else None,
+        on_round=show_round if live else None,
+    )
+    for note in () if own.json else found["notes"]:
+        output.line(f"note     {note}")
+    return print_result(found, [row["text"] for row in found["texts"]], as_json=own.json)
+
+
+def _encode(own: argparse.Namespace) -> int:
+    from crosstune.recipes.latent_diffusion.evaluation import encode
+
+    steps = own.steps or 10
+    found = encode(_open(own), own.text, steps=steps, guidance=own.guidance, seed=own.seed, out=own.out)
+    lines = [" ".join(f"{value:.4f}" for value in row) for row in found["vectors"]]
+    wrote = [f"wrote    {len(lines)} vectors to {own.out}"] if own.out is not None else []
+    return print_result(found, lines + wrote, as_json=own.json)
+
+
+def _sample(own: argparse.Namespace) -> int:
+    from crosstune.recipes.latent_diffusion.evaluation import sample
+
+    trained, output = _open(own), Output()
+    found = sample(
+        trained,
+        own.samples or 4,
+        options=_options(own, steps=24, temperature=1.0),
+        encoder=own.encoder,
+        device=own.device,
+        out=own.out,
+        on_step=_live(trained, output) if own.live and not own.json else None,
+    )
+    print_result(found, [row["text"] for row in found["texts"]], as_json=own.json)
+    if own.out is not None and not own.json:
+        output.line(f"wrote    {len(found['texts'])} vectors to {own.out}")
+    return EXIT_DONE
+
+
+def _eval(own: argparse.Namespace) -> int:
+    from crosstune.recipes.latent_diffusion.evaluation import evaluate
+
+    output = Output()
+    found = evaluate(
+        _open(own),
+        own.data,
+        options=_options(own, steps=8),
+        rounds=own.correct,
+        samples=own.samples or 1000,
+        encoder=own.encoder,
+        device=own.device,
+        on_stage=lambda stage: output.line(f"{stage} ..."),
+    )
+    return print_result(found, _eval_lines(found), as_json=own.json)
+
+
+def _eval_lines(found: Mapping[str, Any]) -> Iterator[Line]:
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield f"{name:<24} " + "  ".join(f"{key} {number:.4g}" for key, number in value.items())
+        elif isinstance(value, (int, float)):
+            yield f"{name:<24} {value:.4g}"
+    for row in found.get("texts", ()):
+        yield "\n".join(f"  {name:<12} {text}" for name, text in row.items()) + "\n"
+
+
+def _open(own: argparse.Namespace) -> Trained:
+    from crosstune.recipes.latent_diffusion.trained import open_trained
+
+    return open_trained(read_path(own.target), device=own.device)
+
+
+def _options(own: argparse.Namespace, *, steps: int, temperature: float = 0.0) -> DecodeOptions:
+    from crosstune.recipes.latent_diffusion.settings import DecodeOptions
+
+    return DecodeOptions(
+        steps=own.steps or steps,
+        temperature=own.temperature if own.temperature is not None else temperature,
+        guidance=own.guidance,
+        num_lengths=own.num_lengths,
+        seed=own.seed,
+    )
+
+
+def _live(trained: Trained, output: Output) -> OnStep:
+    """Return a function that prints the first text after each denoising step, a line for each."""
+
+    def show(step: int, steps: int, tokens: Any) -> None:
+        output.line(f"step {step:>3}/{steps}  {trained.vocabulary.show(tokens[0].tolist())}")
+
+    return show

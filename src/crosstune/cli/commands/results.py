@@ -1,0 +1,268 @@
+"""`crosstune merge`, `export` and `convert`: write the result of a run, or a model, in another form."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name
+from crosstune.cli.terminal.output import GOOD, WARNING
+from crosstune.core.events import Observer
+from crosstune.core.quantization import quantizer_names, read_quantizers
+
+if TYPE_CHECKING:
+    from crosstune.results.opened import Request
+
+Report = dict[str, Any]
+
+MERGE_EXAMPLES = """examples:
+  crosstune merge runs/demo
+  crosstune merge runs/demo/adapter --out merged --dtype fp32
+  crosstune merge runs/qlora --into dequantized
+
+An adapter trained over a quantized base has learned to correct its quantization errors. `--into original` merges it into
+the weights before quantization, `--into dequantized` into exactly the weights used in training. Both are measured."""
+EXPORT_EXAMPLES = """examples:
+  crosstune export runs/demo --to hf
+  crosstune export runs/demo --to gguf --gguf_type q8_0    (a folder with the file and a record of its making)
+  crosstune export runs/demo --to gguf --out demo.gguf     (the file alone)
+  crosstune export runs/demo --to mlx --n_bits 4 --group_size 64
+  crosstune export smollm2-135m --to mlx --out smollm2-mlx
+
+Every result is loaded again and compared with the trained model: logits, chat template, bos and eos tokens."""
+CONVERT_EXAMPLES = """examples:
+  crosstune convert models/llama-bnb-4bit --from bnb --to hqq --n_bits 4 --group_size 128
+  crosstune convert models/llama-bnb-4bit --from bnb --to quanto --original models/llama
+  crosstune convert smollm2-135m --to bnb
+  crosstune convert models/llama-hqq-4bit --to none
+  crosstune convert smollm2-135m --to mlx --n_bits 4 --group_size 64
+  crosstune convert models/llama-mlx-4bit --to hf
+  crosstune convert runs/demo/adapter --to mlx
+
+A quantized folder can be trained over directly:
+  crosstune train --model_name models/llama-hqq-4bit --train_type qlora --quantization_backend hqq --group_size 128"""
+_TRY = {"hf": "crosstune chat {}", "mlx": "mlx_lm.chat --model {}", "gguf": "llama-cli -m {} -cnv"}
+"""Format -> a command of the tool that reads it."""
+
+
+def make_parser_merge() -> Parser:
+    about = "Merge a LoRA or DoRA adapter into the weights of its base model."
+    parser = Parser("merge", description=about, epilog=MERGE_EXAMPLES)
+    parser.add_argument("target", type=read_path_or_name, metavar="RUN|ADAPTER", help="a run or an adapter")
+    _add_request_arguments(parser)
+    return parser
+
+
+def run_merge(words: Sequence[str]) -> int:
+    own = make_parser_merge().parse_args(list(words))
+
+    from crosstune.results.merge import merge
+
+    return _make(lambda observer: merge(_read_request(own), observer=observer), own)
+
+
+def make_parser_export() -> Parser:
+    parser = Parser(
+        "export", description="Write a trained run, or any model, for other tools.", epilog=EXPORT_EXAMPLES
+    )
+    add = parser.add_argument
+    add("target", type=read_path_or_name, metavar="RUN|ADAPTER|MODEL", help="a run, an adapter or a model")
+    add("--to", required=True, choices=("hf", "mlx", "gguf"), help="the format to write")
+    types = ("auto", "f32", "f16", "bf16", "q8_0")
+    add("--gguf_type", choices=types, help="tensor type of a GGUF file (default: that of the weights)")
+    add("--n_bits", type=at_least(1), help="bits per weight for MLX (default 16: not quantized)")
+    add("--group_size", type=at_least(1), help="weights that share a scale, for MLX (default 64)")
+    _add_request_arguments(parser)
+    return parser
+
+
+def run_export(words: Sequence[str]) -> int:
+    own = make_parser_export().parse_args(list(words))
+
+    from crosstune.results.export import Form, export
+
+    form = Form(
+        to=own.to, bits=own.n_bits or 16, group_size=own.group_size or 64, kind=own.gguf_type or "auto"
+    )
+    used_by = {"n_bits": ["mlx"], "group_size": ["mlx"], "gguf_type": ["gguf"]}
+    return _make(
+        lambda observer: export(_read_request(own), form, observer=observer),
+        own,
+        used_by=used_by,
+        lines=lambda report: [
+            *_report_lines(report),
+            f"try it   {_TRY[own.to].format(shlex.quote(str(_written_path(report))))}",
+        ],
+    )
+
+
+def make_parser_convert() -> Parser:
+    about = "Rewrite a model folder with its weights quantized, quantized differently, or dequantized."
+    parser = Parser("convert", description=about, epilog=CONVERT_EXAMPLES)
+    add, names = parser.add_argument, quantizer_names()
+    add(
+        "model",
+        type=read_path_or_name,
+        metavar="MODEL",
+        help="a folder, or any model that --model_name takes",
+    )
+    held = "check that the folder holds these weights (default: no check)"
+    add("--from", dest="held", choices=(*names, "none"), help=held)
+    to = "the quantizer; none or hf for dense weights. For an adapter folder: mlx or peft"
+    add("--to", required=True, choices=(*names, "none", "hf", "peft"), help=to)
+    bits = "bits per weight (default 4); with --to mlx, 16 for dense weights"
+    add("--n_bits", type=at_least(1), help=bits)
+    add("--group_size", type=at_least(1), help="weights that share a scale (default 64)")
+    add("--quant_type", help="nf4 or fp4 (bnb), int or float8 (quanto)")
+    add("--double_quant", choices=("true", "false"), help="bnb: quantize the scales too (default true)")
+    original = (
+        "folder of the weights before quantization, or none to ignore them. For an adapter: its base model"
+    )
+    add("--original", type=read_path_or_name, help=original)
+    _add_output_arguments(
+        parser,
+        out="folder for the result (default: named after the model and the format, such as NAME-mlx-4bit)",
+        dtype="dtype of dense weights and of scales (default: the model's)",
+        force="accept an --original that is not the recorded one",
+    )
+    return parser
+
+
+def run_convert(words: Sequence[str]) -> int:
+    own = make_parser_convert().parse_args(list(words))
+
+    from crosstune.results.convert import ConvertRequest, convert
+
+    request = ConvertRequest(
+        model=own.model,
+        to=own.to,
+        held=own.held,
+        bits=own.n_bits or 4,
+        group_size=own.group_size or 64,
+        kind=own.quant_type or "auto",
+        double=own.double_quant != "false",
+        dtype=own.dtype,
+        original=own.original,
+        out=own.out,
+        force=own.force,
+        backend=own.backend,
+    )
+    quantizers = read_quantizers()
+    used_by = {
+        "n_bits": list(quantizers),
+        "group_size": list(quantizers),
+        "quant_type": [name for name, each in quantizers.items() if each.takes_kind],
+        "double_quant": [name for name, each in quantizers.items() if each.bits_with_double_quant],
+    }
+    make = lambda observer: convert(request, observer=observer)  # noqa: E731
+    return _make(make, own, used_by=used_by, lines=_convert_lines)
+
+
+def _convert_lines(report: Report) -> Iterable[Line]:
+    """Yield the lines of a converted adapter, of a conversion with a bound, or of one without."""
+    if "exact" in report:
+        yield from _warnings(report)
+        yield f"checked  {report['num_matrices']} matrices: converting back gives the same bits"
+        yield f"written  {report['path']}"
+        return
+    original = "original weights" if report["started_from"] == "original" else "dequantized weights"
+    yield f"converted {report['from']} -> {report['to']}, from the {original}, compared with {report['reference']}"
+    if "agreement" in report:
+        if "before" in report:
+            yield f"  before  relative error of the weights {report['before']['weights']:.4f}"
+            yield f"          {_agreement(report['before']['agreement'])}"
+        yield from _report_lines(report)
+        return
+    yield from _warnings(report)
+    for name in ("before", "after"):
+        if name in report["weights"]:
+            weights = report["weights"][name]
+            yield (
+                f"  {name:<7} relative error of the weights {weights['relative']:.4f} "
+                f"(worst {weights['worst']:.4f}, {weights['worst_layer']})"
+            )
+            yield f"  {'':<7} {_agreement(report['logits'][name])}"
+    yield f"written  {report['path']}"
+
+
+def _add_request_arguments(parser: Parser) -> None:
+    """Add the arguments that `_read_request` reads."""
+    into = "weights to merge into: the original ones (default), or the dequantized ones"
+    parser.add_argument("--into", choices=("original", "dequantized"), help=into)
+    parser.add_argument("--base", type=read_path_or_name, help="the base model, if not at its recorded name")
+    _add_output_arguments(
+        parser,
+        out="folder for the result",
+        dtype="dtype of the weights (default: the base model's)",
+        force="accept a base model that is not the recorded one",
+    )
+
+
+def _add_output_arguments(parser: Parser, *, out: str, dtype: str, force: str) -> None:
+    """Add the arguments that every result has, with these help texts."""
+    parser.add_argument("--out", type=lambda text: read_path(text).absolute(), help=out)
+    parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help=dtype)
+    parser.add_argument("--force", action="store_true", help=force)
+    parser.add_argument("--backend", default="auto", help="backend to run on (default auto)")
+
+
+def _read_request(own: argparse.Namespace) -> Request:
+    from crosstune.results.opened import Request
+
+    names = ("target", "out", "into", "dtype", "base", "force", "backend")
+    return Request(**{name: getattr(own, name) for name in names})
+
+
+def _make(
+    make: Callable[[Observer], Report],
+    own: argparse.Namespace,
+    *,
+    used_by: Mapping[str, Sequence[str]] | None = None,
+    lines: Callable[[Report], Iterable[Line]] | None = None,
+) -> int:
+    """Make a result, show its progress and print its report; warn about options without effect."""
+    from crosstune.cli.terminal.screen import Screen
+
+    with Screen(live=not own.json) as screen:
+        report = make(screen)
+    is_adapter = "exact" in report
+    unused = [
+        f"--{option} has no effect {'on an adapter' if is_adapter else f'with --to {own.to}'}"
+        for option, forms in (used_by or {}).items()
+        if getattr(own, option) is not None and (is_adapter or own.to not in forms)
+    ]
+    report["warnings"] = [*report.get("warnings", ()), *unused]
+    return print_result(report, (lines or _report_lines)(report), as_json=own.json)
+
+
+def _report_lines(report: Report) -> Iterable[Line]:
+    """Yield the warnings, the comparisons of logits and the path of a result."""
+    yield from _warnings(report)
+    yield f"checked  {_agreement(report['agreement'])} (bound {report['bound']:g})", GOOD
+    for name in ("unquantized", "own_reader"):
+        if name in report:
+            numbers = _agreement(report[name]["agreement"])
+            yield f"{'  ' + name:<15} {numbers} (bound {report[name]['bound']:g})"
+    for name, agreement in report.get("against_trained", {}).items():
+        yield f"{'  ' + name:<15} against the trained model: {_agreement(agreement)}"
+    yield f"written  {_written_path(report)}"
+
+
+def _written_path(report: Report) -> Path:
+    """Return the folder of a result, or the one file in it."""
+    path = Path(report["path"])
+    return path / report["file"] if "file" in report and path.is_dir() else path
+
+
+def _warnings(report: Report) -> Iterable[Line]:
+    return [(f"warning  {sentence}", WARNING) for sentence in report.get("warnings", ())]
+
+
+def _agreement(agreement: Mapping[str, float]) -> str:
+    return (
+        f"max difference {agreement['max_abs']:.2e}  mean KL {agreement['mean_kl']:.2e}  "
+        f"same top token {100 * agreement['top1']:.1f} %  relative {agreement['relative']:.2e}"
+    )

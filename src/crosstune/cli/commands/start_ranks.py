@@ -1,0 +1,81 @@
+"""Start the processes of a run from `crosstune train`, on this machine or as one of several."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+
+from crosstune.backends._host import num_cores
+from crosstune.cli.terminal.output import WARNING, Output, print_error
+from crosstune.config.schema import Config
+from crosstune.config.time_limits import limits_of
+from crosstune.core.errors import UserError
+from crosstune.distributed.environment import Nodes
+from crosstune.distributed.launch import launch, ring_environments, torch_environments
+
+CROWD = 4
+"""Processes per processor above which we remark on it."""
+
+
+def processes_here(config: Config, nodes: Nodes | None) -> int:
+    """Return the number of processes to start on this machine, from --world_size or the guides' variables."""
+    from crosstune.runs.pipeline import num_processes
+
+    if nodes is None:
+        return num_processes(config)
+    num_nodes, num_local = nodes.num_nodes, nodes.num_local
+    if config.world_size > 0 and num_local is None:
+        num_local, rest = divmod(config.world_size, num_nodes)
+        if rest or not num_local:
+            raise UserError(
+                f"--world_size {config.world_size} processes cannot be divided over {num_nodes} machines (NNODES).",
+                do=f"choose a multiple of {num_nodes}, or set NPROC_PER_NODE on each machine",
+            )
+    if config.world_size > 0 and num_local is not None and num_nodes == 1 and config.world_size != num_local:
+        raise UserError(
+            f"--world_size is {config.world_size}, but NNODES x NPROC_PER_NODE is {num_nodes} x {num_local}.",
+            do="leave out --world_size, or unset NPROC_PER_NODE",
+        )
+    return num_processes(config, num_local=num_local if num_local is not None else -1)
+
+
+def remark_on_crowd(backend: str, num_local: int, *, cores: int) -> str:
+    """Return a remark if there are many more processes than processors; else an empty text."""
+    if backend != "cpu" or num_local <= CROWD * cores:
+        return ""
+    return (
+        f"{num_local} processes share the {cores} processors of this machine, and each loads all libraries: "
+        f"{cores} or fewer would train faster (--world_size)"
+    )
+
+
+def start_ranks(words: Sequence[str], config: Config, *, nodes: Nodes | None, num_local: int) -> int:
+    """Run the same command as ranks, and return the exit code of the run."""
+    from crosstune.runs.pipeline import plan_here
+
+    command = [sys.executable, "-m", "crosstune", "train", *words]
+    plan, limits = plan_here(config), limits_of(config)
+    engine = plan.engine
+    if remark := remark_on_crowd(plan.backend.name, num_local, cores=num_cores()):
+        Output().line(remark, style=WARNING)
+    if engine == "mlx" and nodes is not None and nodes.num_nodes > 1:
+        raise UserError(
+            "MLX does not train on several machines with NNODES and NODE_RANK.",
+            do="start the processes with mlx.launch, which knows the machines of the ring",
+        )
+    outcome = launch(
+        command,
+        num_local=num_local,
+        environments=ring_environments if engine == "mlx" else torch_environments,
+        nodes=nodes,
+        max_restarts=config.max_restarts,
+        connect_s=limits.connect_s,
+        collective_s=limits.collective_s,
+        port=config.master_port if "master_port" in config.sources else None,
+        say=print_error,
+    )
+    if outcome.lines:
+        print_error(outcome.lines)
+    gc.freeze()  # otherwise collecting torch's objects at exit takes seconds
+    return outcome.code

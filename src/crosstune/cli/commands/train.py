@@ -1,0 +1,149 @@
+"""`crosstune train`: fine-tune a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
+from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name
+from crosstune.config.schema import Config
+from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
+from crosstune.core.events import Observer
+from crosstune.distributed.environment import read_nodes, read_ranks
+from crosstune.process.ranks import Group
+
+if TYPE_CHECKING:
+    from crosstune.cli.terminal.screen import Screen
+    from crosstune.loop.stop import StopSignal
+    from crosstune.runs.pipeline import RunResult
+    from crosstune.tracking.observe import Tracking
+
+EXAMPLES = """examples:
+  crosstune train
+  crosstune train --model_name ./my-model --dataset chats.jsonl --num_epochs 3 --name first-try
+  crosstune train --train_type full --lr 2e-5 --precision bf16 --use_gradient_checkpointing
+  crosstune train --base_precision fp8                    (LoRA over a frozen base in fp8, on GPUs that have it)
+  crosstune train --config run.yaml --max_steps 20        (flags override the file)
+  crosstune train --name long --num_epochs 3 --save_steps 100 --resume auto     (run it again to continue after a kill)
+  crosstune train --name seen --log_to tensorboard,wandb --project_name my-runs   (WANDB_MODE=offline keeps wandb here)
+  crosstune train --resume runs/long                      (continue a run with its own options)
+  crosstune train --emulate mps --machine apple-m1-16gb   (check whether this run would work on that Mac)"""
+
+
+def make_parser() -> Parser:
+    parser = Parser("train", description="Fine-tune a model on this machine.", epilog=EXAMPLES)
+    parser.add_argument(
+        "--machine",
+        type=read_path_or_name,
+        metavar="NAME|FILE",
+        help="with --emulate: the machine to emulate",
+    )
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own, config = parse_config(make_parser(), words)
+    if config.emulate is not None:
+        from crosstune.cli.commands.plan import run_emulated
+
+        return run_emulated(config, machine=own.machine, as_json=own.json, with_plan=False)
+    if own.machine is not None:
+        raise UserError(
+            "train runs on this machine: --machine only works with --emulate.",
+            do="crosstune plan --machine shows what another machine would do",
+        )
+
+    ranks, nodes = read_ranks(config), read_nodes(config)
+    if ranks is None:
+        from crosstune.cli.commands.start_ranks import processes_here, start_ranks
+
+        if (num_local := processes_here(config, nodes)) > 1 or (nodes is not None and nodes.num_nodes > 1):
+            return start_ranks(words, config, nodes=nodes, num_local=num_local)
+    elif ranks.launcher is not None:
+        from crosstune.distributed.launch import follow
+
+        follow(ranks.launcher)
+    from crosstune.distributed.group import connected, naming_rank
+
+    with connected(config, ranks) as group, naming_rank(group):
+        return _train(after_restart(config, group), ["crosstune", "train", *words], group, as_json=own.json)
+
+
+def after_restart(config: Config, group: Group) -> Config:
+    """Return the request of this attempt: after a restart it continues the run that an earlier one began."""
+    from crosstune.checkpoint.read import newest_valid
+    from crosstune.distributed.group import recall_folder, restarted
+
+    if (folder := recall_folder(group)) is None:
+        return config
+    found = (
+        newest_valid(folder / CHECKPOINTS, on_damaged=lambda error: None, hashes=False)
+        if group.ranks.first
+        else None
+    )
+    return restarted(config, folder, has_checkpoint=group.any(found is not None))
+
+
+def _train(config: Config, command: Sequence[str], group: Group, *, as_json: bool) -> int:
+    result, report = show_training(config, group, command=command, as_json=as_json)
+    summary = result.summary
+    if as_json and group.ranks.first:
+        print_json(summary | {"folder": str(result.folder), "report": str(report) if report else None})
+    leave_together(result, group)
+    return EXIT_DONE if summary["status"] == "finished" else EXIT_STOPPED
+
+
+def show_training(
+    config: Config,
+    group: Group,
+    *,
+    command: Sequence[str] | None = None,
+    observers: Sequence[Observer] = (),
+    stop: StopSignal | None = None,
+    tracking: Tracking | None = None,
+    quiet: bool = False,
+    as_json: bool = False,
+) -> tuple[RunResult, Path | None]:
+    """Train, show the progress and the outcome unless `quiet`, and write the report; return the run and the report."""
+    from crosstune.cli.terminal.event_lines import print_ending
+    from crosstune.cli.terminal.screen import open_screen
+    from crosstune.loop.stop import StopSignal
+    from crosstune.runs.pipeline import train
+
+    with open_screen(config, as_json=as_json, quiet=quiet) as screen:
+        result = train(
+            config,
+            observers=[screen, *observers],
+            command=command,
+            group=group,
+            stop=stop,
+            tracking=tracking,
+        )
+    report = None
+    if group.ranks.first:
+        with StopSignal().listening():  # the run is over: a signal must not interrupt its report
+            report = _write_report(result.folder, screen)
+        print_ending(result.summary, result.folder, report, screen.output)
+        screen.output.drain()
+    return result, report
+
+
+def leave_together(result: RunResult, group: Group) -> None:
+    """Wait for the other processes of a run, and raise the error that ended it early."""
+    if not isinstance(result.failure, PeerLost):
+        group.meet()  # under mlx.launch, the first process to exit ends the others
+    if result.failure is not None:
+        raise result.failure
+
+
+def _write_report(folder: Path, screen: Screen) -> Path | None:
+    from crosstune.cli.terminal.output import WARNING
+    from crosstune.report import write_report
+
+    try:
+        return write_report(folder)
+    except UserError as error:  # the run itself succeeded
+        screen.output.line("\n".join(error.lines()), style=WARNING)
+        return None

@@ -1,0 +1,388 @@
+"""Show the progress of a run: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import singledispatchmethod
+from typing import Any, TextIO
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from crosstune.cli.terminal.event_lines import event_lines
+from crosstune.cli.terminal.output import GOOD, QUIET, STRONG, WARNING, Output
+from crosstune.cli.terminal.streams import Stream
+from crosstune.cli.terminal.units import duration, figure, size
+from crosstune.config.conditions import screen_in
+from crosstune.config.schema import Config
+from crosstune.core.events import (
+    Evaluated,
+    Evaluating,
+    EvaluationStarted,
+    Event,
+    Failed,
+    Interrupted,
+    ModelProgress,
+    ResultSaved,
+    StepMetrics,
+    Stopped,
+    Tokenizing,
+    TrainingEnded,
+    TrainingStarted,
+)
+from crosstune.core.safe_text import printable
+
+MIN_BAR, MAX_BAR = 6, 30
+NARROW = 60
+REFRESH_PER_SECOND = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarLine:
+    """A title, a bar and some figures, the most important ones first: those that do not fit are left out."""
+
+    title: str
+    short_title: str = ""
+    """The title on a narrow terminal."""
+    share: float
+    """The finished share of the work, from 0 to 1."""
+    figures: Sequence[str] = ()
+
+    def render(self, width: int, *, ascii_only: bool = False) -> Text:
+        """Return one line of at most `width` columns, with a whole bar if a title of its length allows one."""
+        narrow = bool(self.short_title) and width < NARROW
+        title = _shorten(printable(self.short_title if narrow else self.title), width - MIN_BAR - 1)
+        shown = [printable(word) for word in self.figures]
+        while shown and cell_len(title) + MIN_BAR + 1 + sum(cell_len(word) + 2 for word in shown) > width:
+            shown.pop()
+        used = cell_len(title) + 1 + sum(cell_len(word) + 2 for word in shown)
+        length = max(0, min(MAX_BAR, width - used))
+        full = round(length * min(1.0, max(0.0, self.share)))
+        done, left = ("#", "-") if ascii_only else ("━", "─")  # told apart without colours too
+        bar = [
+            (done * full, "green" if self.share >= 1 else "cyan"),
+            (left * (length - full), "bright_black"),
+        ]
+        return Text.assemble(title, " ", *bar, *(f"  {word}" for word in shown), no_wrap=True)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # One column stays free: terminals differ in what they do after writing the last one.
+        yield self.render(options.max_width - 1, ascii_only=options.ascii_only)
+
+
+class LiveLine:
+    """The last line of a terminal, rewritten as work proceeds; lines printed on the console appear above it."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._live: Live | None = None
+
+    @property
+    def is_shown(self) -> bool:
+        return self._live is not None
+
+    def show(self, line: BarLine) -> None:
+        if self._live is None:
+            self._live = Live(
+                console=self.console,
+                refresh_per_second=REFRESH_PER_SECOND,
+                transient=True,
+                # Text printed by others goes above the line, unless it goes to a file.
+                redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+                redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
+            )
+            self._live.update(line)
+            self._live.start(refresh=True)
+        else:
+            self._live.update(line)
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _shorten(text: str, width: int) -> str:
+    """Return `text`, without its beginning when it is wider than `width`: the end of a path says the most."""
+    if cell_len(text) <= width:
+        return text
+    words = text.split(" ")
+    while len(words) > 1 and cell_len(" ".join(words)) > width - 4:
+        words.pop(0)
+    return "... " + " ".join(words) if cell_len(" ".join(words)) <= width - 4 else words[-1][-max(1, width) :]
+
+
+PLAIN_S = 10.0
+"""Without a live line, print the progress of a long operation at most this often."""
+MOST_STEP_LINES = 20
+"""Without a live line and --log_every_n_steps, print about this many lines for a run, and one every minute."""
+SILENT_S = 60.0
+RECENT_STEPS = 20
+"""Steps that the shown speed and time left are measured on."""
+LIVE_S = 0.1
+
+NOT_SHOWN: tuple[type[Event], ...] = (Failed, Interrupted)
+"""Events that print nothing here: the command prints the error that ended the run."""
+
+
+def open_screen(config: Config, *, as_json: bool = False, quiet: bool = False) -> Screen:
+    """Return the screen that a configuration asks for. With `as_json`, standard output is for the result alone."""
+    shown = screen_in(config.log_to)
+    stream: Any = sys.stdout if shown == "stdout" and not as_json else sys.stderr
+    if stream is not None and not isinstance(stream, Stream) and stream.isatty():  # not from the command line
+        stream = Stream(stream, keeps_return=True)
+    if isinstance(stream, Stream):
+        stream.unblock()
+    screen = Screen(
+        live=shown == "tqdm" and not quiet,
+        every=config.log_every_n_steps if "log_every_n_steps" in config.sources else None,
+        verbose=config.verbose,
+        stream=stream,
+    )
+    screen.output.console.quiet = quiet
+    return screen
+
+
+class Screen:
+    """Print events and steps. On a terminal, a bar shows step, loss, time left, tokens per second and memory."""
+
+    def __init__(
+        self,
+        *,
+        live: bool,
+        every: int | None = None,
+        verbose: bool = False,
+        stream: TextIO | None = None,
+    ) -> None:
+        """With `every`, print a line each so many steps, above the live bar too; without, choose when to print one."""
+        self.output = Output(stream)
+        self.live = live and self.output.is_terminal
+        self.every = every if every is not None else (1 if verbose else None)
+        self.verbose = verbose
+        self.num_steps = 0
+        self._line = LiveLine(self.output.console)
+        self._bar: BarLine | None = None
+        """The training's bar, shown again after an evaluation."""
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
+        """Seconds and tokens of recent steps: an average over the run would not show that a machine slowed down."""
+        self._is_warm = False
+        self._last_step_line = (0, 0.0)
+        self._stage = ""
+        self._stage_started = 0.0
+        self._stage_finished = False
+        self._last_shown = 0.0
+        self._last_metrics: dict[str, float] = {}
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._line.clear()
+        self._bar = None
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        step = metrics["step"]
+        if self._recent and not self._is_warm:  # the first step includes warm-up
+            self._recent.clear()
+            self._is_warm = True
+        self._recent.append((metrics["step_s"], metrics["tokens"]))
+        title = f"step {step}/{self.num_steps}"
+        figures = self._figures(metrics)
+        if self.live:
+            self._show_training(step, figures)
+        if self._line_due(step):
+            self._last_step_line = step, time.monotonic()
+            self.output.line("  ".join([title, *_with_samples(metrics, figures)]))
+
+    def _show_training(self, step: int, figures: Sequence[str]) -> None:
+        place = f"{step}/{self.num_steps}"
+        share = step / max(1, self.num_steps)
+        self._bar = BarLine(title=f"step {place}", short_title=place, share=share, figures=figures)
+        self._line.show(self._bar)
+
+    def _figures(self, metrics: StepMetrics) -> list[str]:
+        """Return the figures of a step, the most important first: a narrow terminal has no room for the last ones."""
+        loss = "skipped" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
+        seconds, tokens = (sum(column) for column in zip(*self._recent, strict=True))
+        left = seconds / len(self._recent) * (self.num_steps - metrics["step"])
+        return [
+            f"loss {loss}",
+            f"left {duration(left)}",
+            f"{tokens / max(seconds, 1e-9):,.0f} tok/s",
+            f"mem {size(metrics['memory_bytes'])}",
+            f"lr {metrics['lr']:.2e}",
+        ]
+
+    def _line_due(self, step: int) -> bool:
+        if self.every is not None:
+            return step % self.every == 0
+        if self.live:
+            return False
+        last, at = self._last_step_line
+        idle_s = time.monotonic() - at
+        share_done = (step - last) * MOST_STEP_LINES >= self.num_steps
+        return last == 0 or step == self.num_steps or (share_done and idle_s >= 1) or idle_s >= SILENT_S
+
+    @singledispatchmethod
+    def on_event(self, event: Event) -> None:
+        """Print an event; those in `NOT_SHOWN` have no lines."""
+        self._print_event(event)
+
+    def _print_event(self, event: Event) -> None:
+        for text, style in event_lines(event):
+            self.output.line(text, style=style)
+
+    @on_event.register
+    def _on_model_progress(self, event: ModelProgress) -> None:
+        finished = event.total is not None and event.done >= event.total
+        title = f"model    {event.model}: {event.stage}"
+        partly = f"{size(event.done)} of {size(event.total)}" if event.total else size(event.done)
+        amount = size(event.done) if finished else partly
+        # Print nothing for a model that is ready within a second.
+        self.show_stage(
+            title, done=event.done, total=event.total, amounts=[amount], finished=finished, quiet_s=1.0
+        )
+
+    @on_event.register
+    def _on_tokenizing(self, event: Tokenizing) -> None:
+        done, total = event.done_bytes, event.total_bytes
+        amounts = [f"{event.examples:,} examples", size(done) + f" of {size(total)}" * (done < total)]
+        title = f"tokens   {event.source}"
+        # Print nothing for a data set that is read within a second.
+        self.show_stage(title, done=done, total=total, amounts=amounts, finished=done >= total, quiet_s=1.0)
+
+    def show_stage(
+        self,
+        title: str,
+        *,
+        done: int,
+        total: int | None,
+        amounts: Sequence[str],
+        finished: bool,
+        quiet_s: float = 0.0,
+        unit: Callable[[float], str] = size,
+    ) -> None:
+        """Show the progress of counted work, of bytes by default; one line remains of it."""
+        now = time.monotonic()
+        if title != self._stage or (self._stage_finished and not finished):
+            self._stage, self._stage_started, self._last_shown = title, now, now - PLAIN_S
+        elif self._stage_finished:
+            return
+        self._stage_finished = finished
+        seconds = now - self._stage_started
+        rate = done / seconds if seconds > 0.1 else 0.0
+        figures = [*amounts, f"{unit(rate)}/s"] if rate else list(amounts)
+        if finished:
+            self._line.clear()
+            if seconds >= quiet_s:
+                self.output.line(f"{title}: {', '.join(amounts)} in {duration(seconds)}")
+        elif seconds < quiet_s or now - self._last_shown < (LIVE_S if self.live else PLAIN_S):
+            return
+        elif self.live:
+            left = [f"left {duration((total - done) / rate)}"] if total and rate else []
+            self._line.show(
+                BarLine(title=title, share=done / total if total else 0.0, figures=figures + left)
+            )
+        else:
+            self.output.line("  ".join([title, *figures]))
+        self._last_shown = now
+
+    @on_event.register
+    def _on_training(self, event: TrainingStarted) -> None:
+        self.num_steps = event.num_steps
+        if self.live:
+            self._show_training(event.done, ["first step ..."])
+
+    @on_event.register
+    def _on_training_end(self, event: TrainingEnded) -> None:
+        self._bar = None  # so that no line of steps is shown again while the result is made
+        self._line.clear()
+
+    @on_event.register
+    def _on_evaluation_start(self, event: EvaluationStarted) -> None:
+        self._stage = f"evaluating step {event.step}"
+        self._last_shown = time.monotonic()
+        if self.live:
+            self._line.show(BarLine(title=self._stage, share=0.0))
+        elif self.verbose:
+            self.output.line(f"{self._stage} ...", style=QUIET)
+
+    @on_event.register
+    def _on_evaluating(self, event: Evaluating) -> None:
+        now = time.monotonic()
+        amount = f"{event.done}/{event.total} {event.what}"
+        if self.live:
+            share = event.done / max(1, event.total)
+            self._line.show(BarLine(title=self._stage, share=share, figures=[amount]))
+        elif now - self._last_shown >= PLAIN_S:
+            self._last_shown = now
+            self.output.line(f"  {self._stage}: {amount}", style=QUIET)
+
+    @on_event.register
+    def _on_evaluation(self, event: Evaluated) -> None:
+        self._after_evaluation()
+        metrics: dict[str, float] = dict(event.metrics)
+        parts, style = [], STRONG
+        for name, value in metrics.items():
+            before = self._last_metrics.get(name)
+            was = f" (was {figure(before, digits=4)})" if before is not None else ""
+            parts.append(f"{name} {figure(value, digits=4)}{was}")
+            if name == "loss" and before is not None:
+                style = GOOD if value <= before else WARNING
+        self._last_metrics = metrics
+        self.output.line(
+            f"eval     step {event.step}: {'  '.join(parts)}  in {duration(event.seconds)}", style=style
+        )
+        for sample in event.samples[:3]:
+            # Whether an answer equals the reference says something only where that is what is measured.
+            mark = _mark(sample) if "exact_match" in metrics else ""
+            self.output.line(
+                f"  > {_short(sample['prompt'])}\n  {mark}{_short(sample['answer'])}", style=QUIET
+            )
+
+    def _after_evaluation(self) -> None:
+        if self._bar is not None:
+            self._line.show(self._bar)
+        else:
+            self._line.clear()
+
+    @on_event.register
+    def _on_stopped(self, event: Stopped) -> None:
+        self.close()
+        self._print_event(event)
+
+    @on_event.register
+    def _on_saved(self, event: ResultSaved) -> None:
+        self.close()
+        self._print_event(event)
+
+
+def _mark(sample: Any) -> str:
+    if not sample["reference"]:
+        return ""
+    return "= " if sample["answer"] == sample["reference"] else "x "
+
+
+def _short(text: str, limit: int = 110) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 3].rsplit(" ", 1)[0] + " ..."
+
+
+def _with_samples(metrics: StepMetrics, figures: Sequence[str]) -> list[str]:
+    """Return the figures of a line; where a recipe counts examples, with `Loss: 1.2345` and `'samples_per_sec': 67.89`, which
+    scripts look for."""
+    examples, loss = dict(metrics).get("examples"), metrics["loss"]
+    if not isinstance(examples, int) or loss is None:
+        return list(figures)
+    rate = examples / max(1e-9, metrics["step_s"])
+    return [f"Loss: {loss:.4f}", *figures[1:], f"'samples_per_sec': {rate:.2f}"]

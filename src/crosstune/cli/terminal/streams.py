@@ -1,0 +1,183 @@
+"""Wrap standard output and standard error: escape control characters, and never let a reader end or stop a training."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import queue
+import re
+import shutil
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from crosstune.core.errors import UserError
+from crosstune.core.safe_text import printable
+from crosstune.core.tracking_events import in_tracker_thread
+
+MOST_WAITING = 500
+"""Texts that may wait for a terminal; further ones are dropped."""
+DRAIN_S = 2.0
+_READER_GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.ENXIO)
+_NARROWEST_TEXT = 24
+"""Columns that the text beside a label needs; on a narrower terminal it continues below the label."""
+_LABEL = re.compile(r"\s*\S+(?: \S+)*\s{2,}|[a-z]{8} ")
+"""The start of a line: words and a gap, or a label that fills its column of eight."""
+
+
+class Stream:
+    """A text stream that escapes control characters and goes silent once it cannot be written: a closed pipe or terminal,
+    a full disk. It drops what trackers print."""
+
+    def __init__(self, stream: TextIO, *, keeps_return: bool = False) -> None:
+        self.stream = stream
+        self.styled = StyledStream(self)
+        self.lost = False
+        self.failure: OSError | None = None
+        """The error that lost it; None if its reader just went away."""
+        self._keeps_return = keeps_return
+        self._waiting: queue.Queue[bytes] | None = None
+
+    def write(self, text: str) -> int:
+        # The progress bars of libraries return to the start of their line with each write.
+        kept = "\r" if self._keeps_return and text.startswith("\r") else ""
+        self.write_styled(kept + printable(text.removeprefix(kept)))
+        return len(text)
+
+    def write_styled(self, text: str) -> int:
+        """Write text whose escape sequences are ours."""
+        if self.lost or in_tracker_thread():
+            return len(text)
+        if self._waiting is not None:
+            encoded = text.replace("\n", os.linesep).encode(
+                self.stream.encoding or "utf-8", "backslashreplace"
+            )
+            with contextlib.suppress(queue.Full):  # nobody reads it
+                self._waiting.put_nowait(encoded)
+        else:
+            try:
+                self.stream.write(text)
+            except OSError as error:
+                self._drop(error)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        if not self.lost and self._waiting is None:
+            try:
+                self.stream.flush()
+            except OSError as error:
+                self._drop(error)
+
+    def unblock(self) -> None:
+        """Write to a terminal from a thread from now on: one that takes no text (Ctrl-S, a stalled connection) stops
+        nobody. Other streams stay as they are."""
+        if self._waiting is None and self.stream.isatty():
+            self.flush()
+            self._waiting = queue.Queue(maxsize=MOST_WAITING)
+            # A descriptor of its own: a thread blocked in Python's buffer would block the end of the process.
+            arguments = (os.dup(self.stream.fileno()), self._waiting)
+            threading.Thread(target=_write_all, args=arguments, name="terminal", daemon=True).start()
+
+    def drain(self) -> None:
+        """Write everything that waits, but not for longer than a moment."""
+        end = time.monotonic() + DRAIN_S
+        while self._waiting is not None and self._waiting.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.005)
+        self.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def _drop(self, error: OSError) -> None:
+        """Point the file descriptor at the null device, so that libraries and child processes write there too."""
+        self.lost = True
+        self.failure = None if error.errno in _READER_GONE else error
+        with contextlib.suppress(OSError):  # a stream without a descriptor has nothing to redirect
+            null = os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(null, self.stream.fileno())
+            finally:
+                os.close(null)
+
+
+class StyledStream:
+    """A stream for text with our own escape sequences."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write_styled(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def styled(stream: Any) -> Any:
+    """Return the stream for text with our own escape sequences."""
+    return stream.styled if isinstance(stream, Stream) else stream
+
+
+def _write_all(descriptor: int, waiting: queue.Queue[bytes]) -> None:
+    lost = False
+    while True:
+        text = waiting.get()
+        while text and not lost:
+            try:
+                text = text[os.write(descriptor, text) :]
+            except OSError:  # the terminal is gone
+                lost = True
+        waiting.task_done()
+
+
+def wrap_output() -> None:
+    """Wrap this process's standard output and standard error, once."""
+    sys.stdout = _wrapped(sys.stdout, keeps_return=False)
+    sys.stderr = _wrapped(sys.stderr, keeps_return=True)
+
+
+def _wrapped(stream: Any, *, keeps_return: bool) -> Any:
+    if stream is None or isinstance(stream, Stream):
+        return stream
+    if isinstance(stream, io.TextIOWrapper):
+        # Escape what the terminal's encoding lacks, and bytes of file names that are not UTF-8.
+        stream.reconfigure(errors="backslashreplace")
+    return Stream(stream, keeps_return=keeps_return)
+
+
+def drain_output() -> None:
+    """Finish writing; raise if standard output could not be written, as with a full disk."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, Stream):
+            stream.drain()
+    if isinstance(sys.stdout, Stream) and sys.stdout.failure is not None:
+        failure, sys.stdout.failure = sys.stdout.failure, None
+        raise UserError("Standard output could not be written.", why=str(failure))
+
+
+def fold(line: str, width: int) -> list[str]:
+    """Break a line at words; align what follows with the text after a label (`saved    checkpoint ...`), or indent it."""
+    indent = min(len(line) - len(line.lstrip()) + 2, max(0, width - _NARROWEST_TEXT))
+    label = _LABEL.match(line)
+    if label is not None and label.end() <= width - _NARROWEST_TEXT:
+        indent = label.end()
+    return textwrap.wrap(
+        line, max(1, width), subsequent_indent=" " * indent, break_on_hyphens=False, tabsize=4
+    ) or [""]
+
+
+def fold_help(text: str) -> str:
+    """Return a help text folded to the width of the terminal; whole if it is not printed on one."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(part for line in text.split("\n") for part in fold(line, width))

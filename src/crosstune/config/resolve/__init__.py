@@ -1,0 +1,1 @@
+"""Resolve the requested options and the facts into a plan."""

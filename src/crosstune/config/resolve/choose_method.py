@@ -1,0 +1,95 @@
+"""Choose the method and the quantizer from --train_type and the quantization options."""
+
+from __future__ import annotations
+
+from crosstune.config.conditions import TRAIN_TYPE_PARTS
+from crosstune.config.resolve.plan import Draft
+from crosstune.core.errors import UserError
+
+
+def choose_method(draft: Draft) -> tuple[str, str, int]:
+    """Return method, quantizer and bits for --train_type and the quantization options."""
+    train_type = draft["train_type"]
+    method, wanted = TRAIN_TYPE_PARTS[train_type]
+    explicit = draft["quantization_backend"]
+    if explicit == "none" or draft["no_4bit"]:
+        wanted = "none"
+    elif explicit != "auto":
+        if wanted not in ("auto", "none", explicit):
+            draft.problems.append(
+                UserError(
+                    f"--train_type {train_type} and --quantization_backend {explicit} contradict each other.",
+                    do=f"leave one out, or use --train_type {'qlora' if method == 'lora' else method}",
+                )
+            )
+        wanted = explicit
+    in_fp8 = draft["base_precision"] == "fp8" and draft.report.engine == "torch"
+    if wanted == "none" and in_fp8 and method == "lora":
+        return method, "fp8", 8
+    if wanted == "none":
+        return method, "none", 16
+    if method == "full":
+        draft.problems.append(
+            UserError(
+                "A quantized base cannot be trained in full.",
+                why=f"--train_type full updates every weight, --quantization_backend {wanted} freezes them.",
+                do="use --train_type qlora, or leave --quantization_backend out",
+            )
+        )
+    return method, _fit_quantizer(draft, wanted), draft["n_bits"]
+
+
+def _fit_quantizer(draft: Draft, wanted: str) -> str:
+    report, bits, known = draft.report, draft["n_bits"], draft.facts.quantizers
+    if wanted != "auto" and bits not in known[wanted].bits:
+        # Another library replaces one that is missing on this machine, not one that never has these bits.
+        draft.problems.append(
+            UserError(
+                f"{wanted} does not quantize to {bits} bits.",
+                do=f"use --n_bits {', '.join(map(str, known[wanted].bits))}, or --train_type qlora with "
+                "--quantization_backend auto",
+            )
+        )
+        return wanted
+    order = sorted(known.values(), key=lambda quantizer: quantizer.preference_for(report.name))
+    able = [quantizer.name for quantizer in order if bits in report.quantizers.get(quantizer.name, ())]
+    if not able:
+        draft.problems.append(_no_quantizer(draft, wanted))
+        return wanted
+    used = wanted if wanted in able else able[0]
+    if wanted == "auto":
+        draft.set("quantization_backend", used, f"runs with {bits} bits on {report.name}")
+    elif used != wanted:
+        if known[wanted].engine == "mlx" != report.engine:
+            reason = "mlx quantization belongs to the MLX engine (--backend mlx)"
+        else:
+            reason = f"{wanted} does not run with {bits} bits on {report.name} here"
+        draft.set("quantization_backend", used, reason, kind="change")
+    sizes = known[used].group_sizes
+    if sizes and draft["group_size"] not in sizes:
+        draft.problems.append(
+            UserError(
+                f"{used} does not have groups of {draft['group_size']} weights.",
+                do=f"use --group_size {', '.join(map(str, sizes))}",
+            )
+        )
+    if report.name == "mps" and bits == 4:
+        draft.warn("n_bits", "MPS has no fast 4-bit kernels: expect it to be slow")
+    if report.is_torch_cpu:
+        draft.warn("n_bits", "quantization has limited support on a CPU: expect it to be slow")
+    return used
+
+
+def _no_quantizer(draft: Draft, wanted: str) -> UserError:
+    report, bits = draft.report, draft["n_bits"]
+    offers = [f"{name} {'/'.join(map(str, widths))} bit" for name, widths in report.quantizers.items()]
+    have = f"available here: {'; '.join(offers)}." if offers else "no quantizer runs here."
+    fitting = [
+        quantizer
+        for quantizer in draft.facts.quantizers.values()
+        if quantizer.engine == report.engine and bits in quantizer.bits and wanted in ("auto", quantizer.name)
+    ]
+    do = "choose an --n_bits from that list, or use --train_type lora"
+    if fitting and fitting[0].name not in report.quantizers:
+        do = f"{fitting[0].install_command}, {do}"
+    return UserError(f"A base with {bits} bits is not possible on {report.name} here.", why=have, do=do)

@@ -1,0 +1,181 @@
+"""Fit a training step into memory by changes that do not change the result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from crosstune.config.options.training import AUTO
+from crosstune.config.resolve.memory_advice import advise
+from crosstune.config.resolve.plan import Draft
+from crosstune.config.schema import options_by_name
+from crosstune.core.names import read_expanded_name
+from crosstune.estimate.machine import held_score_bits
+from crosstune.estimate.memory import GIB, Fitted, MemoryParts, largest_batch, step_parts
+from crosstune.estimate.model_shape import Step, expand_shape
+
+MOST_ESTIMATED = 64
+"""The largest batch that is estimated for `--batch_size auto`."""
+RECOMPUTES_BY_MEMORY = "cuda"
+"""The torch device (of ROCm, too) on which the fast layers know how much memory is free."""
+
+
+def fit_memory(
+    draft: Draft,
+    *,
+    method: str,
+    quantizer: str,
+    n_bits: int,
+    limit: int,
+    num_shards: int = 1,
+) -> Fitted | None:
+    """Turn on activation checkpointing, then reduce the micro-batch, until the step fits into `limit` bytes of each
+    process; return the fitted step. The weights are sharded over `num_shards` processes."""
+    facts, report = draft.facts, draft.report
+    fitted = _Fitting(
+        draft=draft, method=method, quantizer=quantizer, n_bits=n_bits, num_shards=num_shards, limit=limit
+    )
+    if draft["batch_size"] == AUTO:
+        _choose_batch(draft, fitted, limit=limit)
+    if fitted.shape is None:
+        return None
+    need = fitted.estimate()
+    if not limit:
+        return fitted.result()
+    why = f"the step is estimated at {need / GIB:.1f} GiB and {report.name} has {limit / GIB:.1f} GiB to use"
+    # The fast layers recompute as many of them as needed.
+    recomputes = draft["kernels"] == "fast" and report.device == RECOMPUTES_BY_MEMORY
+    if need > limit and not recomputes and not draft.is_asked("use_gradient_checkpointing"):
+        draft.set("use_gradient_checkpointing", True, why)
+        need = fitted.estimate()
+    batch, rows = draft["batch_size"], draft["batch_size"] * draft["gradient_accumulation_steps"]
+    for smaller in (size for size in range(batch - 1, 0, -1) if rows % size == 0):
+        if need <= limit:
+            break
+        draft.set("batch_size", smaller, why)
+        draft.set("gradient_accumulation_steps", rows // smaller, "keeps the number of rows per step")
+        need = fitted.estimate()
+    if need > limit:
+        advice = advise(
+            {name: draft[name] for name in draft.request.options()}
+            | ({"use_gradient_checkpointing": True} if recomputes else {}),
+            report=report,
+            spec=facts.backends[report.name],
+            method=method,
+            quantizer=quantizer,
+            environment=facts.environment,
+            longest_row=facts.longest_row,
+        )
+        rows = "one row is" if draft["batch_size"] == 1 else f"the step of {draft['batch_size']} rows is"
+        draft.warn(
+            "batch_size",
+            f"{rows} still estimated at {need / GIB:.1f} GiB of {limit / GIB:.1f} GiB; it may not fit into memory: "
+            f"{advice.sentence()}",
+        )
+    return fitted.result()
+
+
+@dataclass(kw_only=True)
+class _Fitting:
+    """Estimates of the step of a draft, whose options may still change."""
+
+    draft: Draft
+    method: str
+    quantizer: str
+    n_bits: int
+    num_shards: int
+    limit: int
+
+    def __post_init__(self) -> None:
+        shape = self.draft.facts.shape
+        self.num_new = _num_new_blocks(self.draft, self.method)
+        if shape is not None and self.num_new and not self.draft["llama_pro_path"]:
+            shape = expand_shape(shape, self.num_new)
+        self.shape = shape
+
+    def step(self) -> Step:
+        draft, report = self.draft, self.draft.report
+        precision, longest = draft["precision"], draft.facts.longest_row
+        compute_bits = 32 if precision == "fp32" else 16
+        context = min(draft["context_length"], longest or draft["context_length"])
+        fast = draft["kernels"] == "fast" and report.engine == "torch"
+        shape = self.shape
+        return Step(
+            method=self.method,
+            rank=draft["lora_rank"],
+            targets=draft["lora_target_modules"],
+            quantizer=self.quantizer,
+            n_bits=16
+            if fast and self.quantizer == "fp8"
+            else self.n_bits,  # the fast layers hold fp8 in two layouts
+            group_size=draft["group_size"],
+            double_quant=draft["double_quant"],
+            batch=draft["batch_size"],
+            context=context,
+            supervised=draft.facts.longest_target,
+            checkpointing=draft["use_gradient_checkpointing"],
+            compute_bits=compute_bits,
+            weight_bits=32 if precision.endswith("_autocast") else compute_bits,
+            score_bits=held_score_bits(
+                report,
+                flash=draft["use_flash_attention"],
+                compute_bits=compute_bits,
+                shares_keys=shape is not None and shape.keys < shape.queries and not draft["packing"],
+            ),
+            dropout=draft["lora_dropout"] > 0,
+            optimizer=draft["optimizer"],
+            averages=draft["ema_decay"] > 0,
+            num_micro_batches=draft["gradient_accumulation_steps"],
+            num_new_blocks=self.num_new,
+            num_shards=self.num_shards,
+            on_gpu=not report.is_torch_cpu,
+            offloads_activations=draft["use_activation_cpu_offload"],
+            fast=fast,
+            fp8_products=fast and (draft["base_precision"] == "fp8" or self.quantizer == "fp8"),
+            limit_bytes=int(self.limit / max(1.0, self._factor())),
+            recomputes_by_memory=report.device == RECOMPUTES_BY_MEMORY,
+            overhead_bytes=draft.facts.backends[report.name].overhead_bytes,
+        )
+
+    def result(self) -> Fitted:
+        assert self.shape is not None
+        step = self.step()
+        parts = step_parts(self.shape, step)
+        return Fitted(shape=self.shape, step=step, parts=parts, estimated_bytes=self._corrected(parts))
+
+    def estimate(self) -> int:
+        return self.result().estimated_bytes
+
+    def _corrected(self, parts: MemoryParts) -> int:
+        # The memory of a GPU's context was not in what earlier runs measured.
+        apart = 0 if self.draft.report.is_torch_cpu else parts.overhead
+        return int((parts.total - apart) * self._factor()) + apart
+
+    def _factor(self) -> float:
+        """Return how much more than predicted earlier runs took."""
+        correction = self.draft.facts.corrections.get(self.draft.report.name)
+        return correction.factor if correction is not None else 1.0
+
+
+def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
+    """Set an estimated batch for `--batch_size auto`; `train` replaces it by a search."""
+    usual = options_by_name()["batch_size"].default
+    chosen = usual
+    if fitting.shape is not None and limit:
+        draft.values["batch_size"] = 1
+        step = replace(
+            fitting.step(), limit_bytes=0
+        )  # more rows do not pay for layers that are computed again
+        chosen = max(1, largest_batch(fitting.shape, step, limit_bytes=limit, at_most=MOST_ESTIMATED))
+    how = "estimated" if fitting.shape is not None else "a first guess, as the model's sizes are not known"
+    draft.set("batch_size", chosen, f"{how}; train finds it with real passes", kind="choice")
+
+
+def _num_new_blocks(draft: Draft, method: str) -> int:
+    """Return how many blocks llama_pro trains, read from the folder name when the model is already expanded."""
+    if method != "llama_pro":
+        return 0
+    if not draft["llama_pro_path"]:
+        return int(draft["num_new_blocks"])
+    named = read_expanded_name(PurePath(draft["llama_pro_path"]).name)
+    return named[1] - named[0] if named is not None else 0

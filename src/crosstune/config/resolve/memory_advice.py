@@ -1,0 +1,129 @@
+"""Advise on options that reduce the memory of a run and are not in use already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from crosstune.config.load import backend_variables
+from crosstune.config.resolve.plan import Plan
+from crosstune.core.backend import BackendSpec, backend_specs
+from crosstune.core.out_of_memory import EVALUATING, GENERATING, LOADING, OutOfMemory
+from crosstune.estimate.machine import BackendReport
+
+Need = Literal["weights", "forward", "step"]
+"""The part that did not fit: the weights, a forward pass, or a training step."""
+SHORT_ROW = 128
+"""Rows of at most this many tokens are not worth shortening."""
+_QUANTIZED = {
+    "lora": ("qlora",),
+    "dora": ("hqq_dora", "bnb_dora"),
+    "llama_pro": ("hqq_llama_pro", "bnb_llama_pro"),
+}
+"""Method -> the train types with the same method over a quantized base."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Changes that save memory, most harmless first."""
+
+    resumable: tuple[str, ...]
+    """Changes with which the same training can be continued."""
+    new_run: tuple[str, ...]
+    """Changes that make it another training."""
+
+    def sentence(self) -> str:
+        return f"use {_either((*self.resumable, *self.new_run))}"
+
+    def sentence_after_failure(self) -> str:
+        """Return the advice for a failed run that may have checkpoints."""
+        anew = f"start a new run with {_either(self.new_run)}"
+        return f"continue with {_either(self.resumable)}; or {anew}" if self.resumable else anew
+
+
+def advise(
+    options: Mapping[str, Any],
+    *,
+    report: BackendReport,
+    spec: BackendSpec,
+    method: str,
+    quantizer: str,
+    environment: Mapping[str, str],
+    need: Need = "step",
+    longest_row: int | None = None,
+) -> Advice:
+    """Return the changes to the resolved `options` that would reduce the memory.
+
+    `environment` are the variables that are set; `longest_row` is in tokens, if the data is known.
+    """
+    resumable: list[str] = []
+    if need != "weights" and options["batch_size"] > 1:
+        resumable.append(_smaller_batch(options))
+    if need == "step":
+        resumable += _less_kept(options, report)
+    share = spec.usable_share(environment)
+    if spec.memory_share_variable and share is not None and share < 1:
+        resumable.append(
+            f"{spec.memory_share_variable} above {share:g} (an environment variable) if other programs can spare the memory"
+        )
+    new_run = _smaller_weights(options, report, method=method, quantizer=quantizer)
+    row = min(options["context_length"], longest_row or options["context_length"])
+    if need != "weights" and row > SHORT_ROW:
+        new_run.append(f"a --context_length below {row}")
+    return Advice(resumable=tuple(resumable), new_run=(*new_run, "a smaller model"))
+
+
+def _smaller_batch(options: Mapping[str, Any]) -> str:
+    batch, accumulation = options["batch_size"], options["gradient_accumulation_steps"]
+    smaller = batch // 2 if batch % 2 == 0 else 1
+    times = batch // smaller
+    return f"--batch_size {smaller} --gradient_accumulation_steps {accumulation * times} (the same rows per step)"
+
+
+def _less_kept(options: Mapping[str, Any], report: BackendReport) -> list[str]:
+    """Return the options that keep less in memory between the operations of a step."""
+    found = [] if options["use_gradient_checkpointing"] else ["--use_gradient_checkpointing"]
+    # On a CPU, torch keeps no cache that --low_memory could release.
+    if not options["low_memory"] and not report.is_torch_cpu:
+        found.append("--low_memory")
+    return found
+
+
+def _smaller_weights(
+    options: Mapping[str, Any], report: BackendReport, *, method: str, quantizer: str
+) -> list[str]:
+    if method == "full":
+        return ["--train_type lora or qlora"]
+    if quantizer == "none":
+        # Which quantizers run is known only if the run asked for one.
+        able = [
+            name
+            for name in _QUANTIZED[method]
+            if name == "qlora" or not report.quantizers or name.partition("_")[0] in report.quantizers
+        ]
+        return [f"--train_type {able[0]}"] if able and (report.engine == "torch" or method == "lora") else []
+    fewer = [bits for bits in report.quantizers.get(quantizer, ()) if bits < options["n_bits"] and bits >= 4]
+    return [f"--n_bits {max(fewer)}"] if fewer else []
+
+
+def _either(changes: tuple[str, ...]) -> str:
+    return changes[0] if len(changes) == 1 else f"{', '.join(changes[:-1])} or {changes[-1]}"
+
+
+_NEEDS: dict[str, Need] = {LOADING: "weights", EVALUATING: "forward", GENERATING: "forward"}
+
+
+def with_advice(error: OutOfMemory, plan: Plan, *, longest_row: int | None) -> OutOfMemory:
+    """Return the error with advice that the run does not follow already; `longest_row` is in tokens."""
+    advice = advise(
+        plan.config.options(),
+        report=plan.backend,
+        spec=backend_specs()[plan.backend.name],
+        method=plan.method,
+        quantizer=plan.quantizer,
+        environment=backend_variables(),
+        need=_NEEDS.get(error.doing, "step"),
+        longest_row=longest_row,
+    )
+    return error.with_advice(advice.sentence_after_failure())

@@ -1,0 +1,65 @@
+"""Use the moving average of the trained weights, where a session keeps one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Array, Session, SessionState
+
+SLOT = "average"
+"""The name of the average among the optimizer's moments in a checkpoint."""
+
+
+@runtime_checkable
+class AveragesWeights(Protocol):
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Put the average in the place of the weights inside the block."""
+        ...
+
+
+def averaged(session: Session) -> contextlib.AbstractContextManager[None]:
+    """Use the session's average inside the block; the weights themselves where it keeps none."""
+    return session.averaged() if isinstance(session, AveragesWeights) else contextlib.nullcontext()
+
+
+def result_weights(state: SessionState) -> Mapping[str, Array]:
+    """Return the weights of a checkpoint that a result is made from: their average, where there is one."""
+    return state.moments.get(SLOT) or state.weights
+
+
+def uniform_by_name(name: str, *, shape: tuple[int, int], seed: int) -> NDArray[np.float32]:
+    """Return values uniform in +-1/sqrt(fan_in), from a random stream that depends on the name and the seed.
+
+    This is the usual initialization of LoRA's A (Kaiming uniform with a = sqrt(5)); B starts at zero.
+    """
+    digest = hashlib.sha256(name.encode()).digest()
+    key = (seed, int.from_bytes(digest[:8], "little"))
+    bound = 1.0 / np.sqrt(shape[1])
+    generator = np.random.Generator(np.random.Philox(key=key))
+    return generator.uniform(-bound, bound, size=shape).astype(np.float32)
+
+
+def check_fit(trained: Mapping[str, tuple[int, ...]], weights: Mapping[str, Array]) -> None:
+    """Raise a UserError unless stored and trained weights have the same names and shapes."""
+    missing, unknown = sorted(trained.keys() - weights.keys()), sorted(weights.keys() - trained.keys())
+    shapes = [name for name in trained if name in weights and trained[name] != weights[name].shape]
+    if not (missing or unknown or shapes):
+        return
+    named = [f"it lacks {name}" for name in missing[:3]] + [f"it has {name}" for name in unknown[:3]]
+    named += [f"{name} is {weights[name].shape}, not {trained[name]}" for name in shapes[:3]]
+    experts = any(".experts." in name for name in (*missing, *unknown))
+    raise UserError(
+        "The state does not fit the weights that this run trains.",
+        why="; ".join(named),
+        do="continue on the engine that wrote it: MLX adapts no experts. A run that is to move between engines needs "
+        "--lora_target_modules attention from its start"
+        if experts
+        else "continue with the same method, rank and target modules as the run that wrote it",
+    )

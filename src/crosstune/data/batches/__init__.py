@@ -1,0 +1,1 @@
+"""Order examples, pack them and collate them into batches."""

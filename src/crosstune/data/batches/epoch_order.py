@@ -1,0 +1,122 @@
+"""Compute the examples of a step from the seed and the step number, for any number of devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Keeps the random streams of sources and epochs apart; both use the same seed.
+_SOURCE_KEY = 2**40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Sources of examples that follow each other in a corpus, and their weights.
+
+    An epoch has as many rows as all sources together, divided by weight. Each source is reshuffled at its end, also across
+    epochs: no row repeats before every row of its source has been used.
+    """
+
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+    """One for each source; only their ratios matter."""
+
+    def __post_init__(self) -> None:
+        assert len(self.sizes) == len(self.weights) and all(self.sizes), "every source has rows and a weight"
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of an epoch."""
+        return sum(self.sizes)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        return tuple(weight / sum(self.weights) for weight in self.weights)
+
+    def counts(self) -> list[int]:
+        """Return how many rows of an epoch come from each source: the shares, rounded by largest remainder."""
+        exact = [share * self.num_rows for share in self.shares]
+        counts = [int(value) for value in exact]
+        by_remainder = sorted(range(len(exact)), key=lambda place: (counts[place] - exact[place], place))
+        for place in by_remainder[: self.num_rows - sum(counts)]:
+            counts[place] += 1
+        return counts
+
+    def epoch(self, number: int, *, seed: int) -> NDArray[np.int64]:
+        """Return the examples of an epoch, not shuffled between the sources."""
+        starts = np.cumsum([0, *self.sizes[:-1]])
+        drawn = [
+            start + _draw(size, source=source, first=number * count, count=count, seed=seed)
+            for source, (start, size, count) in enumerate(zip(starts, self.sizes, self.counts(), strict=True))
+        ]
+        return np.concatenate(drawn)
+
+    def identity(self) -> str:
+        return ", ".join(
+            f"{share!r} from {size} rows" for size, share in zip(self.sizes, self.shares, strict=True)
+        )
+
+
+def _draw(size: int, *, source: int, first: int, count: int, seed: int) -> NDArray[np.int64]:
+    """Return `count` rows of the stream of a source from position `first`: its permutations, one after another."""
+    last = first + count
+    pieces = [
+        _pass(size, source=source, number=number, seed=seed)[
+            max(first - number * size, 0) : min(last - number * size, size)
+        ]
+        for number in range(first // size, -(-last // size))
+    ]
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+
+
+@lru_cache(maxsize=8)
+def _pass(size: int, *, source: int, number: int, seed: int) -> NDArray[np.int64]:
+    key = (seed, _SOURCE_KEY * (source + 1) + number)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(size)
+
+
+@lru_cache(maxsize=2)
+def epoch_order(
+    num_examples: int, *, seed: int, epoch: int, mixture: Mixture | None = None
+) -> NDArray[np.int64]:
+    """Return the examples of an epoch in their order: each once, or as a mixture draws them."""
+    order = np.random.Generator(np.random.Philox(key=(seed, epoch))).permutation(num_examples)
+    return order if mixture is None else mixture.epoch(epoch, seed=seed)[order]
+
+
+def rows_in_epochs(num_examples: int, num_epochs: float) -> int:
+    """Return the number of rows in `num_epochs` epochs, rounded up; the last epoch may be partial."""
+    return math.ceil(round(num_examples * num_epochs, 6))
+
+
+def steps_of_rows(num_rows: int, *, rows_per_step: int, num_epochs: float, max_steps: int) -> int:
+    """Return the number of steps for the rows of all epochs, at most max_steps; the last may have fewer rows."""
+    by_epochs = math.ceil(num_rows / rows_per_step)
+    if max_steps == -1:
+        return by_epochs
+    return max_steps if num_epochs == 0 else min(max_steps, by_epochs)
+
+
+def rows_of_step(
+    step: int,
+    *,
+    num_examples: int,
+    rows_per_step: int,
+    num_rows_in_all: int,
+    seed: int,
+    mixture: Mixture | None = None,
+) -> list[int]:
+    """Return the example indices of optimizer step `step`, counted from 0. A step may span two epochs."""
+    first = step * rows_per_step
+    last = min(first + rows_per_step, num_rows_in_all)
+    indices: list[int] = []
+    while first < last:
+        epoch, place = divmod(first, num_examples)
+        order = epoch_order(num_examples, seed=seed, epoch=epoch, mixture=mixture)
+        indices += order[place : place + last - first].tolist()
+        first = min(last, (epoch + 1) * num_examples)
+    return indices

@@ -1,0 +1,156 @@
+"""Pack whole documents into rows: first fit over a window of open rows, in stream order."""
+
+from __future__ import annotations
+
+import math
+import threading
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.data.batches.epoch_order import Mixture, epoch_order
+
+OPEN_ROWS = 64
+"""Number of rows filled at the same time. More rows pack better but move documents further from their order."""
+
+
+class Packer:
+    """Take documents one by one, and return rows as they are completed."""
+
+    def __init__(self, *, capacity: int, num_open: int = OPEN_ROWS) -> None:
+        self.capacity = capacity
+        self._rows: list[list[int]] = []
+        self._free = np.zeros(num_open, dtype=np.int64)
+
+    def add(self, document: int, length: int) -> list[list[int]]:
+        """Put a document into the first open row with room for it; return the rows that this completes."""
+        assert 0 < length <= self.capacity, f"document {document} has {length} of {self.capacity} tokens"
+        done: list[list[int]] = []
+        fits = self._free[: len(self._rows)] >= length
+        place = int(fits.argmax()) if len(fits) else 0
+        if not len(fits) or not fits[place]:
+            if len(self._rows) == len(self._free):
+                done.append(self._close(0))
+            place = len(self._rows)
+            self._rows.append([])
+            self._free[place] = self.capacity
+        self._rows[place].append(document)
+        self._free[place] -= length
+        if self._free[place] == 0:
+            done.append(self._close(place))
+        return done
+
+    def flush(self) -> list[list[int]]:
+        """Return the rows that are still open, oldest first."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    def _close(self, place: int) -> list[int]:
+        row = self._rows.pop(place)
+        self._free[place : len(self._rows)] = self._free[place + 1 : len(self._rows) + 1]
+        return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """Rows of documents, stored as two flat arrays."""
+
+    documents: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def row(self, number: int) -> NDArray[np.int64]:
+        start = int(self.ends[number - 1]) if number else 0
+        return self.documents[start : int(self.ends[number])]
+
+
+def pack(order: NDArray[np.int64], lengths: NDArray[np.int64], *, capacity: int) -> PackedRows:
+    """Pack the documents in `order`; `lengths[d]` is the length of document d."""
+    packer = Packer(capacity=capacity)
+    documents, ends = array("q"), array("q")
+
+    def emit(rows: Iterable[list[int]]) -> None:
+        for row in rows:
+            documents.extend(row)
+            ends.append(len(documents))
+
+    for document in order:
+        emit(packer.add(int(document), int(lengths[document])))
+    emit(packer.flush())
+    return PackedRows(
+        documents=np.frombuffer(documents, dtype=np.int64), ends=np.frombuffer(ends, dtype=np.int64)
+    )
+
+
+class PackedOrder:
+    """The packed rows of all epochs in sequence. Each epoch is packed separately, so any row depends only on the seed
+    and its position."""
+
+    def __init__(
+        self, lengths: NDArray[np.int64], *, capacity: int, seed: int, mixture: Mixture | None = None
+    ) -> None:
+        self.lengths, self.capacity, self.seed, self.mixture = lengths, capacity, seed, mixture
+        self._counts: list[int] = []
+        self._packed: dict[int, PackedRows] = {}
+        self._lock = threading.RLock()  # a thread prepares the next steps
+
+    def epoch(self, number: int) -> PackedRows:
+        with self._lock:
+            return self._epoch(number)
+
+    def _epoch(self, number: int) -> PackedRows:
+        if number not in self._packed:
+            order = self._order(number)
+            packed = pack(order, self.lengths, capacity=self.capacity)
+            # A step needs at most the end of one epoch and the start of the next, unless epochs are tiny.
+            self._packed = {key: rows for key, rows in self._packed.items() if key >= number - 1} | {
+                number: packed
+            }
+        return self._packed[number]
+
+    def num_rows(self, num_epochs: float, *, at_most: int | None = None) -> int:
+        """Return the number of rows in `num_epochs` epochs; stop counting at `at_most`."""
+        total = 0
+        for number in range(math.ceil(num_epochs)):
+            share = min(1.0, num_epochs - number)
+            total += round(self._count(number) * share)
+            if at_most is not None and total >= at_most:
+                return at_most
+        return total
+
+    def rows(self, first: int, last: int) -> list[NDArray[np.int64]]:
+        """Return the documents of rows `first` to `last` (exclusive), counted over all epochs."""
+        found: list[NDArray[np.int64]] = []
+        epoch, start = 0, 0
+        while start < last:
+            end = start + self._count(epoch)
+            places = range(max(first, start), min(last, end))
+            found += [self.epoch(epoch).row(place - start) for place in places]
+            epoch, start = epoch + 1, end
+        return found
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Return the epoch of a row, and its index in that epoch."""
+        epoch = 0
+        while row >= self._count(epoch):
+            row -= self._count(epoch)
+            epoch += 1
+        return epoch, row
+
+    def fill(self) -> float:
+        """Return the fraction of the first epoch's rows that is filled with tokens."""
+        return float(self.lengths[self._order(0)].sum()) / (self._count(0) * self.capacity)
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        return epoch_order(len(self.lengths), seed=self.seed, epoch=epoch, mixture=self.mixture)
+
+    def _count(self, epoch: int) -> int:
+        with self._lock:
+            while len(self._counts) <= epoch:
+                self._counts.append(len(self.epoch(len(self._counts))))
+            return self._counts[epoch]

@@ -1,0 +1,102 @@
+"""Compute the rows of a step, packed or not, for any recipe over a list of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from crosstune.config.schema import Config
+from crosstune.data.batches.epoch_order import Mixture, rows_in_epochs, rows_of_step, steps_of_rows
+from crosstune.data.batches.packing import PackedOrder
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOrder:
+    """The order of examples. A step depends only on its number, so there is no iterator state to save."""
+
+    num_examples: int
+    seed: int
+    rows_per_step: int
+    num_epochs: float
+    max_steps: int
+    """-1 for no limit."""
+    packed: PackedOrder | None = None
+    """Set when rows hold several examples."""
+    mixture: Mixture | None = None
+    """Set when several sources have weights."""
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Config,
+        *,
+        num_examples: int,
+        packed: PackedOrder | None = None,
+        mixture: Mixture | None = None,
+    ) -> RowOrder:
+        return cls(
+            num_examples=num_examples,
+            seed=config.seed,
+            rows_per_step=rows_per_step(config),
+            num_epochs=config.num_epochs,
+            max_steps=config.max_steps,
+            packed=packed,
+            mixture=mixture,
+        )
+
+    def num_steps(self) -> int:
+        return steps_of_rows(
+            self._num_rows(),
+            rows_per_step=self.rows_per_step,
+            num_epochs=self.num_epochs,
+            max_steps=self.max_steps,
+        )
+
+    def rows(self, step: int) -> list[list[int]]:
+        """Return the example indices of each row of step `step`, counted from 0; one per row unless rows are packed."""
+        first = step * self.rows_per_step
+        if self.packed is not None:
+            last = min(first + self.rows_per_step, self._num_rows() or first + self.rows_per_step)
+            return [row.tolist() for row in self.packed.rows(first, last)]
+        indices = rows_of_step(
+            step,
+            num_examples=self.num_examples,
+            rows_per_step=self.rows_per_step,
+            num_rows_in_all=self._num_rows() or self.max_steps * self.rows_per_step,
+            seed=self.seed,
+            mixture=self.mixture,
+        )
+        return [[index] for index in indices]
+
+    def position(self, step: int) -> dict[str, int]:
+        """Return the position in the data after `step` steps. Rows are packed per epoch, so none is partly filled."""
+        done = min(step * self.rows_per_step, self._num_rows() or step * self.rows_per_step)
+        epoch, row = divmod(done, self.num_examples) if self.packed is None else self.packed.place(done)
+        return {"rows_done": done, "epoch": epoch, "row_in_epoch": row}
+
+    def identity(self) -> Mapping[str, Any]:
+        """Return what decides the examples of a step, except the examples themselves."""
+        found = {
+            "seed": self.seed,
+            "rows_per_step": self.rows_per_step,
+            "packing": self.packed.capacity if self.packed is not None else None,
+        }
+        return found | ({"mixture": self.mixture.identity()} if self.mixture is not None else {})
+
+    def _num_rows(self) -> int:
+        """Return the number of rows of all epochs; 0 where only --max_steps limits them."""
+        if self.packed is None:
+            return rows_in_epochs(self.num_examples, self.num_epochs)
+        most = None if self.max_steps == -1 else self.max_steps * self.rows_per_step
+        return self.packed.num_rows(self.num_epochs, at_most=most)
+
+
+def rows_per_evaluation(config: Config, *, at_least: int = 1) -> int:
+    """Return how many rows are evaluated at a time; `at_least` holds unless --eval_batch_size is set."""
+    return config.eval_batch_size or max(at_least, config.batch_size)
+
+
+def rows_per_step(config: Config) -> int:
+    in_all = config.batch_size * config.gradient_accumulation_steps * max(1, config.world_size)
+    return config.rows_per_step or in_all

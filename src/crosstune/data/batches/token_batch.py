@@ -1,0 +1,132 @@
+"""Turn examples into rectangular batches of numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+IGNORED = -100
+"""The target of a position without loss."""
+
+IntArray = NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One tokenized document. `supervised[i]` is true when token i is to be predicted."""
+
+    tokens: IntArray
+    supervised: NDArray[np.bool_]
+    index: int
+    """The index of its row in the dataset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Rows of equal length. Targets are shifted: position t predicts `targets[:, t]`."""
+
+    input_ids: IntArray
+    targets: IntArray
+    segments: IntArray
+    """0 for padding, otherwise the number of the document in its row, counted from 1."""
+    positions: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.segments > 0).sum())
+
+    @property
+    def weight(self) -> int:
+        """The number of supervised tokens."""
+        return int((self.targets != IGNORED).sum())
+
+    @property
+    def is_packed(self) -> bool:
+        """True if a row holds more than one document."""
+        return bool(self.segments.max() > 1)
+
+    @property
+    def has_padding(self) -> bool:
+        return bool((self.segments == 0).any())
+
+
+def number_answers(batch: TokenBatch) -> NDArray[np.int64]:
+    """Return for each supervised token, row by row, the number of its document among those with supervised tokens."""
+    row, column = (batch.targets != IGNORED).nonzero()
+    segment = batch.segments[row, column]
+    begins = (np.diff(row, prepend=-1) != 0) | (np.diff(segment, prepend=-1) != 0)
+    return begins.cumsum(dtype=np.int64) - 1
+
+
+def without_padding(batch: TokenBatch) -> TokenBatch:
+    """Return all documents of a batch in one row, in the same order. The targets stay those within each document."""
+    real = batch.segments > 0
+    starts = np.ones_like(real)
+    starts[:, 1:] = batch.segments[:, 1:] != batch.segments[:, :-1]
+    return TokenBatch(
+        input_ids=batch.input_ids[real][None],
+        targets=batch.targets[real][None],
+        segments=starts[real].cumsum(dtype=np.int32)[None],
+        positions=batch.positions[real][None],
+    )
+
+
+# Rows are padded to a multiple of this, so that compiled and cached kernels see few shapes.
+LENGTH_STEP = 8
+
+
+def pad_rows(examples: Sequence[Example], *, pad_id: int) -> TokenBatch:
+    """Make one row per example, padded on the right to the longest."""
+    longest = max(len(example.tokens) for example in examples)
+    width = -(-longest // LENGTH_STEP) * LENGTH_STEP
+    shape = (len(examples), width)
+    input_ids = np.full(shape, pad_id, dtype=np.int32)
+    targets = np.full(shape, IGNORED, dtype=np.int32)
+    segments = np.zeros(shape, dtype=np.int32)
+    for row, example in enumerate(examples):
+        length = len(example.tokens)
+        input_ids[row, :length] = example.tokens
+        targets[row, : length - 1] = np.where(example.supervised[1:], example.tokens[1:], IGNORED)
+        segments[row, :length] = 1
+    positions = np.broadcast_to(np.arange(width, dtype=np.int32), shape).copy()
+    return TokenBatch(input_ids=input_ids, targets=targets, segments=segments, positions=positions)
+
+
+def pack_rows(rows: Sequence[Sequence[Example]], *, pad_id: int) -> TokenBatch:
+    """Make rows of several examples each. Positions restart at each example and at the padding."""
+    longest = max(sum(len(example.tokens) for example in row) for row in rows)
+    width = -(-longest // LENGTH_STEP) * LENGTH_STEP
+    shape = (len(rows), width)
+    input_ids = np.full(shape, pad_id, dtype=np.int32)
+    targets = np.full(shape, IGNORED, dtype=np.int32)
+    segments = np.zeros(shape, dtype=np.int32)
+    positions = np.zeros(shape, dtype=np.int32)
+    for number, row in enumerate(rows):
+        start = 0
+        for segment, example in enumerate(row, start=1):
+            end = start + len(example.tokens)
+            input_ids[number, start:end] = example.tokens
+            targets[number, start : end - 1] = np.where(example.supervised[1:], example.tokens[1:], IGNORED)
+            segments[number, start:end] = segment
+            positions[number, start:end] = np.arange(end - start)
+            start = end
+        positions[number, start:] = np.arange(width - start)
+    return TokenBatch(input_ids=input_ids, targets=targets, segments=segments, positions=positions)
+
+
+def split_packed(rows: Sequence[Sequence[Example]], *, batch_size: int, pad_id: int) -> Iterator[TokenBatch]:
+    for start in range(0, len(rows), batch_size):
+        yield pack_rows(rows[start : start + batch_size], pad_id=pad_id)
+
+
+def split_rows(examples: Sequence[Example], *, batch_size: int, pad_id: int) -> Iterator[TokenBatch]:
+    for start in range(0, len(examples), batch_size):
+        yield pad_rows(examples[start : start + batch_size], pad_id=pad_id)
+
+
+def num_supervised(example: Example) -> int:
+    """Return the number of tokens with loss. The first token of a row is never predicted."""
+    return int(example.supervised[1:].sum())

@@ -1,0 +1,293 @@
+"""Generate the bundled datasets `judge_translations` and `judge_pairs`: translations with counted errors of several kinds.
+
+The score is ten minus the penalties of the errors that were put in, so it is right by construction. All translations of
+a sentence are in one split.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LANGUAGES = ("Spanish", "Italian", "Portuguese")
+
+# Slot -> phrases: English, then one for each language.
+PHRASES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "time": (
+        ("today", "hoy", "oggi", "hoje"),
+        ("yesterday", "ayer", "ieri", "ontem"),
+        ("every week", "cada semana", "ogni settimana", "toda semana"),
+        ("this morning", "esta mañana", "stamattina", "esta manhã"),
+        ("last night", "anoche", "ieri sera", "ontem à noite"),
+        ("on Monday", "el lunes", "lunedì", "na segunda-feira"),
+        ("in winter", "en invierno", "in inverno", "no inverno"),
+        ("last year", "el año pasado", "l'anno scorso", "no ano passado"),
+    ),
+    "subject": (
+        ("the teacher", "la maestra", "la maestra", "a professora"),
+        ("my brother", "mi hermano", "mio fratello", "meu irmão"),
+        ("our neighbour", "nuestro vecino", "il nostro vicino", "nosso vizinho"),
+        ("the doctor", "el médico", "il medico", "o médico"),
+        ("her daughter", "su hija", "sua figlia", "sua filha"),
+        ("the old sailor", "el viejo marinero", "il vecchio marinaio", "o velho marinheiro"),
+        ("the young cook", "el joven cocinero", "il giovane cuoco", "o jovem cozinheiro"),
+        ("a tourist", "un turista", "un turista", "um turista"),
+        ("my aunt", "mi tía", "mia zia", "minha tia"),
+        ("the farmer", "el granjero", "il contadino", "o fazendeiro"),
+    ),
+    "verb": (
+        ("bought", "compró", "ha comprato", "comprou"),
+        ("sold", "vendió", "ha venduto", "vendeu"),
+        ("found", "encontró", "ha trovato", "encontrou"),
+        ("lost", "perdió", "ha perso", "perdeu"),
+        ("painted", "pintó", "ha dipinto", "pintou"),
+        ("carried", "llevó", "ha portato", "carregou"),
+        ("counted", "contó", "ha contato", "contou"),
+        ("photographed", "fotografió", "ha fotografato", "fotografou"),
+        ("washed", "lavó", "ha lavato", "lavou"),
+    ),
+    "number": (
+        ("two", "dos", "due", "dois"),
+        ("three", "tres", "tre", "três"),
+        ("four", "cuatro", "quattro", "quatro"),
+        ("five", "cinco", "cinque", "cinco"),
+        ("six", "seis", "sei", "seis"),
+        ("seven", "siete", "sette", "sete"),
+        ("eight", "ocho", "otto", "oito"),
+        ("nine", "nueve", "nove", "nove"),
+        ("ten", "diez", "dieci", "dez"),
+    ),
+    "object": (
+        ("books", "libros", "libri", "livros"),
+        ("horses", "caballos", "cavalli", "cavalos"),
+        ("hats", "sombreros", "cappelli", "chapéus"),
+        ("fish", "peces", "pesci", "peixes"),
+        ("boats", "barcos", "barche", "barcos"),
+        ("glasses", "vasos", "bicchieri", "copos"),
+        ("clocks", "relojes", "orologi", "relógios"),
+        ("dogs", "perros", "cani", "cães"),
+        ("plates", "platos", "piatti", "pratos"),
+        ("carpets", "tapices", "tappeti", "tapetes"),
+    ),
+    "place": (
+        ("at the market", "en el mercado", "al mercato", "no mercado"),
+        ("near the river", "cerca del río", "vicino al fiume", "perto do rio"),
+        ("in the garden", "en el jardín", "nel giardino", "no jardim"),
+        ("behind the church", "detrás de la iglesia", "dietro la chiesa", "atrás da igreja"),
+        ("at the station", "en la estación", "alla stazione", "na estação"),
+        ("on the beach", "en la playa", "sulla spiaggia", "na praia"),
+        ("in the village", "en el pueblo", "nel villaggio", "na aldeia"),
+        ("beside the school", "junto a la escuela", "accanto alla scuola", "ao lado da escola"),
+    ),
+}
+
+GRAMMARS: tuple[tuple[str, ...], ...] = (
+    ("time", "subject", "verb", "number", "object", "place"),
+    ("subject", "verb", "number", "object", "place", "time"),
+    ("place", "subject", "verb", "number", "object"),
+    ("subject", "verb", "number", "object", "time"),
+)
+"""The slots of a sentence, in the order that English and the three languages share."""
+
+
+PENALTIES: Mapping[str, int] = {
+    "wrong word": 3,
+    "wrong number": 2,
+    "missing part": 2,
+    "untranslated part": 2,
+    "repeated part": 1,
+    "wrong order": 1,
+    "misspelling": 1,
+}
+"""Kind of error -> the points that it costs."""
+BEST_SCORE = 10
+NUM_SENTENCES: Mapping[str, int] = {"train": 1000, "val": 75, "test": 75}
+VARIANTS = (0, 1, 2, 4)
+"""How many errors the translations of a sentence have; the last one is drawn around its number."""
+_SEED = 20
+
+
+@dataclass(frozen=True)
+class Sentence:
+    language: str
+    slots: tuple[str, ...]
+    choice: tuple[int, ...]
+    """The phrase of each slot."""
+
+    def words(self, language: str) -> list[str]:
+        column = 0 if language == "English" else 1 + LANGUAGES.index(language)
+        return [PHRASES[slot][place][column] for slot, place in zip(self.slots, self.choice, strict=True)]
+
+
+def make_translations(split: str) -> list[dict[str, Any]]:
+    """Return the rows of a split: a task, a translation, the right one, a score from 0 to 10, and its errors."""
+    rows = []
+    for number, sentence in _sentences(split):
+        draw = random.Random(f"{_SEED} {split} {number}")
+        for variant, num_errors in enumerate(VARIANTS):
+            count = num_errors + draw.choice((-1, 0, 1, 2)) if num_errors == VARIANTS[-1] else num_errors
+            answer, errors = _translate(sentence, count, draw)
+            rows.append(_row(sentence, answer, errors, split=split, number=number, variant=variant))
+    return rows
+
+
+def make_pairs(split: str) -> list[dict[str, Any]]:
+    """Return pairs of translations of one sentence; the better one has the higher score."""
+    rows = make_translations(split)
+    pairs = []
+    for start in range(0, len(rows), len(VARIANTS)):
+        draw = random.Random(f"{_SEED} pairs {split} {start}")
+        group = rows[start : start + len(VARIANTS)]
+        draw.shuffle(group)
+        for first, second in (group[:2], group[2:]):
+            winner = (
+                "tie"
+                if first["score"] == second["score"]
+                else "A"
+                if first["score"] > second["score"]
+                else "B"
+            )
+            shared = {name: first[name] for name in ("group", "task", "reference")}
+            pairs.append(
+                {
+                    "id": f"{first['id']}+{second['id']}",
+                    **shared,
+                    "answer_a": first["answer"],
+                    "answer_b": second["answer"],
+                    "winner": winner,
+                    "messages": [
+                        {
+                            "role": "user",
+                            "content": f"{first['task']}\nA: {first['answer']}\nB: {second['answer']}\nWhich is better?",
+                        },
+                        {"role": "assistant", "content": winner},
+                    ],
+                }
+            )
+    return pairs
+
+
+def _sentences(split: str) -> list[tuple[int, Sentence]]:
+    """Return the sentences of a split; no sentence is in two of them, in whatever language."""
+    draw = random.Random(_SEED)
+    total, seen, found = sum(NUM_SENTENCES.values()), set[Any](), list[Sentence]()
+    while len(found) < total:
+        slots = draw.choice(GRAMMARS)
+        choice = tuple(draw.randrange(len(PHRASES[slot])) for slot in slots)
+        if (slots, choice) not in seen:
+            seen.add((slots, choice))
+            found.append(Sentence(draw.choice(LANGUAGES), slots, choice))
+    start = 0
+    for name, count in NUM_SENTENCES.items():
+        if name == split:
+            return list(enumerate(found[start : start + count], start=start))
+        start += count
+    raise ValueError(f"no split {split}")
+
+
+def _translate(sentence: Sentence, num_errors: int, draw: random.Random) -> tuple[str, list[tuple[str, str]]]:
+    """Return a translation with errors in different parts, and each error with the part it is in."""
+    parts: list[str] = sentence.words(sentence.language)
+    errors: list[tuple[str, str]] = []
+    free = list(range(len(parts)))
+    draw.shuffle(free)
+    swaps: list[int] = []
+    for place in free[:num_errors]:
+        kinds = [kind for kind in PENALTIES if _is_possible(kind, sentence, place, errors, swaps, free)]
+        kind = draw.choice(kinds)
+        right = sentence.words(sentence.language)[place]
+        if kind == "wrong order":
+            swaps.append(place)
+        else:
+            parts[place] = _CHANGES[kind](sentence, place, draw)
+        errors.append((kind, right))
+    for place in swaps:
+        parts[place], parts[place + 1] = parts[place + 1], parts[place]
+    text = " ".join(part for part in parts if part)
+    return f"{text[:1].upper()}{text[1:]}.", errors
+
+
+def _is_possible(
+    kind: str,
+    sentence: Sentence,
+    place: int,
+    errors: Sequence[tuple[str, str]],
+    swaps: Sequence[int],
+    free: Sequence[int],
+) -> bool:
+    slot = sentence.slots[place]
+    if swaps and place in (swaps[0], swaps[0] + 1):
+        return kind == "misspelling"
+    if kind == "wrong number":
+        return slot == "number"
+    if kind == "wrong word":
+        return slot != "number"
+    if kind == "wrong order":
+        # One at most, of two parts that have no other error: otherwise the errors could not be told apart.
+        others = free[: len(errors)]
+        return not swaps and place + 1 < len(sentence.slots) and not {place, place + 1} & set(others)
+    return not (kind == "missing part" and sum(each == kind for each, _ in errors) >= 2)
+
+
+def _replaced(sentence: Sentence, place: int, draw: random.Random) -> str:
+    slot, language = sentence.slots[place], 1 + LANGUAGES.index(sentence.language)
+    others = [phrase for number, phrase in enumerate(PHRASES[slot]) if number != sentence.choice[place]]
+    return draw.choice(others)[language]
+
+
+def _misspelled(sentence: Sentence, place: int, draw: random.Random) -> str:
+    """Exchange two different letters that follow each other."""
+    text = sentence.words(sentence.language)[place]
+    places = [
+        spot
+        for spot in range(len(text) - 1)
+        if text[spot : spot + 2].isalpha() and text[spot] != text[spot + 1]
+    ]
+    spot = draw.choice(places)
+    return f"{text[:spot]}{text[spot + 1]}{text[spot]}{text[spot + 2 :]}"
+
+
+_CHANGES: Mapping[str, Callable[[Sentence, int, random.Random], str]] = {
+    "wrong word": _replaced,
+    "wrong number": _replaced,
+    "missing part": lambda sentence, place, draw: "",
+    "untranslated part": lambda sentence, place, draw: sentence.words("English")[place],
+    "repeated part": lambda sentence, place, draw: " ".join(2 * [sentence.words(sentence.language)[place]]),
+    "misspelling": _misspelled,
+}
+
+
+def _row(
+    sentence: Sentence,
+    answer: str,
+    errors: Sequence[tuple[str, str]],
+    *,
+    split: str,
+    number: int,
+    variant: int,
+) -> dict[str, Any]:
+    source, reference = (" ".join(sentence.words(name)) for name in ("English", sentence.language))
+    source, reference = (f"{text[:1].upper()}{text[1:]}." for text in (source, reference))
+    score = max(0, BEST_SCORE - sum(PENALTIES[kind] for kind, _ in errors))
+    issues = [f"{kind} ({part})" for kind, part in errors]
+    critique = (
+        "The translation is right." if not errors else f"It has {len(errors)} error{'s' * (len(errors) > 1)}."
+    )
+    task = f"Translate into {sentence.language}: {source}"
+    request = f"Rate this translation from 0 to {BEST_SCORE}.\n{task}\nReference: {reference}\nTranslation: {answer}"
+    verdict = f"Score: {score}/{BEST_SCORE}\nIssues: {'; '.join(issues) or 'none'}\nFeedback: {critique}"
+    return {
+        "id": f"{split}-{number}-{variant}",
+        "group": source,
+        "task": task,
+        "answer": answer,
+        "reference": reference,
+        "score": score,
+        "issues": issues,
+        "critique": critique,
+        "source": source,
+        "translation": answer,
+        "messages": [{"role": "user", "content": request}, {"role": "assistant", "content": verdict}],
+    }

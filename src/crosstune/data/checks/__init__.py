@@ -1,0 +1,1 @@
+"""Check and describe a data set before training."""

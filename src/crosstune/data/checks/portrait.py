@@ -1,0 +1,83 @@
+"""Summarize a dataset: the lengths of its examples, and one example with its supervised tokens marked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.data.batches.token_batch import Example
+from crosstune.data.tokens.corpus import Corpus
+from crosstune.data.tokens.tokenizer import Tokenizer
+
+MOST_BINS = 24
+MOST_CHARACTERS = 4000
+"""Characters of the example; the middle of a longer one is left out."""
+
+
+def portrait(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the lengths and an example of a corpus, for plan.json and the page of a run."""
+    if not len(corpus):
+        return {}
+    lengths = corpus.lengths()
+    typical = int(np.abs(lengths - int(np.median(lengths))).argmin())
+    example = corpus[typical]
+    pieces = marked_pieces(example, tokenizer)
+    return {
+        "lengths": length_histogram(lengths),
+        "example": {
+            "row": int(example.index) + 1,
+            "tokens": len(example.tokens),
+            "pieces": [{"text": text, "supervised": counts} for text, counts in _cut(pieces)],
+        },
+    }
+
+
+def length_histogram(lengths: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the number of examples in bins of equal, round width: bin i holds the lengths from first + i * width on."""
+    low, high = int(lengths.min()), int(lengths.max())
+    width = _round_width((high - low + 1) / MOST_BINS)
+    first = low // width * width
+    counts = np.bincount((lengths - first) // width)
+    return {"first": first, "width": width, "counts": counts.tolist()}
+
+
+def _round_width(rough: float) -> int:
+    """Return the smallest of 1, 2, 5 times a power of ten that is at least `rough`."""
+    power = 10 ** max(0, math.floor(math.log10(rough))) if rough >= 1 else 1
+    return next(size * power for size in (1, 2, 5, 10) if size * power >= rough)
+
+
+def marked_pieces(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """Return the text of an example in pieces: (text, supervised)."""
+    pieces: list[tuple[str, bool]] = []
+    marks, start = example.supervised, 0
+    for place in range(1, len(marks) + 1):
+        if place == len(marks) or marks[place] != marks[start]:
+            text = tokenizer.decode(example.tokens[start:place].tolist(), keep_special=True)
+            pieces.append((text, bool(marks[start])))
+            start = place
+    return pieces
+
+
+def _cut(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    """Leave out the middle of an example that is too long for a page."""
+    left_out = sum(len(text) for text, _ in pieces) - MOST_CHARACTERS
+    if left_out <= 0:
+        return pieces
+    half = MOST_CHARACTERS // 2
+    head, tail = _first(pieces, half), _first([(text[::-1], counts) for text, counts in pieces[::-1]], half)
+    middle = (f" … [{left_out:,} more characters] … ", False)
+    return [*head, middle, *((text[::-1], counts) for text, counts in tail[::-1])]
+
+
+def _first(pieces: list[tuple[str, bool]], room: int) -> list[tuple[str, bool]]:
+    kept = list[tuple[str, bool]]()
+    for text, counts in pieces:
+        if room <= 0:
+            break
+        kept.append((text[:room], counts))
+        room -= len(text)
+    return kept

@@ -1,0 +1,227 @@
+"""Check the data before training and report what looks wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosstune.config.schema import Config
+from crosstune.core.errors import UserError
+from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY
+from crosstune.data.read.columns import Columns
+from crosstune.data.read.dataset_list import parse_dataset, unweighted
+from crosstune.data.read.formats import has_empty_answer, to_conversation
+from crosstune.data.read.sources import Source, open_source
+from crosstune.data.read.uniform import check_mapped, uniform_sources
+from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.tokens.corpus import Corpus
+from crosstune.data.tokens.encode import Encoder, check_any_answer, located
+from crosstune.data.tokens.tokenizer import Tokenizer
+
+# Below this share of supervised tokens, most of the compute is spent on prompts.
+LOW_SUPERVISED_SHARE = 0.01
+# What looks like a special token in a template: <|im_start|>, <end_of_turn>, [INST].
+_MARK = re.compile(r"<\|\w+\|>|<\w+>|\[/?[A-Z_]+\]")
+
+
+def leave_out_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]:
+    """Return the rows with a supervised token, and the number of rows without."""
+    supervised = np.flatnonzero(corpus.num_supervised > 0)
+    if not len(supervised):
+        raise UserError(
+            f"No token of {source} is supervised: there is nothing to learn.",
+            why="no row has an assistant's answer within the context.",
+            do="check the roles of the messages, raise --context_length, or pass --train_on_prompt",
+        )
+    return corpus.part(supervised), len(corpus) - len(supervised)
+
+
+def num_shared(train: Corpus, held_out: Corpus) -> int:
+    """Return the number of held-out examples that are also in the training data."""
+    return int(np.isin(held_out.hashes(), train.hashes()).sum())
+
+
+def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Sequence[str]:
+    """Return warnings about what the tokenizer lacks for this format, and about options without effect."""
+    if form == DUMMY:
+        return []
+    plain = form == "text"
+    rows = (
+        (
+            not plain and not tokenizer.chat_template,
+            "this model has no chat template: turns are written as lines `User: ...` and `Assistant: ...`, "
+            "and the template for this is saved with the result",
+        ),
+        (
+            not tokenizer.eos_token and (plain or not tokenizer.chat_template),
+            f"this model has no end token: nothing teaches it where {'a text' if plain else 'an answer'} ends",
+        ),
+        (
+            bool(missing := [] if plain or not config.chat_template else _missing_tokens(tokenizer)),
+            f"the chat template writes {', '.join(missing)}, which this model has no tokens for: they are learned as "
+            "ordinary text, and may not end an answer",
+        ),
+        (
+            bool(last := "" if plain or missing else _unending(tokenizer)),
+            f"the chat template ends an answer with {last!r}, which is not an end token of this model: it will not stop",
+        ),
+        (plain and config.train_on_prompt, "train_on_prompt has no effect: a plain text has no prompt"),
+        (
+            plain and config.eval_metric == "exact_match",
+            "eval_metric exact_match has no effect: a plain text has no answer to compare with",
+        ),
+    )
+    return [f"{sentence}." for holds, sentence in rows if holds]
+
+
+def _unending(tokenizer: Tokenizer) -> str:
+    """Return the last token of an answer if the model does not stop at it, or else an empty string."""
+    last = _last_token(tokenizer)
+    if last is None or last in tokenizer.stop_ids:
+        return ""
+    return tokenizer.decode([last], keep_special=True)
+
+
+def _missing_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Return the marks of a chat template that look like special tokens and are none."""
+    marks = dict.fromkeys(_MARK.findall(tokenizer.chat_template or ""))
+    return [mark for mark in marks if tokenizer.rust.token_to_id(mark) is None]
+
+
+def stop_at_template_end(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer that also stops at the special token with which its template ends an answer."""
+    last = _last_token(tokenizer)
+    if last is None or tokenizer.decode([last], keep_special=True) not in tokenizer.special:
+        return tokenizer
+    return replace(tokenizer, stop_ids=tokenizer.stop_ids | {last})
+
+
+def _last_token(tokenizer: Tokenizer) -> int | None:
+    """Return the last supervised token of an answer; None if unknown."""
+    if not tokenizer.chat_template:
+        return None
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning"}]
+    try:
+        example = encode_conversation(turns, tokenizer, index=0, whole=False)
+    except UserError:  # the template expects other turns; the rows of the data show their own errors
+        return None
+    learned = example.tokens[example.supervised]
+    return int(learned[-1]) if len(learned) else None
+
+
+def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
+    """Return the warnings that the statistics of the training data call for."""
+    examples = train["examples"]
+    rows = (
+        (train["empty_answers"], f"{train['empty_answers']:,} rows have an empty answer and are left out"),
+        (
+            train["without_answer"],
+            f"{train['without_answer']:,} rows have no answer within the context and are left out",
+        ),
+        (
+            train["unlocated_answers"],
+            f"{train['unlocated_answers']:,} answers cannot be located because the chat template changes them; "
+            "they carry no loss",
+        ),
+        (
+            train["cut_examples"],
+            f"{train['cut_examples']:,} of {examples:,} examples are cut, by {train['cut_tokens']:,} tokens in all",
+        ),
+        (
+            train["dropped_examples"],
+            f"{train['dropped_examples']:,} examples are longer than the context and are left out",
+        ),
+        (
+            train["duplicates"],
+            f"{train['duplicates']:,} of {examples:,} examples are copies of another one",
+        ),
+        (
+            train["unused_columns"],
+            f"columns that are not read: {', '.join(train['unused_columns'])}",
+        ),
+        (
+            train["ignored_by_template"],
+            f"the chat template of this model leaves out {', '.join(train['ignored_by_template'])}: nothing is learned "
+            "from it",
+        ),
+        (num_shared, f"{num_shared:,} held-out examples are also in the training data"),
+        (
+            train["supervised_share"] < LOW_SUPERVISED_SHARE,
+            f"only {train['supervised_share']:.2%} of the tokens are supervised",
+        ),
+    )
+    return [f"{sentence}." for holds, sentence in rows if holds]
+
+
+MOST_BYTES = 64 << 20
+"""Rows beyond this are checked by the training itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowChecker:
+    """Check rows as a training would read them.
+
+    Without a tokenizer, rows are not rendered. `whole` skips locating the answers.
+    """
+
+    asked_format: str
+    columns: Columns
+    tokenizer: Tokenizer | None
+    whole: bool
+
+    def check(self, name: str, *, limit: int, training: bool = True) -> list[str]:
+        """Raise a UserError for a row that does not fit the format or cannot be rendered; return what was not checked.
+
+        At most `limit` rows of each source are read, all if it is -1. `training` is false for evaluation data.
+        """
+        entries = parse_dataset(name) if training else unweighted(name, option="eval_dataset")
+        names = [entry.name for entry in entries]
+        # Bundled rows are good, but the template of the model may refuse them.
+        known = (DUMMY,) if self.tokenizer is not None else (*BUNDLED, DUMMY)
+        local = [one for one in names if _is_here(one) and one not in known]
+        sources = [open_source(one, needs_training=training) for one in local]
+        if training and len(sources) == len(names):
+            check_mapped(sources, self.columns)
+        left: list[str] = []
+        for source in sources:
+            if not training and source.held_out:
+                source = source.own_held_out()
+            for uniform in uniform_sources(source, asked=self.asked_format, columns=self.columns):
+                left += self._check(uniform, limit=limit)
+        return left
+
+    def _check(self, source: Source, *, limit: int) -> list[str]:
+        encoder = None
+        if self.tokenizer is not None:
+            encoder = Encoder(tokenizer=self.tokenizer, form=source.form, whole=self.whole)
+        num_rows = num_empty = 0
+        for part, found, done_bytes in source.rows():
+            if num_rows == limit:
+                break
+            if done_bytes > MOST_BYTES:
+                return [f"the rows of {source.name} beyond the first {num_rows:,}"]
+            num_rows += 1
+            try:
+                conversation = to_conversation(found.row, source.form)
+                if has_empty_answer(conversation):
+                    num_empty += 1
+                elif encoder is not None:
+                    encoder.render(conversation, found.row)
+            except UserError as error:
+                raise located(error, part, found.number) from error
+        check_any_answer(source.name, source.form, num_rows=num_rows, num_empty=num_empty)
+        return []
+
+
+def is_here(name: str) -> bool:
+    """Return whether all sources of a dataset can be opened without a download."""
+    return all(_is_here(entry.name) for entry in parse_dataset(name))
+
+
+def _is_here(name: str) -> bool:
+    return name in BUNDLED or name == DUMMY or Path(name).expanduser().exists()

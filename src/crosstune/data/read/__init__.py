@@ -1,0 +1,1 @@
+"""Read rows from files, the hub and memory, and turn them into conversations."""

@@ -1,0 +1,121 @@
+"""Read the value of --dataset: one source, or several with or without weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosstune.core.errors import UserError
+from crosstune.data.read.sources import is_known
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetEntry:
+    name: str
+    weight: float | None = None
+
+    def text(self) -> str:
+        return self.name if self.weight is None else f"{self.name}:{self.weight:g}"
+
+
+def parse_dataset(text: str) -> list[DatasetEntry]:
+    """Read `a.jsonl`, `a.jsonl,b.jsonl` or `a.jsonl:0.7,b.jsonl:0.3`.
+
+    An existing path is never split at its commas and colons.
+    """
+    pieces = text.split(",")
+    entries: list[DatasetEntry] = []
+    while pieces:
+        length = _longest_name(pieces)
+        entries.append(_entry(",".join(pieces[:length])))
+        pieces = pieces[length:]
+    _check_weights(entries, text)
+    return entries
+
+
+def unweighted(text: str, *, option: str) -> list[DatasetEntry]:
+    """Read a list of sources that may have no weights."""
+    entries = parse_dataset(text)
+    if weighted := [entry for entry in entries if entry.weight is not None]:
+        raise UserError(
+            f"--{option} accepts no weights, but {weighted[0].name} has one.",
+            why="all of its rows are read once.",
+            do=f"use --{option} {','.join(entry.name for entry in entries)}",
+        )
+    return entries
+
+
+def join_entries(entries: Sequence[DatasetEntry]) -> str:
+    return ",".join(entry.text() for entry in entries)
+
+
+def _longest_name(pieces: Sequence[str]) -> int:
+    """Return how many pieces form an existing path, with or without a weight; 1 if none do."""
+    for length in range(len(pieces), 1, -1):
+        name = ",".join(pieces[:length]).strip()
+        front, _, end = name.rpartition(":")
+        if _exists(name) or (_exists(front) and _is_number(end)):
+            return length
+    return 1
+
+
+def _entry(text: str) -> DatasetEntry:
+    name = text.strip()
+    front, colon, end = name.rpartition(":")
+    if _exists(name) or not colon or not front:
+        return DatasetEntry(name=name)
+    if _is_number(end):
+        weight = float(end)
+        if not math.isfinite(weight) or weight <= 0:
+            raise _bad_weight(front, end)
+        return DatasetEntry(name=front, weight=weight)
+    if _exists(front):
+        raise _bad_weight(front, end)
+    return DatasetEntry(name=name)  # such as C:\\data\\a.jsonl
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_weights(entries: Sequence[DatasetEntry], text: str) -> None:
+    if len(entries) == 1:
+        return
+    if empty := [entry for entry in entries if not entry.name]:
+        raise UserError(
+            f"The dataset '{text}' has an empty name in it.", do=f"remove one of the {len(empty)} commas"
+        )
+    missing = [entry.name for entry in entries if entry.weight is None]
+    if missing and len(missing) < len(entries):
+        raise UserError(
+            f"{', '.join(missing)} of --dataset has no weight, but others have one.",
+            do="give every source a weight, or none",
+        )
+    names = [entry.name for entry in entries]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(
+            f"--dataset names {twice[0]} twice.",
+            do="give it once, with a larger weight if it should count more",
+        )
+
+
+def _exists(name: str) -> bool:
+    if not name or is_known(name):
+        return bool(name)
+    try:
+        return Path(name).expanduser().exists()
+    except OSError:  # a list of several sources may be longer than a path can be
+        return False
+
+
+def _bad_weight(name: str, weight: str) -> UserError:
+    return UserError(
+        f"The weight of {name} in --dataset cannot be '{weight}'.",
+        do=f"use a number above 0, as in --dataset {name}:0.7,OTHER:0.3",
+    )

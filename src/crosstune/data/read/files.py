@@ -1,0 +1,326 @@
+"""Read the rows of JSON, JSON Lines, CSV, TSV, Parquet and text files one by one. Errors name the line or row."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import hashlib
+import io
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from crosstune.core.errors import UserError, shown
+from crosstune.files.json_files import FOREIGN, check_parsed, parse_json
+from crosstune.files.plain_files import UnreadableFile, open_plain
+
+Row = dict[str, Any]
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
+LARGEST_ROW_BYTES = 256 << 20
+INSTALL_DATA = 'pip install "crosstune[data]"'
+
+_CHUNK_BYTES = 1 << 20
+_QUOTED = re.compile(rb'"(?:[^"]|"")*"')
+_PARQUET_ROWS = 512
+TEXT_CHARACTERS = 1 << 20
+"""A longer text file is read as several documents of about this size, so that it need not fit into memory."""
+
+
+class Found(NamedTuple):
+    """A row, its line number (its row number in .json and .parquet), and the file offset of its end."""
+
+    row: Row
+    number: int
+    end_byte: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePart:
+    """One file of a source."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def form(self) -> str:
+        """`text` for text files, otherwise `auto`."""
+        return "text" if self.is_text else "auto"
+
+    @property
+    def is_text(self) -> bool:
+        """True for a text file, whose documents have any length."""
+        return self.path.suffix.lower() == ".txt"
+
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    def place(self, number: int) -> str:
+        by_line = self.path.suffix.lower() in (".jsonl", ".csv", ".tsv")
+        return f"{self.path}, line {number}" if by_line else f"Row {number} of {self.path}"
+
+    def digest(self) -> str:
+        """Return the sha256 of the contents and the suffix; the rest of the file name does not matter."""
+        total = hashlib.sha256(self.path.suffix.lower().encode())
+        with _open(self.path) as file:
+            while block := file.read(_CHUNK_BYTES):
+                total.update(block)
+        return total.hexdigest()
+
+    def rows(self) -> Iterator[Found]:
+        suffix = self.path.suffix.lower()
+        if suffix == ".parquet":
+            yield from _read_parquet(self.path)
+            return
+        with _open(self.path) as file:
+            if suffix == ".jsonl":
+                yield from _read_lines(self.path, file)
+            elif suffix == ".json":
+                yield from _read_json(self.path, file)
+            elif self.is_text:
+                yield from _read_documents(self.path, file)
+            else:
+                yield from _read_csv(self.path, file, delimiter="\t" if suffix == ".tsv" else ",")
+
+
+def file_part(path: Path) -> FilePart:
+    if path.suffix.lower() not in SUFFIXES:
+        raise UserError(
+            f"{path} is not a supported data file.",
+            do=f"use one that ends in {' or '.join(SUFFIXES)}",
+        )
+    return FilePart(path=path)
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open_plain(path)
+    except UnreadableFile as error:
+        raise UserError(f"Cannot read the dataset {path}.", why=error.why, do=error.do) from error
+
+
+def _read_lines(path: Path, file: BinaryIO) -> Iterator[Found]:
+    number = end_byte = 0
+    while line := file.readline(LARGEST_ROW_BYTES):
+        number += 1
+        end_byte += len(line)
+        if len(line) == LARGEST_ROW_BYTES:
+            raise _too_large(f"{path}, line {number}")
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, foreign=True)
+        except ValueError as error:
+            raise UserError(
+                f"{path}, line {number} is not JSON.", why=str(error), do=_hint(path, number)
+            ) from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number} is not a row.", why="each line must be a JSON object.")
+        yield Found(row, number, end_byte)
+
+
+def _hint(path: Path, number: int) -> str:
+    if path.suffix.lower() == ".json":
+        return "a .json file holds an array of rows, or one row per line"
+    return (
+        "a .jsonl file holds one row per line; an array of rows belongs in a .json file"
+        if number == 1
+        else ""
+    )
+
+
+def _read_json(path: Path, file: BinaryIO) -> Iterator[Found]:
+    """Read an array of rows in chunks; a file that starts with an object is read as JSON Lines."""
+    first = _first_character(file)
+    if first == "{":
+        return _read_lines(path, file)
+    if first and first != "[":
+        raise UserError(f"{path} is not a list of rows.", why="it must be a JSON array of objects.")
+    return _read_array(path, file) if first else iter(())
+
+
+def _first_character(file: BinaryIO) -> str:
+    start = file.read(_CHUNK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+    file.seek(0)
+    return start[:1].decode("latin-1")
+
+
+def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
+    file = io.TextIOWrapper(raw, encoding="utf-8-sig")
+    text, number, need, ended = "", 0, _CHUNK_BYTES, False
+    place, opened = 0, False
+    while True:
+        place = _skip(text, place, ",[" if not opened else ",")
+        opened = opened or place > 0
+        if place < len(text) and text[place] == "]":
+            _check_rest(path, text[place + 1 :])
+            return
+        try:
+            row, end = FOREIGN.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            if ended:
+                raise UserError(
+                    f"{path} is not JSON: row {number + 1} cannot be read.",
+                    why=str(error),
+                    do="lines of JSON belong in a .jsonl file",
+                ) from error
+            text, place = text[place:], 0
+            if len(text) > LARGEST_ROW_BYTES:
+                raise _too_large(f"Row {number + 1} of {path}") from error
+            # Double the chunk each time, so that a large row is not parsed many times.
+            more = _read_text(path, file, max(need, len(text)))
+            ended = not more
+            text += more
+            continue
+        number += 1
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{path} is not a list of rows.", why=f"row {number} is not a JSON object: {shown(row)}."
+            )
+        try:
+            check_parsed(row, text[place:end], foreign=True)
+        except ValueError as error:
+            raise UserError(f"Row {number} of {path} cannot be read.", why=f"{error}.") from error
+        yield Found(row, number, raw.tell())
+        place = end
+
+
+def _skip(text: str, place: int, also: str) -> int:
+    while place < len(text) and (text[place].isspace() or text[place] in also):
+        place += 1
+    return place
+
+
+def _check_rest(path: Path, rest: str) -> None:
+    if rest.strip():
+        raise UserError(
+            f"{path} is not JSON.", why=f"something follows the end of the list: {rest.strip()[:40]!r}"
+        )
+
+
+def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:
+    try:
+        return file.read(size)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text.", why=str(error)) from error
+
+
+def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
+    csv.field_size_limit(LARGEST_ROW_BYTES)  # the default of 128 KiB is too small for long answers
+    lines = _decoded_lines(path, file)
+    if delimiter == "\t" and _has_bare_quotes(path):
+        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
+    else:
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    line = 1
+    try:
+        for values in reader:
+            start, line = line, reader.line_num + 1
+            if not values:
+                continue
+            if header is None:
+                header = _check_header(path, values)
+                continue
+            if len(values) != len(header):
+                raise UserError(
+                    f"{path}, line {start} has {len(values)} fields instead of {len(header)}.",
+                    why=f"the first line names the columns {', '.join(header)}.",
+                    do="put quotes around fields that hold a separator or a line break",
+                )
+            yield Found(dict(zip(header, values, strict=True)), start, file.tell())
+    except csv.Error as error:
+        raise UserError(f"{path}, line {line} cannot be read.", why=str(error)) from error
+
+
+def _has_bare_quotes(path: Path) -> bool:
+    """Return whether quotes in a .tsv file are text: some field begins with a quote but is not quoted, and every line has
+    as many tabs as the first."""
+    found, num_tabs = False, None
+    with _open(path) as file:
+        for line in file:
+            fields = line.rstrip(b"\r\n").split(b"\t")
+            num_tabs = num_tabs if num_tabs is not None else len(fields)
+            if len(fields) != num_tabs and line.strip():
+                return False
+            found = found or any(field[:1] == b'"' and not _QUOTED.fullmatch(field) for field in fields)
+    return found
+
+
+def _read_documents(path: Path, file: BinaryIO) -> Iterator[Found]:
+    """Read a text file as one document, or as several that end at a blank line if it is a large one."""
+    number, lines, characters = 0, list[str](), 0
+    for line in _decoded_lines(path, file):
+        lines.append(line.replace("\r\n", "\n"))
+        characters += len(line)
+        at_blank_line = characters >= TEXT_CHARACTERS and not line.strip()
+        if at_blank_line or characters >= 2 * TEXT_CHARACTERS:
+            number += 1
+            yield Found({"text": "".join(lines).strip("\n")}, number, file.tell())
+            lines, characters = [], 0
+    if text := "".join(lines).strip("\n"):
+        yield Found({"text": text}, number + 1, path.stat().st_size)
+
+
+def _decoded_lines(path: Path, file: BinaryIO) -> Iterator[str]:
+    """Yield the decoded lines. Each is checked by itself, since the decoder reads ahead and would name another line."""
+    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    for number, line in enumerate(text, start=1):
+        try:
+            line.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{path}, line {number} is not UTF-8 text.",
+                why=f"character {error.start + 1} of the line is the byte 0x{ord(line[error.start]) - 0xDC00:02x}.",
+                do="save the file as UTF-8",
+            ) from error
+        yield line
+
+
+def _check_header(path: Path, names: list[str]) -> list[str]:
+    names = [name.strip() for name in names]
+    if not all(names) or len(set(names)) < len(names):
+        raise UserError(
+            f"{path}, line 1 does not name the columns.",
+            why=f"every column needs a unique name; found {', '.join(map(repr, names))}.",
+        )
+    return names
+
+
+def _read_parquet(path: Path) -> Iterator[Found]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError(
+            f"Cannot read {path}.", why="Parquet files need pyarrow.", do=f"run: {INSTALL_DATA}"
+        ) from error
+    number = 0
+    try:
+        with _open(path) as opened, pq.ParquetFile(opened) as file:
+            size = os.fstat(opened.fileno()).st_size
+            total = file.metadata.num_rows
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield Found(row, number, size * number // total)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise UserError(
+            f"{path} cannot be read as Parquet.",
+            why=f"after row {number}: {' '.join(str(error).split())[:200]}",
+        ) from error
+
+
+def _too_large(place: str) -> UserError:
+    return UserError(
+        f"{place} is larger than {LARGEST_ROW_BYTES >> 20} MiB.",
+        why="rows are read one at a time, and each must fit into memory.",
+        do="split it into several rows",
+    )

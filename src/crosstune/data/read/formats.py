@@ -1,0 +1,335 @@
+"""Detect the format of rows by their columns, and convert rows to conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.data.render.types import NO_LOSS
+from crosstune.files.json_files import parse_json
+
+Row = Mapping[str, Any]
+Turn = dict[str, Any]
+Conversation = list[Turn] | str
+
+# Format -> the columns that identify it; the first match wins.
+COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+    "question_answer": ("question", "answer"),
+    "text": ("text",),
+}
+# Used only on request: another format has the same columns.
+HIDDEN_COLUMNS: Mapping[str, tuple[str, ...]] = {"guanaco": ("text",)}
+# Optional columns of every format.
+SYSTEM_COLUMNS = ("system", "system_prompt")
+TOOLS_COLUMN = "tools"
+_MORE_COLUMNS: Mapping[str, tuple[str, ...]] = {"alpaca": ("input",), "question_answer": ("context",)}
+OPTIONAL_COLUMNS = ("input", "context", *SYSTEM_COLUMNS, TOOLS_COLUMN)
+WITHOUT_TURNS = ("text",)
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TURN_KEYS = (
+    "tool_calls", "tool_call_id", "tool_plan", "name", "reasoning_content", "reasoning", "thinking"
+)  # fmt: skip
+"""Extra keys of a message; the chat template decides how to render them."""
+
+# Names that other tools give the roles, in any case, -> ours.
+ROLE_ALIASES: Mapping[str, str] = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "model": "assistant",
+    "ai": "assistant",
+    "function": "tool",
+    "observation": "tool",
+}
+_IMAGE_COLUMNS = ("image", "images", "pixel_values", "video", "audio")
+_GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
+
+
+def recognise(first: Row, *, asked: str, source: str) -> str:
+    """Return the requested format, or detect it from the columns of the first row."""
+    _check_media(first, what=source)
+    if asked != "auto":
+        return asked
+    found = fitting_formats(first)
+    if not found:
+        raise UserError(
+            f"The columns of {source} fit no known format: {', '.join(map(str, first)) or 'none'}.",
+            **_how_to_read(first),
+        )
+    return found[0]
+
+
+def to_conversation(row: Row, form: str) -> Conversation:
+    """Return the messages of a row, or its text for the format without turns. A missing answer is an empty one."""
+    _check_media(row, what="It")
+    _check_columns(row, form)
+    if form in WITHOUT_TURNS:
+        return _answer(row, "text")
+    turns = _turns(row, form)
+    column = _system_column(row)
+    if column is not None and turns[0]["role"] not in ("system", "developer"):
+        turns = [{"role": "system", "content": _text(row, column)}, *turns]
+    return turns
+
+
+def tools_of(row: Row) -> list[Any] | None:
+    """Return the tools that the model may call in this conversation, in the form that chat templates expect."""
+    tools = _parsed(row.get(TOOLS_COLUMN) or None)
+    if tools is not None and not isinstance(tools, list):
+        raise UserError(f"The column {TOOLS_COLUMN} must hold a list.", why=f"found {_short(tools)}")
+    return tools
+
+
+def unused_columns(row: Row, form: str) -> set[str]:
+    """Return the non-empty columns that are not read."""
+    used = {*_needed(form), *_MORE_COLUMNS.get(form, ())}
+    if form not in WITHOUT_TURNS:
+        used |= {TOOLS_COLUMN} | ({column} if (column := _system_column(row)) is not None else set())
+    return {str(name) for name, value in row.items() if name not in used and value not in (None, "", [])}
+
+
+def turn_keys(conversation: Conversation) -> set[str]:
+    """Return the extra keys of the messages."""
+    return {key for turn in conversation for key in turn if isinstance(turn, dict) and key in TURN_KEYS}
+
+
+def _turns(row: Row, form: str) -> list[Turn]:
+    if form in ("messages", "sharegpt"):
+        return as_messages(row[_needed(form)[0]])
+    if form == "alpaca":
+        parts = [_text(row, "instruction"), _text(row, "input") if row.get("input") else ""]
+        return _one_turn("\n\n".join(part for part in parts if part), _answer(row, "output"))
+    if form == "prompt_completion":
+        return _prompt_and_completion(row)
+    if form == "question_answer":
+        parts = [_text(row, "context") if row.get("context") else "", _text(row, "question")]
+        return _one_turn("\n\n".join(part for part in parts if part), _answer(row, "answer"))
+    assert form == "guanaco", form
+    return as_messages(_guanaco_turns(_text(row, "text")))
+
+
+def has_empty_answer(conversation: Conversation) -> bool:
+    """Return whether an answer, or the whole text, is empty."""
+    if isinstance(conversation, str):
+        return not conversation.strip()
+    return any(
+        turn["role"] == "assistant" and not turn["content"].strip() and not turn.get("tool_calls")
+        for turn in conversation
+    )
+
+
+def as_messages(value: Any) -> list[Turn]:
+    """Return a conversation as messages with role, content and `TURN_KEYS`; raise a UserError when it is not valid."""
+    value = _parsed(value)
+    if not isinstance(value, list) or not value:
+        raise UserError("A conversation must be a non-empty list of messages.")
+    messages = [_message(item) for item in value]
+    _check_order([message["role"] for message in messages])
+    return messages
+
+
+def _message(item: Any) -> Turn:
+    """Return a message. The role may be under `from`, and the content under `value`, as in ShareGPT."""
+    item = _renamed_keys(item) if isinstance(item, Mapping) else item
+    calls = isinstance(item, Mapping) and bool(item.get("tool_calls"))
+    if not isinstance(item, Mapping) or "role" not in item or not ("content" in item or calls):
+        raise UserError(
+            "Every message needs role and content, or from and value.", why=f"found {_short(item)}"
+        )
+    role = ROLE_ALIASES.get(str(item["role"]).lower(), str(item["role"]).lower())
+    if role not in ROLES:
+        known = ", ".join((*ROLES, *ROLE_ALIASES))
+        raise UserError(f"Unknown role '{item['role']}'.", do=f"the roles are: {known}")
+    content = item.get("content")
+    if content is None and role == "assistant":
+        content = ""
+    if isinstance(content, list):
+        content = "".join(_text_part(part) for part in content)
+    if not isinstance(content, str):
+        raise UserError("The content of a message must be text.", why=f"found {_short(content)}")
+    more = {key: item[key] for key in TURN_KEYS if item.get(key) not in (None, "", [])}
+    if "tool_calls" in more:
+        more["tool_calls"] = _parsed(more["tool_calls"])
+    if not isinstance(more.get("tool_calls", []), list):
+        raise UserError("tool_calls must be a list.", why=f"found {_short(more['tool_calls'])}")
+    return {"role": role, "content": content, **more}
+
+
+def _renamed_keys(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with `role` and `content`; Parquet fills the keys that a message lacks with None."""
+    found = dict(item)
+    for key, other in (("role", "from"), ("content", "value")):
+        if found.get(key) is None and found.get(other) is not None:
+            found[key] = found[other]
+    return found
+
+
+def _text_part(part: Any) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    what = f"a part of type {kind}" if kind else _short(part)
+    raise UserError("The content of a message must be text.", why=f"found {what}")
+
+
+def _check_order(roles: list[str]) -> None:
+    for place, role in enumerate(roles):
+        if role in ("system", "developer") and place > 0:
+            raise UserError(
+                f"The roles are out of order: {role} is turn {place + 1}.",
+                why="system instructions come first.",
+            )
+        if role == "assistant" and "user" not in roles[:place]:
+            raise UserError(
+                f"The roles are out of order: the assistant answers in turn {place + 1} before anyone has asked.",
+                do="begin the conversation with a user turn",
+            )
+
+
+def _check_columns(row: Row, form: str) -> None:
+    needed = _needed(form)
+    missing = [column for column in needed if column not in row]
+    if not missing:
+        return
+    others = [name for name in fitting_formats(row) if name != form]
+    mixed = f" This row looks like {others[0]}: formats cannot be mixed in one file." if others else ""
+    raise UserError(
+        f"It has no column {' or '.join(missing)}.",
+        why=f"rows of the format {form} need {', '.join(needed)}; it has {', '.join(map(str, row)) or 'none'}.{mixed}",
+        do=""
+        if others
+        else "name the columns to read with --columns, as in --columns query=prompt,reply=completion",
+    )
+
+
+def _needed(form: str) -> tuple[str, ...]:
+    return {**COLUMNS, **HIDDEN_COLUMNS}[form]
+
+
+def _system_column(row: Row) -> str | None:
+    return next((name for name in SYSTEM_COLUMNS if row.get(name) not in (None, "")), None)
+
+
+def _check_media(row: Row, *, what: str) -> None:
+    media = [name for name in _IMAGE_COLUMNS if row.get(name) not in (None, "", [])]
+    if media:
+        raise UserError(
+            f"{what} has columns that are not text: {', '.join(media)}.",
+            why="this recipe reads text only.",
+            do="use a text dataset, or remove these columns",
+        )
+
+
+def _how_to_read(row: Row) -> dict[str, str]:
+    """Return why no format fits the columns of a row, if known, and what to do."""
+    names = [str(name) for name in row]
+    if len(names) == 1 and any(mark in names[0] for mark in ";|\t"):
+        return {
+            "why": "the only column name looks like several names with another separator than a comma.",
+            "do": "save the file with commas, or with tabs as .tsv",
+        }
+    if {"chosen", "rejected"} <= row.keys():
+        return {
+            "why": "these are preferences, and crosstune has no preference training.",
+            "do": "train on the chosen answers with --columns chosen=completion",
+        }
+    lower = {name.lower(): name for name in names}
+    close = next((cs for cs in COLUMNS.values() if all(column in lower for column in cs)), ())
+    if close:
+        return {"do": f"--columns {','.join(f'{lower[column]}={column}' for column in close)}"}
+    return {
+        "do": "name the columns to read with --columns, as in --columns query=prompt,reply=completion; the formats are: "
+        f"{known_columns()}"
+    }
+
+
+def fitting_formats(row: Row) -> list[str]:
+    """Return the formats whose columns the row has, the preferred one first."""
+    return [name for name, columns in COLUMNS.items() if all(column in row for column in columns)]
+
+
+def known_columns() -> str:
+    return "; ".join(f"{' + '.join(columns)} ({name})" for name, columns in COLUMNS.items())
+
+
+def _one_turn(prompt: str, answer: str) -> list[Turn]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def _prompt_and_completion(row: Row) -> list[Turn]:
+    """Return the turns of a prompt and its completion, each a text or a list of messages. Only the completion carries
+    loss, not the answers in the prompt."""
+    prompt, completion = _listed(row["prompt"]), _listed(row["completion"])
+    if not isinstance(prompt, list) and not isinstance(completion, list):
+        return _one_turn(_text(row, "prompt"), _answer(row, "completion"))
+    if not isinstance(prompt, list):
+        prompt = [{"role": "user", "content": _text(row, "prompt")}]
+    if not isinstance(completion, list):
+        completion = [{"role": "assistant", "content": _answer(row, "completion")}]
+    turns = as_messages([*prompt, *completion])
+    if not any(turn["role"] == "assistant" for turn in turns[len(prompt) :]):
+        raise UserError("The completion has no message of the assistant.")
+    return [
+        {**turn, NO_LOSS: True} if turn["role"] == "assistant" and place < len(prompt) else turn
+        for place, turn in enumerate(turns)
+    ]
+
+
+def _listed(value: Any) -> Any:
+    """Parse a list of messages that is given as JSON text; return any other text as it is."""
+    if not (isinstance(value, str) and value.lstrip().startswith("[")):
+        return value
+    try:
+        found = parse_json(value, foreign=True)
+    except ValueError:
+        return value
+    is_messages = isinstance(found, list) and found and all(isinstance(item, dict) for item in found)
+    return found if is_messages else value
+
+
+def _guanaco_turns(text: str) -> list[Turn]:
+    """Split `### Human: ...### Assistant: ...` into turns."""
+    turns: list[Turn] = []
+    for piece in text.split("###")[1:]:
+        mark = next((mark for mark in _GUANACO_TURNS if ("###" + piece).startswith(mark)), None)
+        if mark is not None:
+            content = piece[len(mark) - len("###") :].strip()
+            turns.append({"role": _GUANACO_TURNS[mark], "content": content})
+        elif turns:  # a heading inside a turn
+            turns[-1]["content"] += "\n###" + piece.rstrip()
+    return turns
+
+
+def _parsed(value: Any) -> Any:
+    """Parse a list that is given as JSON text, since CSV has no lists."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return parse_json(value, foreign=True)
+        except ValueError as error:
+            raise UserError("A conversation written as text must be JSON.", why=str(error)) from error
+    return value
+
+
+def _text(row: Row, column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        raise UserError(f"The column {column} must hold text.", why=f"found {type(value).__name__}.")
+    return value
+
+
+def _answer(row: Row, column: str) -> str:
+    return "" if row[column] is None else _text(row, column)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."

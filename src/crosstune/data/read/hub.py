@@ -1,0 +1,139 @@
+"""Read datasets of the Hugging Face hub with `datasets`; dataset scripts are never run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from crosstune.core.errors import UserError
+from crosstune.data.read.files import INSTALL_DATA, Found
+from crosstune.files.hub_reach import offline_if_unreachable
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+HELD_OUT_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubPart:
+    """One split of a hub dataset, memory-mapped by `datasets`."""
+
+    repo: str
+    split: str
+    data: Dataset
+    form: str = "auto"
+
+    @property
+    def name(self) -> str:
+        return self.repo
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.data.data.nbytes)
+
+    def place(self, number: int) -> str:
+        return f"Row {number} of {self.repo} ({self.split})"
+
+    def digest(self) -> str:
+        """Return the sha256 of the rows as JSON, independent of library versions."""
+        total = hashlib.sha256()
+        for found in self.rows():
+            total.update(json.dumps(found.row, sort_keys=True, default=str).encode())
+        return total.hexdigest()
+
+    def rows(self) -> Iterator[Found]:
+        size, total = self.size_bytes, len(self.data)
+        for number, row in enumerate(self.data, start=1):
+            yield Found(row, number, size * number // total)
+
+
+def open_hub(repo: str, *, known: str) -> dict[str, HubPart]:
+    """Return split name -> its rows. `known` lists the names outside the hub, for the error about an unknown id."""
+    data = _load(repo, known=known)
+    parts = {}
+    for split, rows in data.items():
+        _refuse_media(repo, rows)
+        parts[str(split)] = HubPart(repo=repo, split=str(split), data=rows)
+    return parts
+
+
+def _load(repo: str, *, known: str) -> DatasetDict:
+    try:
+        import datasets
+        from datasets.exceptions import DatasetNotFoundError, DatasetsError
+    except ImportError as error:
+        raise UserError(
+            f"Cannot read the hub dataset '{repo}'.",
+            why="it needs the `datasets` library.",
+            do=f"run: {INSTALL_DATA}",
+        ) from error
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    datasets.disable_progress_bars()
+    unreached: str | None = None
+    try:
+        with _offline_if_unreachable() as unreached:
+            return datasets.load_dataset(repo)
+    except DatasetNotFoundError as error:
+        raise _missing(repo, error, known=known) from error
+    except (OfflineModeIsEnabled, ConnectionError, OSError) as error:
+        raise UserError(
+            f"The dataset '{repo}' cannot be fetched from the hub, and it is not on this machine.",
+            why=f"{unreached}." if unreached else _line(error),
+            do="check the connection, or download it elsewhere and give the path of its files",
+        ) from error
+    except (HfHubHTTPError, DatasetsError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"The dataset '{repo}' cannot be read.",
+            why=_line(error),
+            do="download its files and give their path; datasets that need their own code are not supported",
+        ) from error
+
+
+@contextlib.contextmanager
+def _offline_if_unreachable() -> Iterator[str | None]:
+    """Let `datasets` read only its cache if the hub cannot be reached, and yield why."""
+    import datasets
+
+    with offline_if_unreachable() as reason:
+        before, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, reason is not None
+        try:
+            yield reason
+        finally:
+            datasets.config.HF_HUB_OFFLINE = before
+
+
+def _missing(repo: str, error: Exception, *, known: str) -> UserError:
+    message = str(error).lower()
+    if "gated" in message:
+        return UserError(
+            f"The dataset '{repo}' is gated.",
+            why=_line(error),
+            do=f"accept its terms at https://huggingface.co/datasets/{repo}, then run: hf auth login",
+        )
+    return UserError(
+        f"There is no dataset '{repo}'.",
+        why=f"it is neither a file here nor on the hub, or it is private: {_line(error)}",
+        do=f"give the path of a file or folder, a hub id, or a known name: {known}",
+    )
+
+
+def _refuse_media(repo: str, rows: Dataset) -> None:
+    media = [
+        name for name, kind in rows.features.items() if type(kind).__name__ in ("Image", "Audio", "Video")
+    ]
+    if media:
+        raise UserError(
+            f"The dataset '{repo}' has columns that are not text: {', '.join(media)}.",
+            why="this recipe reads text only.",
+            do="use a text dataset, or save it without these columns",
+        )
+
+
+def _line(error: Any) -> str:
+    return " ".join(str(error).split())[:300]

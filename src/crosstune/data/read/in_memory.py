@@ -1,0 +1,136 @@
+"""Write rows that a program holds in memory to JSON Lines files in the cache, named by their contents.
+
+A run over them is a run over a file: it has the same tokens, identity and order, and can be planned, resumed and moved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.data.tokens.encode import cache_folder
+from crosstune.files.atomic_files import put_in_place, staging_folder
+
+_NAME_CHARS = 16
+_SHAPES = (
+    "pass a list of rows, each a dict with the columns of a data file; a datasets.Dataset or DatasetDict; "
+    "or the path or name of a data set"
+)
+
+
+def write_in_memory(data: object, *, option: str, cache: Path | None) -> Path:
+    """Write a list of rows, a `datasets.Dataset`, or a mapping of splits to such; return the file or the folder.
+
+    `option` is the name of the argument, for errors.
+    """
+    root = cache_folder(cache)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with staging_folder(root / "rows") as staging:
+            if isinstance(data, Mapping):
+                return _write_splits(data, root, staging, option=option)
+            found = staging / "rows.jsonl"
+            digest = _write(_check_rows(data, option=option), found, option=option)
+            target = root / f"rows-{digest[:_NAME_CHARS]}.jsonl"
+            put_in_place(found, target, aside=staging / "old")
+            return target
+    except OSError as error:
+        raise UserError(
+            f"The rows of {option} cannot be written to {root}.",
+            why=str(error),
+            do="free some space, or set the environment variable CROSSTUNE_CACHE to a folder on a larger disk",
+        ) from error
+
+
+def _write_splits(splits: Mapping[Any, Any], root: Path, staging: Path, *, option: str) -> Path:
+    """Write each split to a file named after it, as in a folder of data files."""
+    folder, digest = staging / "splits", hashlib.sha256()
+    folder.mkdir()
+    for name, data in splits.items():
+        if not isinstance(name, str) or not name.isidentifier() or not _is_split(data):
+            raise _refused(splits, option=option)
+        written = _write(_check_rows(data, option=option), folder / f"{name}.jsonl", option=option)
+        digest.update(f"{name}\0{written}\0".encode())
+    target = root / f"rows-{digest.hexdigest()[:_NAME_CHARS]}"
+    put_in_place(folder, target, aside=staging / "old")
+    return target
+
+
+def _write(rows: Iterable[Any], path: Path, *, option: str) -> str:
+    """Write a row per line and return the sha256 of the file."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for number, row in enumerate(rows, start=1):
+            line = _to_json(row, f"Row {number} of {option}").encode() + b"\n"
+            digest.update(line)
+            file.write(line)
+    return digest.hexdigest()
+
+
+def _to_json(row: Any, place: str) -> str:
+    if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
+        raise UserError(
+            f"{place} is not a row.",
+            why=f"it is {row!r:.60}.",
+            do="a row is a dict with the columns of a data file, such as {'prompt': ..., 'completion': ...}",
+        )
+    try:
+        return json.dumps(dict(row), default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{place} cannot be written as JSON.",
+            why=f"{error}.",
+            do="use strings, numbers, lists and dicts; leave out columns with other values, such as images",
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in JSON's types: the contents of arrays and tensors, the ISO form of dates, mappings as dicts."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    for method in ("tolist", "isoformat"):
+        if callable(convert := getattr(value, method, None)):
+            return convert()
+    raise TypeError(f"a column holds a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _are_rows(data: object) -> bool:
+    """Return whether `data` is a sequence or a `datasets.Dataset`: it has a length and can be read again."""
+    is_sequence = isinstance(data, Sequence) and not isinstance(data, (str, bytes))
+    return is_sequence or _is_dataset(data)
+
+
+def _is_split(data: Any) -> bool:
+    """Return whether `data` are rows, not the values of a column."""
+    return _are_rows(data) and isinstance(next(iter(data), {}), Mapping)
+
+
+def _is_dataset(data: object) -> bool:
+    return isinstance(getattr(data, "column_names", None), list) and hasattr(data, "__len__")
+
+
+def _check_rows(data: Any, *, option: str) -> Iterable[Any]:
+    if not _are_rows(data):
+        raise _refused(data, option=option)
+    if not len(data):
+        raise UserError(f"{option} has no rows.", do=_SHAPES)
+    rows: Iterable[Any] = data
+    return rows
+
+
+def _refused(data: object, *, option: str) -> UserError:
+    kind = f"{type(data).__module__}.{type(data).__qualname__}".removeprefix("builtins.")
+    why, do = f"it is a {kind}.", _SHAPES
+    if isinstance(data, Mapping):
+        why = "it is a dict, whose values are not splits of rows."
+        do = f"{_SHAPES}; a dict of columns becomes one with datasets.Dataset.from_dict(...)"
+    elif hasattr(data, "to_dict") and hasattr(data, "columns"):
+        do = f"pass its rows: {option}=frame.to_dict('records')"
+    elif hasattr(data, "__iter__") or hasattr(data, "__getitem__"):
+        why = f"it is a {kind}, and only a list is sure to have the same rows in the same order each time."
+        do = f"pass its rows as a list: {option}=list(rows), of a streamed data set list(rows.take(1000))"
+    return UserError(f"{option} cannot be used as a data set.", why=why, do=do)

@@ -1,0 +1,247 @@
+"""Open the source of rows: a known name, a file, a folder of files, or a hub dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from crosstune.core.errors import UserError, naming
+from crosstune.core.names import nearest
+from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY, HUB_NAMES, RowsPart, known_names
+from crosstune.data.read.files import SUFFIXES, FilePart, Found, file_part
+from crosstune.data.read.hub import HELD_OUT_SPLITS, HubPart, open_hub
+from crosstune.files.paths import near_paths
+
+# The number of a file among several of one split, as in `test-00000-of-00002` or `val_1`.
+_SHARD = re.compile(r"([-_. ]\d+([-_. ]of[-_. ]\d+)?)+$")
+_NAME_ENDS = re.compile(r"[-_. ]+")
+_TRAINING_WORDS = ("train", "training")
+_ABOUT_DATA = ("readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements")
+_SYSTEMS_OWN = "lost+found"
+"""A folder in the root of a disk that only the administrator can read."""
+MOST_FILES = 50_000
+"""Files and folders below a folder of data."""
+
+
+class Part(Protocol):
+    """One file or split of a source, read sequentially."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def form(self) -> str:
+        """The format of the rows if it is known without looking at them, or else auto."""
+        ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def place(self, number: int) -> str: ...
+
+    def digest(self) -> str: ...
+
+    def rows(self) -> Iterator[Found]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The rows to train on, and the held-out rows that come with them."""
+
+    name: str
+    parts: tuple[Part, ...]
+    held_out: tuple[Part, ...] = ()
+    form: str = "auto"
+    """The format of a known name, or of all parts after `uniform_sources`."""
+    columns: tuple[tuple[str, str], ...] = ()
+    """Columns of the rows that were renamed, and their new names."""
+    splits: bool = False
+    """True for text files: examples longer than the context are split."""
+    unused: tuple[str, ...] = ()
+    """Files of other held-out splits; not read."""
+    samples: int = -1
+    """The default number of rows of a known name; -1 for all."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+    def own_held_out(self) -> Source:
+        return replace(self, parts=self.held_out, held_out=())
+
+    def digest(self) -> str:
+        """Return the sha256 of the contents, independent of their location."""
+        renamed = f" {self.columns}" if self.columns else ""
+        return hashlib.sha256(
+            "".join(f"{part.digest()}{renamed}" for part in self.parts).encode()
+        ).hexdigest()
+
+    def rows(self) -> Iterator[tuple[Part, Found, int]]:
+        """Yield every row, its columns renamed, with its part and the number of bytes of the source read so far."""
+        before, columns = 0, dict(self.columns)
+        for part in self.parts:
+            for found in part.rows():
+                if columns:
+                    found = found._replace(row=rename(found.row, columns))
+                yield part, found, before + found.end_byte
+            before += part.size_bytes
+
+
+def open_source(name: str, *, needs_training: bool = True) -> Source:
+    """Open one source that --dataset names; raise a UserError with the known names when it is unknown.
+
+    A folder needs files to train on, unless it is opened for evaluation alone.
+    """
+    with naming("dataset" if needs_training else "eval_dataset"):
+        try:
+            return _open(name, needs_training=needs_training)
+        except OSError as error:
+            raise UserError(
+                f"'{name}' cannot be read.",
+                why=f"{error.filename}: {error.strerror}.",
+                do="give a file, or a folder with data files alone, that you may read",
+            ) from error
+
+
+def _open(name: str, *, needs_training: bool) -> Source:
+    if name in BUNDLED:
+        parts = [RowsPart(name=name, loaded=BUNDLED[name](split)) for split in ("train", "test")]
+        return Source(name=name, parts=(parts[0],), held_out=(parts[1],), form="messages")
+    if name == DUMMY:
+        return Source(name=name, parts=(), form=DUMMY)
+    path = Path(name).expanduser()
+    if path.is_file():
+        return Source(name=name, parts=(file_part(path),))
+    if path.is_dir():
+        return _open_folder(name, path, needs_training=needs_training)
+    if name in HUB_NAMES:
+        known = HUB_NAMES[name]
+        found = _of_splits(name, open_hub(known.repo, known=", ".join(known_names())))
+        return replace(found, form=known.form, samples=known.samples)
+    if _may_be_hub_id(name):
+        return _of_splits(name, open_hub(name, known=", ".join(known_names())))
+    raise _unknown(name)
+
+
+def check_name(name: str) -> None:
+    """Raise a UserError when a name cannot be a dataset, without opening it: before a model is downloaded."""
+    path = Path(name).expanduser()
+    if not (is_known(name) or path.exists() or _may_be_hub_id(name)):
+        raise _unknown(name)
+
+
+def is_known(name: str) -> bool:
+    return name in known_names()
+
+
+def _may_be_hub_id(name: str) -> bool:
+    """Return whether a name has the form `org/name` and is not a file path."""
+    parts = name.split("/")
+    return len(parts) == 2 and all(parts) and parts[0][0].isalnum() and Path(name).suffix not in SUFFIXES
+
+
+def _of_splits(name: str, splits: dict[str, HubPart]) -> Source:
+    train = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
+    if train is None:
+        raise UserError(f"The dataset '{name}' has no split named train.", why=f"it has {', '.join(splits)}.")
+    held_out = [splits[split] for split in HELD_OUT_SPLITS if split in splits and splits[split] is not train]
+    return Source(name=name, parts=(train,), held_out=tuple(held_out[:1]))
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder. Raise a UserError if there are too many, as in a home folder, and an OSError for a
+    folder that cannot be read, since its data would be missed."""
+
+    def refuse(error: OSError) -> None:
+        place = Path(error.filename)
+        if not _is_hidden(place, folder) and place.name != _SYSTEMS_OWN:
+            raise error
+
+    num_found = 0
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        num_found += len(folders) + len(names)
+        if num_found > MOST_FILES:
+            raise UserError(
+                f"The folder {folder} has more than {MOST_FILES:,} files and folders.",
+                do="give a folder with the data files alone, or one file",
+            )
+        yield from (Path(place) / name for name in names)
+
+
+def _open_folder(name: str, folder: Path, *, needs_training: bool) -> Source:
+    """Open all data files of a folder, sorted by name; those named after a held-out split are never trained on."""
+    files = sorted(path for path in _files_below(folder) if _is_data(path, folder) and path.is_file())
+    if not files:
+        raise UserError(
+            f"The folder {folder} holds no data.", do=f"put files into it that end in {', '.join(SUFFIXES)}"
+        )
+    by_split: dict[str, list[FilePart]] = {}
+    for path in files:
+        by_split.setdefault(split_of(path.relative_to(folder)), []).append(file_part(path))
+    if "train" not in by_split and needs_training:
+        raise UserError(
+            f"The folder {folder} holds no training data.",
+            why=f"all of its files are named after a held-out split: {', '.join(sorted(by_split))}.",
+        )
+    used = next((split for split in HELD_OUT_SPLITS if split in by_split), "")
+    others = [part for split, parts in by_split.items() if split not in ("train", used) for part in parts]
+    return Source(
+        name=name,
+        parts=tuple(by_split.get("train", ())),
+        held_out=tuple(by_split.get(used, ())),
+        unused=tuple(str(part.path.relative_to(folder)) for part in others),
+    )
+
+
+def split_of(path: Path) -> str:
+    """Return the split that a folder or file name begins or ends with, as in `test.jsonl`, `my_val.jsonl`,
+    `validation/0.json` or `judge_test-00000-of-00002.parquet`; train by default."""
+    for name in (*path.parts[:-1], path.stem):
+        words = [word for word in _NAME_ENDS.split(_SHARD.sub("", name.lower())) if word]
+        named = [word for word in (words[:1] + words[-1:]) if word in (*HELD_OUT_SPLITS, *_TRAINING_WORDS)]
+        if named and named[0] in HELD_OUT_SPLITS:
+            return named[0]
+    return "train"
+
+
+def _is_data(path: Path, folder: Path) -> bool:
+    """Return whether a file of a folder is data: neither hidden nor a text that comes with data."""
+    if _is_hidden(path, folder):
+        return False
+    if path.suffix.lower() == ".txt" and _NAME_ENDS.split(path.stem.lower())[0] in _ABOUT_DATA:
+        return False
+    return path.suffix.lower() in SUFFIXES
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(name.startswith((".", "_")) for name in path.relative_to(folder).parts)
+
+
+def _unknown(name: str) -> UserError:
+    names = known_names()
+    close = [*near_paths(name), *nearest(name, names)]
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return UserError(
+        f"There is no dataset '{name}'.",
+        why="it is neither a known name nor a file or folder here.",
+        do=f"{hint}Give the path of a {', '.join(SUFFIXES)} file or of a folder, a hub id (org/name), "
+        f"or a known name: {', '.join(names)}.",
+    )
+
+
+def rename(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a row with its columns renamed. A column that already had the new name is kept as `NAME (replaced)`, so
+    that the report lists it as unused."""
+    used = {source: target for source, target in columns.items() if source in row}
+    taken = set(used.values()) - used.keys()
+    kept = {
+        (f"{name} (replaced)" if name in taken else name): value
+        for name, value in row.items()
+        if name not in used
+    }
+    return kept | {target: row[source] for source, target in used.items()}

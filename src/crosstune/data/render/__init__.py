@@ -1,0 +1,1 @@
+"""Render conversations with a chat template, and find the supervised spans."""

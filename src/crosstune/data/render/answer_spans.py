@@ -1,0 +1,261 @@
+"""Render conversations to text and find the exact character spans of the assistant's answers, for `rendering`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import count, takewhile
+
+from crosstune.core.errors import UserError
+from crosstune.data.render.template import (
+    FAULTS,
+    REASONING_KEYS,
+    ChatTemplate,
+    OverLimit,
+    Refused,
+    load_template,
+)
+from crosstune.data.render.template_marks import Marks
+from crosstune.data.render.types import (
+    NO_LOSS,
+    PLAIN_TEMPLATE,
+    ChatTokens,
+    Message,
+    Span,
+    Tools,
+    template_error,
+)
+
+# Where a generation prompt opens or skips the reasoning. Both carry loss, as in TRL.
+_OPENED_REASONING = re.compile(
+    r"(<(?P<tag>[\w:]*(think|thought|reason)[\w:]*)>|\[(?P<name>\w*THINK\w*)\])\s*"
+    r"((</(?P=tag)>|\[/(?P=name)\])\s*)?$"
+)
+
+_QUESTION: Message = {"role": "user", "content": "Hello"}
+
+
+def render_text(
+    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
+) -> tuple[str, Marks]:
+    """Return the text of a conversation, with its marked spans and the spans of each message."""
+    template = _template(tokenizer)
+    try:
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            leading_bos=tokenizer.leading_bos,
+            # Passed even when None, as in transformers: a template may test them.
+            tools=tools,
+            documents=None,
+            **dict(tokenizer.named_tokens),
+        )
+    except (*FAULTS, Refused, OverLimit) as error:
+        raise template_error(
+            tokenizer.template_file, "render this conversation", why=_reason(error)
+        ) from error
+
+
+def locate_answers(
+    messages: Sequence[Message], text: str, marks: Marks, tokenizer: ChatTokens, *, tools: Tools
+) -> tuple[list[Span], int]:
+    """Return the spans of the answers with their end tokens, and the number of answers that cannot be found."""
+    if _template(tokenizer).marks_answers:
+        return _with_loss(messages, marks.generated), 0
+    places = [place for place, message in enumerate(messages) if _is_answer(message)]
+    found = [_locate(messages, place, text, marks, tokenizer, tools) for place in places]
+    spans = [span for answer in found for span in answer]
+    if places and not spans:
+        raise UserError(
+            "The answers cannot be found in the text that the chat template renders.",
+            why="the template changes the answers or the text around them.",
+            do="pass --train_on_prompt, or mark the answers in the template with {% generation %}",
+        )
+    return spans, found.count([])
+
+
+def effective_extras(
+    messages: Sequence[Message], text: str, tokenizer: ChatTokens, extras: Sequence[str], *, tools: Tools
+) -> frozenset[str]:
+    """Return the extra keys, or `tools`, that change the rendered `text`."""
+    found = set()
+    for extra in extras:
+        # Reasoning is passed under all of its names, so remove all of them.
+        left_out = REASONING_KEYS if extra in REASONING_KEYS else (extra,)
+        without = [{key: value for key, value in turn.items() if key not in left_out} for turn in messages]
+        fewer = None if extra == "tools" else tools
+        # Without the key the template may refuse the conversation: a tool answers that was not called.
+        if text != _render_part(without, tokenizer, add_generation_prompt=False, tools=fewer)[0]:
+            found.add(extra)
+    return frozenset(found)
+
+
+def _is_answer(message: Message) -> bool:
+    """Return whether a message is an answer to learn, not part of a prompt."""
+    return message["role"] == "assistant" and not message.get(NO_LOSS)
+
+
+def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> list[Span]:
+    """Return the marked spans of the answers to learn, without answers inside a prompt."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if all(map(_is_answer, answers)):
+        return list(marked)
+    if len(marked) != len(answers):
+        raise UserError(
+            "The completion cannot be told from the answers in its prompt.",
+            why=f"the chat template marks {len(marked)} parts for {len(answers)} answers.",
+        )
+    return [span for span, message in zip(marked, answers, strict=True) if _is_answer(message)]
+
+
+def _template(tokenizer: ChatTokens) -> ChatTemplate:
+    try:
+        return load_template(tokenizer.chat_template or PLAIN_TEMPLATE)
+    except (*FAULTS, OverLimit) as error:
+        raise template_error(tokenizer.template_file, "be read", why=_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    kind = "" if isinstance(error, (Refused, OverLimit)) else f"{type(error).__name__}: "
+    return f"{kind}{' '.join(str(error).split())[:300]}"
+
+
+def _locate(
+    messages: Sequence[Message], place: int, text: str, marks: Marks, tokenizer: ChatTokens, tools: Tools
+) -> list[Span]:
+    """Return the spans of an answer: what the template writes for this message, without the header that the prompt
+    already has, up to the end token.
+
+    There are several spans if the template writes other messages in between. If the loops of a template cannot be marked,
+    it is rendered again with a placeholder, and the text that changes is the answer.
+    """
+    if place not in marks.turns or not _writes_answers(tokenizer):
+        around = _around(messages, place, text, tokenizer, tools)
+        spans = [] if around is None else [(around[0], _with_end_token(text, around[1], tokenizer))]
+    else:
+        (first, end), *others = marks.turns[place]
+        start = first + len(_header(messages, place, text[first:end], tokenizer, tools))
+        spans = [(start, end), *others]
+        is_last = place + 1 == len(messages)
+        spans[-1] = (spans[-1][0], _end_of(text, spans[-1], tokenizer, is_last=is_last))
+    return [span for span in spans if span[1] > span[0]]
+
+
+def _header(messages: Sequence[Message], place: int, block: str, tokenizer: ChatTokens, tools: Tools) -> str:
+    """Return the start of an answer's text that the generation prompt already contains."""
+    usual = _usual_header(tokenizer)
+    if usual is not None and block.startswith(usual):
+        return usual
+    prompt = _prompt(messages[:place], tokenizer, tools)
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(block, prompt, strict=False))
+    return block[: sum(1 for _ in same)]
+
+
+@lru_cache(maxsize=8)
+def _usual_header(tokenizer: ChatTokens) -> str | None:
+    """Return the header of an answer to a single question, or None if the template refuses such a conversation."""
+    prompt = _prompt([_QUESTION], tokenizer, None)
+    if prompt:
+        return prompt
+    # Without a generation prompt, the template may still name the speaker.
+    text, turn = _probe(tokenizer)
+    if turn is None:
+        return None
+    header, found, _ = text[turn[0] : turn[1]].partition(_placeholder([]))
+    # White space before the answer is for the model to write.
+    return (header if header.strip() else "") if found else None
+
+
+@lru_cache(maxsize=8)
+def _writes_answers(tokenizer: ChatTokens) -> bool:
+    """Return whether the template writes an answer inside the turn of its message, or has no marked loop."""
+    text, turn = _probe(tokenizer)
+    return turn is None or _placeholder([]) in text[turn[0] : turn[1]]
+
+
+def _probe(tokenizer: ChatTokens) -> tuple[str, Span | None]:
+    """Return the text of a question and an answer, and the span of the answer's turn."""
+    turns: list[Message] = [_QUESTION, {"role": "assistant", "content": _placeholder([])}]
+    text, marks = _render_part(turns, tokenizer, add_generation_prompt=False, tools=None)
+    spans = marks.turns.get(1)
+    return text, (spans[0][0], spans[-1][1]) if spans else None
+
+
+def _prompt(messages: Sequence[Message], tokenizer: ChatTokens, tools: Tools) -> str:
+    """Return the generation prompt after these messages, up to where it opens the reasoning."""
+    asked, marks = _render_part(messages, tokenizer, add_generation_prompt=True, tools=tools)
+    told, _ = _render_part(messages, tokenizer, add_generation_prompt=False, tools=tools)
+    prompt = asked.removeprefix(told) if told and asked.startswith(told) else ""
+    if not prompt and marks.turns:
+        # The last message is written differently before a prompt, or its end is the prompt.
+        prompt = asked[marks.end :]
+    return _OPENED_REASONING.sub("", prompt)
+
+
+def _render_part(
+    messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
+) -> tuple[str, Marks]:
+    """Render part of a conversation; return an empty text if the template refuses it."""
+    try:
+        return render_text(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
+    except UserError:
+        return "", Marks()
+
+
+def _around(
+    messages: Sequence[Message], place: int, text: str, tokenizer: ChatTokens, tools: Tools
+) -> Span | None:
+    """Return the span of an answer's content: the text that changes when the content is replaced."""
+    placeholder = _placeholder(messages)
+    changed = [*messages]
+    # Tool calls are part of an answer, so they are removed too.
+    kept = {key: value for key, value in messages[place].items() if key != "tool_calls"}
+    changed[place] = {**kept, "content": placeholder}
+    other, _ = _render_part(changed, tokenizer, add_generation_prompt=False, tools=tools)
+    before, found, behind = other.partition(placeholder) if other else ("", "", "")
+    if not found or placeholder in behind or len(before) + len(behind) > len(text):
+        return None
+    if not (text.startswith(before) and text.endswith(behind)):
+        return None
+    return len(before), len(text) - len(behind)
+
+
+def _placeholder(messages: Sequence[Message]) -> str:
+    for number in count():
+        text = f"StandIn{number}Answer"
+        if not any(text in message["content"] for message in messages):
+            return text
+    raise AssertionError("count() does not end")
+
+
+def _end_of(text: str, span: Span, tokenizer: ChatTokens, *, is_last: bool) -> int:
+    """Return the end of an answer, without white space that the template writes after the end token.
+
+    In some templates an answer has no end token, and the model stops at the token that begins the next turn. Some write
+    one more end token after the last message.
+    """
+    start, end = span
+    if is_last and text[end:].strip() in _end_tokens(tokenizer):
+        return len(text.rstrip())
+    stripped = text[start:end].rstrip()
+    if stripped.endswith(_end_tokens(tokenizer)):
+        return start + len(stripped)
+    following = next((token for token in tokenizer.stop_tokens if text.startswith(token, end)), "")
+    return end + len(following)
+
+
+def _with_end_token(text: str, end: int, tokenizer: ChatTokens) -> int:
+    """Return the end of an answer that other turns follow: after its end token, if there is one."""
+    skipped = end + len(text[end:]) - len(text[end:].lstrip())
+    for token in _end_tokens(tokenizer):
+        if text.startswith(token, skipped):
+            return skipped + len(token)
+    return end
+
+
+@lru_cache(maxsize=8)
+def _end_tokens(tokenizer: ChatTokens) -> tuple[str, ...]:
+    """Return the special tokens, longest first, so that none is matched by its own prefix."""
+    tokens = {*tokenizer.special, dict(tokenizer.named_tokens).get("eos_token", "")} - {""}
+    return tuple(sorted(tokens, key=len, reverse=True)) or ("\0",)

@@ -1,0 +1,127 @@
+"""Compile chat templates in jinja's sandbox and render conversations with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from crosstune.data.render.template_marks import Generation, Marks
+from crosstune.data.render.types import Message
+
+LONGEST_TEMPLATE = 256 << 10
+"""In characters; templates of published models have a few thousand, the longest about 30,000."""
+# The date for templates: the tokens of a run must not depend on the day.
+DAY = datetime(2025, 1, 1)
+
+# The names under which data sets keep the reasoning of an answer; most templates read the first one.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+# Errors that the code of a template can raise, and jinja's own.
+FAULTS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    AssertionError,
+    NotImplementedError,
+    MemoryError,
+)
+
+
+class OverLimit(Exception):
+    """A template is too long, or writes too much text."""
+
+
+class Refused(Exception):
+    """A template rejected a conversation with `raise_exception`."""
+
+
+def make_environment() -> ImmutableSandboxedEnvironment:
+    """Return the environment of transformers' chat templates, without random filters."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    environment.filters.pop("random")
+    environment.globals.pop("lipsum")
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _format_day
+    return environment
+
+
+class ChatTemplate:
+    """A compiled template. `marks_answers` is true when it has `{% generation %}` tags."""
+
+    def __init__(self, source: str) -> None:
+        if len(source) > LONGEST_TEMPLATE:
+            raise OverLimit(f"it is longer than {LONGEST_TEMPLATE >> 10} KiB")
+        environment = make_environment()
+        generation = environment.extensions[Generation.identifier]
+        assert isinstance(generation, Generation)
+        self._marker = generation.marker
+        self._template = environment.from_string(generation.mark_loops(environment.parse(source)))
+        self._num_characters = len(source)
+        self.marks_answers = "endgeneration" in source
+
+    def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, Marks]:
+        """Return the text, with its marked spans and the spans of each message."""
+        shown = [_with_reasoning(message) for message in messages]
+        tools = repr(variables.get("tools"))
+        size = len(tools) + sum(len(str(value)) for message in shown for value in message.values())
+        most = (64 << 10) + 16 * size + 4 * self._num_characters
+        self._marker.start(shown, tools)
+        pieces = []
+        total = 0
+        for piece in self._template.generate(messages=shown, **variables):
+            total += len(piece)
+            if total > most:
+                raise OverLimit(f"it writes more than {most:,} characters for a conversation of {size:,}")
+            pieces.append(piece)
+        return self._marker.take("".join(pieces))
+
+
+@lru_cache(maxsize=16)
+def load_template(source: str) -> ChatTemplate:
+    """Compile a template, or return it as compiled before."""
+    return ChatTemplate(source)
+
+
+def _with_reasoning(message: Message) -> dict[str, Any]:
+    """Return a copy of the message with its reasoning under the names that templates read, as in transformers."""
+    for key in REASONING_KEYS:
+        if message.get(key) is not None:
+            reasoning = message[key]
+            break
+    else:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON as transformers' `tojson` does: without HTML escapes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise Refused(message)
+
+
+def _format_day(form: str) -> str:
+    return DAY.strftime(form)

@@ -1,0 +1,1 @@
+"""Tokenize rendered text, and keep the tokens in memory or on disk."""

@@ -1,0 +1,242 @@
+"""Define a tokenized dataset that fits the context, with its statistics and identity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.errors import UserError
+from crosstune.data.batches.token_batch import Example
+from crosstune.data.read.columns import Columns
+from crosstune.data.read.formats import WITHOUT_TURNS
+from crosstune.data.read.sources import Source
+from crosstune.data.read.uniform import uniform_sources
+from crosstune.data.tokens.encode import IN_MEMORY_BYTES, Encoder, OnProgress, digest, tokenize_source
+from crosstune.data.tokens.store import (
+    JoinedStore,
+    TokenStore,
+)
+from crosstune.data.tokens.tokenizer import Tokenizer
+
+PERCENTILES = (50, 90, 99)
+# Spreads the place of a piece over the bits of a hash.
+_PIECE_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Examples of a store, truncated to `limit` tokens."""
+
+    store: TokenStore | JoinedStore
+    kept: NDArray[np.int64]
+    """The indices of the examples in the store."""
+    limit: int
+    form: str
+    identity: str
+    """sha256 of everything that decides the examples: contents, tokenizer, template, format, context, truncation."""
+    dropped: int = 0
+    """Examples left out because they are longer than the limit."""
+    pieces: NDArray[np.int64] | None = None
+    """The first token of each piece of a split text, -1 for an example that is not split; None if none is."""
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, place: int) -> Example:
+        number = int(self.kept[place])
+        first = max(int(self.pieces[place]), 0) if self.pieces is not None else 0
+        tokens, supervised = self.store.read(number, limit=self.limit, first=first)
+        return Example(tokens=tokens, supervised=supervised, index=int(self.store.rows[number]))
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self[place] for place in range(len(self)))
+
+    def part(self, places: NDArray[np.int64] | slice) -> Corpus:
+        pieces = None if self.pieces is None else self.pieces[places]
+        return replace(self, kept=self.kept[places], pieces=pieces)
+
+    @cached_property
+    def stats(self) -> dict[str, Any]:
+        """Return the statistics for the screen and plan.json."""
+        full, lengths = self.full_lengths(), self.lengths()
+        tokens, supervised = int(lengths.sum()), int(self.num_supervised.sum())
+        cut = int((full > self.limit).sum())
+        percentiles = np.percentile(lengths, PERCENTILES, method="inverted_cdf") if len(self) else ()
+        return {
+            "examples": len(self),
+            "tokens": tokens,
+            "supervised_tokens": supervised,
+            "supervised_share": supervised / tokens if tokens else 0.0,
+            **{f"length_p{name}": int(value) for name, value in zip(PERCENTILES, percentiles, strict=False)},
+            "longest": int(lengths.max(initial=0)),
+            "duplicates": len(self) - len(np.unique(self.hashes())),
+            "over_context": cut + self.dropped,
+            "cut_examples": cut,
+            "cut_tokens": int((full - lengths).sum()),
+            "dropped_examples": self.dropped,
+        }
+
+    def full_lengths(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each example before truncation."""
+        lengths = self.store.lengths()[self.kept]
+        if self.pieces is None:
+            return lengths
+        return np.where(self.pieces < 0, lengths, np.minimum(lengths - self.pieces, self.limit))
+
+    def lengths(self) -> NDArray[np.int64]:
+        return np.minimum(self.full_lengths(), self.limit)
+
+    @cached_property
+    def num_supervised(self) -> NDArray[np.int64]:
+        """The number of tokens with loss in each example."""
+        counts = self.store.num_supervised_within(self.limit)[self.kept]
+        # Texts carry loss everywhere, except on the first token of each piece.
+        return counts if self.pieces is None else np.where(self.pieces < 0, counts, self.lengths() - 1)
+
+    def hashes(self) -> NDArray[np.uint64]:
+        hashes = self.store.hashes[self.kept]
+        if self.pieces is None:
+            return hashes
+        return hashes ^ (np.maximum(self.pieces, 0).astype(np.uint64) * _PIECE_FACTOR)
+
+    def rows(self) -> NDArray[np.int64]:
+        """Return the index of each example's row in the source."""
+        return self.store.rows[self.kept]
+
+
+def open_corpus(
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    asked_format: str,
+    whole: bool,
+    context_length: int,
+    truncation: str,
+    limit: int = -1,
+    columns: Columns | None = None,
+    model_limit: int | None = None,
+    cache: Path | None = None,
+    in_memory_bytes: int = IN_MEMORY_BYTES,
+    progress: OnProgress | None = None,
+) -> Corpus:
+    """Tokenize a source, or its first `limit` rows unless that is -1. `cache` is crosstune's cache folder.
+
+    The files of a source may have several formats; `model_limit` is the context of the model, for the error about a
+    long example.
+    """
+    corpora: list[Corpus] = []
+    for uniform in uniform_sources(source, asked=asked_format, columns=columns or {}):
+        remaining = limit - sum(corpus.store.facts["rows"] for corpus in corpora) if limit != -1 else -1
+        if remaining == 0:
+            break
+        store, decides = tokenize_source(
+            uniform,
+            Encoder(tokenizer=tokenizer, form=uniform.form, whole=whole),
+            limit=remaining,
+            cache=cache,
+            in_memory_bytes=in_memory_bytes,
+            progress=progress,
+        )
+        is_split = uniform.form in WITHOUT_TURNS and (
+            truncation == "split" or (uniform.splits and truncation == "error")
+        )
+        decides |= {"context": context_length, "truncation": "split" if is_split else truncation}
+        fitted = fit_context(
+            store,
+            source=source.name,
+            context_length=context_length,
+            truncation="split" if is_split else truncation,
+            form=uniform.form,
+            identity=digest(decides),
+            model_limit=model_limit,
+        )
+        corpora.append(fitted)
+    return join_corpora(corpora)
+
+
+def join_corpora(corpora: Sequence[Corpus]) -> Corpus:
+    """Return the examples of several corpora, one after another; a single one is returned as it is."""
+    if len(corpora) == 1:
+        return corpora[0]
+    starts = np.cumsum([0, *(len(corpus.store) for corpus in corpora)])
+    pieces = [
+        corpus.pieces if corpus.pieces is not None else np.full(len(corpus), -1, dtype=np.int64)
+        for corpus in corpora
+    ]
+    return Corpus(
+        store=JoinedStore([corpus.store for corpus in corpora]),
+        kept=np.concatenate([corpus.kept + start for corpus, start in zip(corpora, starts, strict=False)]),
+        limit=corpora[0].limit,
+        form=", ".join(dict.fromkeys(form for corpus in corpora for form in corpus.form.split(", "))),
+        identity=digest([corpus.identity for corpus in corpora]),
+        dropped=sum(corpus.dropped for corpus in corpora),
+        pieces=np.concatenate(pieces) if any(corpus.pieces is not None for corpus in corpora) else None,
+    )
+
+
+def fit_context(
+    store: TokenStore,
+    *,
+    source: str,
+    context_length: int,
+    truncation: str,
+    form: str,
+    identity: str,
+    model_limit: int | None = None,
+) -> Corpus:
+    """Return the examples of a store within the context. Longer ones raise a UserError, or are cut, dropped or split."""
+    lengths = store.lengths()
+    long = np.flatnonzero(lengths > context_length)
+    kept = np.arange(len(store), dtype=np.int64)
+    pieces = None
+    if len(long) and (truncation == "error" or (truncation == "split" and form not in WITHOUT_TURNS)):
+        longest = int(lengths.argmax())
+        raise UserError(
+            f"{len(long)} of {len(store)} examples of {source} are longer than the context of {context_length} tokens.",
+            why=f"the longest, row {int(store.rows[longest]) + 1}, has {int(lengths[longest])} tokens.",
+            do=_how_to_fit(int(lengths[longest]), model_limit, form=form),
+        )
+    if len(long) and truncation == "split":
+        kept, pieces = _split(lengths, context_length)
+    if len(long) and truncation == "drop":
+        kept = np.flatnonzero(lengths <= context_length)
+        if not len(kept):
+            raise UserError(
+                f"Every example of {source} is longer than {context_length} tokens.",
+                do=_how_to_fit(int(lengths.min()), model_limit, form=form),
+            )
+    dropped = len(store) - len(kept) if pieces is None else 0
+    return Corpus(
+        store=store,
+        kept=kept,
+        limit=context_length,
+        form=form,
+        identity=identity,
+        dropped=dropped,
+        pieces=pieces,
+    )
+
+
+def _how_to_fit(needed: int, model_limit: int | None, *, form: str) -> str:
+    ways = "--truncation cut, drop or split" if form in WITHOUT_TURNS else "--truncation cut or drop"
+    if model_limit and needed > model_limit:
+        return (
+            f"pass {ways}: --context_length cannot be above {model_limit}, the longest context of this model"
+        )
+    return f"raise --context_length to {needed}, or pass {ways}"
+
+
+def _split(lengths: NDArray[np.int64], context_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the example and the first token of each piece. A piece begins with the last token of the one before, so that
+    every token but the first of a text is predicted once."""
+    step = context_length - 1
+    counts = np.where(lengths > context_length, -(-(lengths - 1) // step), 1)
+    kept = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
+    number = np.arange(len(kept)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return kept, np.where(counts[kept] > 1, number * step, -1)

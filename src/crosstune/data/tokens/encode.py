@@ -1,0 +1,287 @@
+"""Read, render and tokenize the rows of a source in one pass, and write them to a store."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.core.errors import UserError
+from crosstune.data.read.formats import (
+    TOOLS_COLUMN,
+    WITHOUT_TURNS,
+    Conversation,
+    Row,
+    has_empty_answer,
+    to_conversation,
+    tools_of,
+    turn_keys,
+    unused_columns,
+)
+from crosstune.data.read.sources import Part, Source
+from crosstune.data.render.rendering import check_characters, mask_of, render_conversation
+from crosstune.data.render.types import Rendered
+from crosstune.data.tokens.store import ARRAYS, DiskFiles, MemoryFiles, StoreWriter, TokenStore, open_store
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.files.atomic_files import clear_leftovers, put_in_place, staging_folder
+from crosstune.files.json_files import read_object, write_json
+from crosstune.files.paths import cache_base
+from crosstune.files.plain_files import NO_ROOM, UnreadableFile
+
+OnProgress = Callable[[int, int, int], None]
+"""Receives the bytes read, the total bytes, and the number of examples so far."""
+
+# Large enough to keep all cores busy, small enough that the token offsets take a few dozen megabytes.
+_BATCH_CHARACTERS = 256 << 10
+_BATCH_TEXTS = 512
+_SECONDS_BETWEEN_REPORTS = 0.2
+_ROWS_TO_TRY = 50
+_MOST_COLUMNS_NAMED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Turn rows into text and tokens."""
+
+    tokenizer: Tokenizer
+    form: str
+    whole: bool
+
+    def render(self, conversation: Conversation, row: Row, *, extras: Sequence[str] = ()) -> Rendered:
+        """Return the text of a row, the spans with loss, and the `extras` that change the text."""
+        if isinstance(conversation, str):
+            check_characters(conversation)
+            return Rendered(text=conversation, spans=[(0, len(conversation))])
+        return render_conversation(
+            conversation, self.tokenizer, whole=self.whole, tools=tools_of(row), extras=extras
+        )
+
+    def to_tokens(self, texts: Sequence[Rendered]) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+        """Return the tokens of each text and their loss mask."""
+        if self.form in WITHOUT_TURNS:
+            plain = self.tokenizer.encode_plain_batch([rendered.text for rendered in texts])
+            return [(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)) for ids in plain]
+        encodings = self.tokenizer.encode_batch([rendered.text for rendered in texts])
+        return [
+            (np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered))
+            for encoding, rendered in zip(encodings, texts, strict=True)
+        ]
+
+
+def located(error: UserError, part: Part, number: int) -> UserError:
+    """Return an error about a row that begins with the file and the row's number."""
+    return UserError(f"{part.place(number)}: {error.message}", why=error.why, do=error.do)
+
+
+@dataclass
+class _Pass:
+    """One pass over a source. While a batch is tokenized, the rows of the next one are read and rendered."""
+
+    writer: StoreWriter
+    encoder: Encoder
+    thread: ThreadPoolExecutor
+    texts: list[tuple[int, Rendered]] = field(default_factory=list)
+    pending: tuple[list[tuple[int, Rendered]], Future[Any]] | None = None
+    characters: int = 0
+    num_rows: int = 0
+    num_empty: int = 0
+    num_unlocated: int = 0
+    unused: set[str] = field(default_factory=set)
+    num_tried: Counter[str] = field(default_factory=Counter)
+    """The number of rows tested for each extra key."""
+    rendered_extras: set[str] = field(default_factory=set)
+
+    def add(self, row: Row) -> None:
+        """Render a row, unless its answer is empty, and submit the batch once it is full."""
+        index = self.num_rows
+        self.num_rows += 1
+        conversation = to_conversation(row, self.encoder.form)
+        if len(self.unused) < _MOST_COLUMNS_NAMED:
+            self.unused |= unused_columns(row, self.encoder.form)
+        if has_empty_answer(conversation):
+            self.num_empty += 1
+            return
+        extras = self._extras_to_try(row, conversation)
+        rendered = self.encoder.render(conversation, row, extras=extras)
+        self.rendered_extras |= rendered.effective_extras
+        self.num_unlocated += rendered.num_unlocated
+        self.texts.append((index, rendered))
+        self.characters += len(rendered.text)
+        if self.characters >= _BATCH_CHARACTERS or len(self.texts) >= _BATCH_TEXTS:
+            self.flush()
+
+    def _extras_to_try(self, row: Row, conversation: Conversation) -> list[str]:
+        """Return the extra keys of a row that the template is not known to render or ignore."""
+        if isinstance(conversation, str):
+            return []
+        extras = turn_keys(conversation) | ({TOOLS_COLUMN} if tools_of(row) else set())
+        wanted = [extra for extra in extras - self.rendered_extras if self.num_tried[extra] < _ROWS_TO_TRY]
+        self.num_tried.update(wanted)
+        return sorted(wanted)
+
+    def flush(self) -> None:
+        """Submit the texts for tokenization, and write the batch submitted before."""
+        self.finish()
+        texts = [rendered for _, rendered in self.texts]
+        self.pending = (self.texts, self.thread.submit(self.encoder.to_tokens, texts))
+        self.texts, self.characters = [], 0
+
+    def finish(self) -> None:
+        if self.pending is None:
+            return
+        batch, encoded = self.pending
+        for (row, _), (tokens, mask) in zip(batch, encoded.result(), strict=True):
+            self.encoder.tokenizer.check_largest(int(tokens.max(initial=0)))
+            self.writer.append(tokens, mask, row=row)
+        self.pending = None
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "rows": self.num_rows,
+            "empty": self.num_empty,
+            "unlocated_answers": self.num_unlocated,
+            "unused_columns": sorted(self.unused),
+            "ignored_by_template": sorted(self.num_tried.keys() - self.rendered_extras),
+        }
+
+
+def encode_source(
+    source: Source, encoder: Encoder, writer: StoreWriter, *, limit: int, progress: OnProgress | None
+) -> dict[str, Any]:
+    """Tokenize and write all rows, or the first `limit` unless that is -1; return the counts."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        run = _Pass(writer=writer, encoder=encoder, thread=thread)
+        reported = time.monotonic()
+        for part, found, done_bytes in source.rows():
+            if run.num_rows == limit:
+                break
+            try:
+                run.add(found.row)
+            except UserError as error:
+                raise located(error, part, found.number) from error
+            if progress is not None and time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
+                reported = time.monotonic()
+                progress(done_bytes, source.size_bytes, writer.num_examples)
+        run.flush()
+        run.finish()
+    if progress is not None:
+        progress(source.size_bytes, source.size_bytes, writer.num_examples)
+    check_any_answer(source.name, run.encoder.form, num_rows=run.num_rows, num_empty=run.num_empty)
+    return run.facts()
+
+
+def check_any_answer(source: str, form: str, *, num_rows: int, num_empty: int) -> None:
+    """Raise a UserError when every row has an empty answer."""
+    if num_rows and num_empty == num_rows:
+        raise UserError(
+            f"All {num_rows} rows of {source} have an empty answer.",
+            why=f"read as {form}, there is nothing to learn from.",
+            do="check the columns, or choose another --dataset_format",
+        )
+
+
+LAYOUT = 3
+"""Increase when rows are tokenized differently, so that cached stores are made again."""
+IN_MEMORY_BYTES = 64 << 20
+MARKER = "store.json"
+
+
+def tokenize_source(
+    source: Source,
+    encoder: Encoder,
+    *,
+    limit: int,
+    cache: Path | None,
+    in_memory_bytes: int,
+    progress: OnProgress | None,
+) -> tuple[TokenStore, dict[str, Any]]:
+    """Tokenize a source of one format; return its tokens, and everything that decides them."""
+    tokenizer = encoder.tokenizer
+    decides = {
+        "layout": LAYOUT,
+        "source": source.digest(),
+        "tokenizer": tokenizer.digest,
+        "template": tokenizer.chat_template,
+        "specials": [tokenizer.leading_bos, tokenizer.bos_token, tokenizer.eos_token],
+        "format": source.form,
+        "whole": encoder.whole,
+        "rows": limit,
+    }
+    if source.size_bytes <= in_memory_bytes:
+        memory = MemoryFiles()
+        facts = encode_source(source, encoder, StoreWriter(memory.files), limit=limit, progress=progress)
+        return memory.to_store(facts), decides
+    key = digest(decides)
+    return _cached_store(source, encoder, key=key, limit=limit, cache=cache, progress=progress), decides
+
+
+def cache_folder(cache: Path | None) -> Path:
+    """Return the folder for the tokens of large datasets."""
+    return cache_base(cache) / "data"
+
+
+def _cached_store(
+    source: Source, encoder: Encoder, *, key: str, limit: int, cache: Path | None, progress: OnProgress | None
+) -> TokenStore:
+    from filelock import FileLock
+
+    root = cache_folder(cache)
+    folder = root / key[:32]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / f".{key[:32]}.lock"):
+            facts = _read_facts(folder)
+            if facts is None:
+                # We hold the lock, so a staged folder is the leftover of a killed process.
+                clear_leftovers(root, of=folder.name.__eq__)
+                with staging_folder(folder) as staging:
+                    store = staging / "store"
+                    store.mkdir()
+                    facts = _write_store(source, encoder, store, limit=limit, progress=progress)
+                    put_in_place(store, folder, aside=staging / "damaged")
+    except OSError as error:
+        if error.errno not in NO_ROOM | {errno.EACCES, errno.EROFS}:
+            raise
+        raise UserError(
+            f"The tokens of {source.name} cannot be cached in {root}.",
+            why=f"{error.strerror}; they need about {source.size_bytes * 3 // 2 >> 20:,} MiB.",
+            do="free some space, or set the environment variable CROSSTUNE_CACHE to a folder on a larger disk",
+        ) from error
+    return open_store(folder, facts)
+
+
+def _write_store(
+    source: Source, encoder: Encoder, folder: Path, *, limit: int, progress: OnProgress | None
+) -> dict[str, Any]:
+    with DiskFiles(folder) as files:
+        facts = encode_source(source, encoder, StoreWriter(files.files), limit=limit, progress=progress)
+    write_json(
+        folder / MARKER, {"layout": LAYOUT, "source": source.name, "facts": facts, "bytes": files.sizes()}
+    )
+    return facts
+
+
+def _read_facts(folder: Path) -> dict[str, Any] | None:
+    """Return the facts of a complete store; None when it is missing or damaged."""
+    try:
+        marker = read_object(folder / MARKER)
+        sizes = {name: (folder / f"{name}.bin").stat().st_size for name in ARRAYS}
+    except (OSError, UnreadableFile):
+        return None
+    is_valid = marker.get("layout") == LAYOUT and marker.get("bytes") == sizes
+    return dict(marker["facts"]) if is_valid and isinstance(marker.get("facts"), dict) else None
+
+
+def digest(value: Any) -> str:
+    """Return the sha256 of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

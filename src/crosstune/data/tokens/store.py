@@ -1,0 +1,186 @@
+"""Store the tokens of a dataset as flat arrays, in memory or on disk: written sequentially, read at random."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.data.batches.token_batch import IntArray
+
+_BLOCK_EXAMPLES = 4096
+
+# Array -> its dtype on disk. The tokens of example i are `tokens[ends[i - 1]:ends[i]]`.
+ARRAYS: Mapping[str, str] = {
+    "tokens": "<i4",
+    "supervised": "|b1",
+    "ends": "<i8",
+    "rows": "<i8",
+    "hashes": "<u8",
+    "num_supervised": "<i4",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileArray:
+    """An array on disk whose slices are read on access. Pages of a memory map would count as memory of the process."""
+
+    path: Path
+    kind: str
+
+    def __getitem__(self, places: slice) -> NDArray[Any]:
+        item = np.dtype(self.kind).itemsize
+        return np.fromfile(
+            self.path, dtype=self.kind, count=places.stop - places.start, offset=places.start * item
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStore:
+    tokens: IntArray | FileArray
+    supervised: NDArray[np.bool_] | FileArray
+    ends: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    """The index of each example's row in the source."""
+    hashes: NDArray[np.uint64]
+    num_supervised: NDArray[np.int32]
+    """Number of tokens with loss. The first token of an example is never predicted."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Counts from writing: rows read, rows left out."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.ends, prepend=0)
+
+    def num_supervised_within(self, limit: int) -> NDArray[np.int64]:
+        """Return the number of tokens with loss among the first `limit` of each example."""
+        counts = np.array(self.num_supervised, dtype=np.int64)
+        lengths = self.lengths()
+        for first in range(0, len(self), _BLOCK_EXAMPLES):
+            block = slice(first, first + _BLOCK_EXAMPLES)
+            long = np.flatnonzero(lengths[block] > limit) + first
+            if not len(long):
+                continue
+            begin = int(self.ends[first] - lengths[first])
+            marks = np.asarray(self.supervised[begin : int(self.ends[block][-1])])
+            sums = np.concatenate([[0], np.cumsum(marks)])
+            starts = self.ends[long] - lengths[long] - begin
+            counts[long] = sums[starts + limit] - sums[starts + 1]
+        return counts
+
+    def read(self, example: int, *, limit: int, first: int = 0) -> tuple[IntArray, NDArray[np.bool_]]:
+        """Return at most `limit` tokens of an example from token `first`, and their mask."""
+        start = first + (int(self.ends[example - 1]) if example else 0)
+        end = min(int(self.ends[example]), start + limit)
+        return np.array(self.tokens[start:end]), np.array(self.supervised[start:end])
+
+
+class JoinedStore:
+    """Several stores, read as one."""
+
+    def __init__(self, stores: Sequence[TokenStore | JoinedStore]) -> None:
+        self.stores = tuple(stores)
+        self.starts = np.cumsum([0, *map(len, self.stores)])
+        self.hashes: NDArray[np.uint64] = np.concatenate([store.hashes for store in self.stores])
+        rows_before = np.cumsum([0, *(store.facts["rows"] for store in self.stores)])
+        self.rows: NDArray[np.int64] = np.concatenate(
+            [store.rows + before for store, before in zip(self.stores, rows_before, strict=False)]
+        )
+        self.facts: Mapping[str, Any] = _sum_facts([store.facts for store in self.stores])
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def lengths(self) -> NDArray[np.int64]:
+        return np.concatenate([store.lengths() for store in self.stores])
+
+    def num_supervised_within(self, limit: int) -> NDArray[np.int64]:
+        return np.concatenate([store.num_supervised_within(limit) for store in self.stores])
+
+    def read(self, example: int, *, limit: int, first: int = 0) -> tuple[IntArray, NDArray[np.bool_]]:
+        number = int(np.searchsorted(self.starts, example, side="right")) - 1
+        return self.stores[number].read(example - int(self.starts[number]), limit=limit, first=first)
+
+
+def _sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sums of the counts, and all names in the lists."""
+    return {
+        name: sum(one[name] for one in facts)
+        if isinstance(value, int)
+        else sorted({item for one in facts for item in one[name]})
+        for name, value in facts[0].items()
+    }
+
+
+class StoreWriter:
+    """Append examples to the files of a store."""
+
+    def __init__(self, files: Mapping[str, BinaryIO]) -> None:
+        self.files = files
+        self.num_examples = 0
+        self.num_tokens = 0
+
+    def append(self, tokens: IntArray, supervised: NDArray[np.bool_], *, row: int) -> None:
+        written = tokens.astype("<i4", copy=False).tobytes()
+        self.num_examples += 1
+        self.num_tokens += len(tokens)
+        self.files["tokens"].write(written)
+        self.files["supervised"].write(supervised.tobytes())
+        self.files["ends"].write(self.num_tokens.to_bytes(8, "little"))
+        self.files["rows"].write(row.to_bytes(8, "little"))
+        self.files["hashes"].write(hashlib.blake2b(written, digest_size=8).digest())
+        self.files["num_supervised"].write(int(supervised[1:].sum()).to_bytes(4, "little"))
+
+
+class MemoryFiles:
+    """The files of a store in memory."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, BinaryIO] = {name: io.BytesIO() for name in ARRAYS}
+
+    def to_store(self, facts: Mapping[str, Any]) -> TokenStore:
+        arrays: dict[str, Any] = {
+            name: np.frombuffer(file.getbuffer(), dtype=ARRAYS[name])  # type: ignore[attr-defined]
+            for name, file in self.files.items()
+        }
+        return TokenStore(**arrays, facts=facts)
+
+
+class DiskFiles:
+    """The files of a store in a folder, open inside a `with` block."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, BinaryIO] = {}
+        self._open = ExitStack()
+
+    def __enter__(self) -> DiskFiles:
+        for name in ARRAYS:
+            self.files[name] = self._open.enter_context((self.folder / f"{name}.bin").open("wb"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def sizes(self) -> dict[str, int]:
+        return {name: (self.folder / f"{name}.bin").stat().st_size for name in ARRAYS}
+
+
+def open_store(folder: Path, facts: Mapping[str, Any]) -> TokenStore:
+    """Open a store on disk. Tokens and masks are read on access; the per-example arrays are memory-mapped."""
+    arrays: dict[str, Any] = {
+        name: FileArray(path=folder / f"{name}.bin", kind=kind)
+        if name in ("tokens", "supervised")
+        else np.memmap(folder / f"{name}.bin", dtype=kind, mode="r")
+        for name, kind in ARRAYS.items()
+    }
+    return TokenStore(**arrays, facts=facts)

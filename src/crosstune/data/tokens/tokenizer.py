@@ -1,0 +1,293 @@
+"""Load the tokenizer of a model folder; convert text to token ids with offsets, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crosstune.config.load import cache_override
+from crosstune.core.errors import UserError, shown
+from crosstune.data.render.types import ChatTokens
+from crosstune.data.tokens.trials import try_tokenizer
+from crosstune.files.json_fields import (
+    NOTHING,
+    OBJECT,
+    TEXT,
+    check_fields,
+    list_of,
+    map_of,
+    object_with,
+    whole,
+)
+from crosstune.files.json_files import object_of, read_json
+from crosstune.files.plain_files import MissingFile, UnreadableFile, read_plain, read_plain_text
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from tokenizers import Tokenizer as RustTokenizer
+
+GENERATION = "generation_config.json"
+TOKENIZER_LIMIT = 256 << 20
+TEMPLATE_LIMIT = 4 << 20
+_TOKEN = TEXT | NOTHING | object_with({"content": TEXT})
+_TOKEN_ID = whole(-1, 2**31)
+_FIELDS = {
+    **{f"{role}_token": _TOKEN for role in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")},
+    "chat_template": TEXT | NOTHING | list_of(object_with({"name": TEXT, "template": TEXT})),
+}
+_STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_ID = whole(0, 2**31 - 1)
+_STRUCTURE = {
+    "model": OBJECT,
+    "added_tokens": list_of(object_with({"content": TEXT, "id": _ID})),
+    **dict.fromkeys(_STAGES, OBJECT | NOTHING),
+}
+_NAMES = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenizer:
+    rust: RustTokenizer
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_id: int
+    stop_ids: frozenset[int]
+    """Tokens that end an answer."""
+    special: tuple[str, ...] = ()
+    """The texts of the special tokens."""
+    adds_bos: bool = False
+    """True if the tokenizer prepends the BOS token to plain text."""
+    other_named: tuple[tuple[str, str], ...] = ()
+    """Further special tokens that chat templates know by name: (name, text)."""
+    digest: str = ""
+    """sha256 of tokenizer.json."""
+    template_file: str = ""
+    """The file that holds the chat template."""
+    num_rows: int | None = None
+    """The number of embeddings of the model, if its config.json is in the same folder."""
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, model: Path | None = None) -> Tokenizer:
+        """Read the tokenizer of a folder; the stop tokens may come from the generation_config.json of `model`."""
+        path = folder / "tokenizer.json"
+        written = _read_tokenizer(folder)
+        rust = _open(written, path)
+        # Truncation and padding are done elsewhere.
+        rust.no_truncation()
+        rust.no_padding()
+        settings = _read_settings(folder / "tokenizer_config.json")
+        tokens = _read_settings(folder / "special_tokens_map.json") | settings
+        eos = _token_text(tokens.get("eos_token"))
+        pad = _token_text(tokens.get("pad_token")) or eos
+        bos = _token_text(tokens.get("bos_token"))
+        with _readable_panics(str(path)):
+            starts_with = rust.encode("a").ids[:1]
+        return cls(
+            rust=rust,
+            chat_template=_chat_template(folder, settings),
+            bos_token=bos,
+            eos_token=eos,
+            pad_id=(rust.token_to_id(pad) if pad else None) or 0,
+            stop_ids=_stop_ids(_generation_folder(folder, model), rust, eos),
+            special=tuple(t.content for t in rust.get_added_tokens_decoder().values() if t.special),
+            adds_bos=bos is not None and starts_with == [rust.token_to_id(bos)],
+            other_named=tuple((name, text) for name in _NAMES if (text := _token_text(tokens.get(name)))),
+            digest=hashlib.sha256(written).hexdigest(),
+            template_file=str(_template_file(folder)),
+            num_rows=_num_rows(folder / "config.json"),
+        )
+
+    def check_fits(self, vocab_size: int, *, source: str) -> None:
+        """Raise a UserError when a token has no embedding in the model; `source` names the tokenizer."""
+        highest = max(self.rust.get_vocab(with_added_tokens=True).values())
+        if highest >= vocab_size:
+            raise UserError(
+                f"The tokenizer {source} does not fit the model.",
+                why=f"its highest token id is {highest}, and the model has embeddings for {vocab_size} tokens.",
+                do="use a tokenizer without added tokens, or save the model with more embeddings (resize_token_embeddings)",
+            )
+
+    @property
+    def leading_bos(self) -> str:
+        """The BOS token that a template must write because the tokenizer adds one to plain text, or an empty string."""
+        return self.bos_token if self.adds_bos and self.bos_token else ""
+
+    @cached_property
+    def chat_tokens(self) -> ChatTokens:
+        """The tokens that rendering a conversation needs."""
+        stops = {self.decode([token], keep_special=True) for token in self.stop_ids} - {""}
+        return ChatTokens(
+            chat_template=self.chat_template,
+            template_file=self.template_file,
+            named_tokens=tuple(self.named_tokens.items()),
+            leading_bos=self.leading_bos,
+            special=self.special,
+            stop_tokens=tuple(sorted(stops, key=lambda text: (-len(text), text))),
+        )
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """The special tokens under the names that chat templates know. A token that is not set is undefined there."""
+        named = {"bos_token": self.bos_token, "eos_token": self.eos_token, **dict(self.other_named)}
+        return {name: text for name, text in named.items() if text}
+
+    def encode(self, text: str) -> Encoding:
+        """Return token ids with their offsets. Adds no special tokens, since templates write their own."""
+        with _readable_panics("The tokenizer of the model"):
+            found = self.rust.encode(text, add_special_tokens=False)
+        self.check_largest(max(found.ids, default=0))
+        return found
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
+        """Encode several texts on all cores. The caller checks the largest id."""
+        with _readable_panics("The tokenizer of the model"):
+            return self.rust.encode_batch(list(texts), add_special_tokens=False)
+
+    def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of plain texts, each with one BOS token if the tokenizer adds it, and one EOS token.
+
+        The tokenizer adds the BOS token itself: as text, it would take the first word's place at the beginning, and some
+        tokenizers mark the first word.
+        """
+        bos, eos = (
+            self.rust.token_to_id(text) if text else None for text in (self.bos_token, self.eos_token)
+        )
+        with _readable_panics("The tokenizer of the model"):
+            encodings = self.rust.encode_batch_fast(list(texts), add_special_tokens=True)
+        found = []
+        for encoding in encodings:
+            ids = list(encoding.ids)
+            # The text may have them already.
+            if ids[:2] == [bos, bos]:
+                del ids[0]
+            if ids[-2:] == [eos, eos]:
+                del ids[-1]
+            elif eos is not None and ids[-1:] != [eos]:
+                ids.append(eos)
+            found.append(ids)
+        return found
+
+    def check_largest(self, largest: int) -> None:
+        """Raise a UserError when the model has no embedding for the largest id in a text."""
+        if self.num_rows is not None and largest >= self.num_rows:
+            raise UserError(
+                f"The tokenizer and the model do not fit: token {largest} is {shown(self.rust.id_to_token(largest))}.",
+                why=f"vocab_size in config.json is {self.num_rows}, so the model has no embedding for it.",
+                do="use the tokenizer of this model, or resize the model's embeddings",
+            )
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        with _readable_panics("The tokenizer of the model"):
+            return str(self.rust.decode(list(ids), skip_special_tokens=not keep_special))
+
+
+def _read_tokenizer(folder: Path) -> bytes:
+    """Return tokenizer.json after checking its structure and, if it may be slow, trying it."""
+    path = folder / "tokenizer.json"
+    try:
+        raw = read_plain(path, limit=TOKENIZER_LIMIT)
+    except MissingFile as error:
+        raise UserError(
+            f"{folder} has no tokenizer.json.",
+            why="crosstune reads fast tokenizers only.",
+            do="make one with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+        ) from error
+    tokenizer = object_of(raw, path, foreign=True)
+    check_fields(tokenizer, _STRUCTURE, source=path, required=("model",))
+    vocabulary = tokenizer["model"].get("vocab")
+    if isinstance(vocabulary, dict) and not map_of(_ID).fits(vocabulary):
+        raise UnreadableFile(path, f"a token has a number that is not {_ID.needs}")
+    if any(_may_be_slow(tokenizer.get(stage)) for stage in _STAGES):
+        try_tokenizer(raw, path=path, cache=cache_override())
+    return raw
+
+
+def _may_be_slow(value: Any) -> bool:
+    """Return whether a stage has a regex, a table or a replacement that lengthens a text."""
+    if isinstance(value, list):
+        return any(map(_may_be_slow, value))
+    if not isinstance(value, dict):
+        return False
+    pattern, content = value.get("pattern"), value.get("content")
+    fixed = pattern.get("String") if isinstance(pattern, dict) else None
+    grows = isinstance(content, str) and isinstance(fixed, str) and len(content) > len(fixed)
+    has_regex = isinstance(pattern, dict) and "Regex" in pattern
+    return grows or has_regex or "precompiled_charsmap" in value or any(map(_may_be_slow, value.values()))
+
+
+def _open(raw: bytes, path: Path) -> RustTokenizer:
+    from tokenizers import Tokenizer as RustTokenizer
+
+    with _readable_panics(str(path)):
+        try:
+            return RustTokenizer.from_buffer(raw)
+        except ValueError as error:
+            raise UnreadableFile(path, str(error)[:300]) from error
+
+
+@contextlib.contextmanager
+def _readable_panics(what: str) -> Iterator[None]:
+    """Turn a panic of the tokenizers library into a UserError. Its class is no `Exception` and cannot be imported."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"{what} cannot be used.",
+            why=f"the tokenizers library fails: {shown(str(error))}.",
+            do="download or copy tokenizer.json again, or use another tokenizer",
+        ) from error
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    settings = read_json(path, foreign=True)
+    check_fields(settings, _FIELDS, source=path)
+    return settings
+
+
+def _token_text(entry: Any) -> str | None:
+    return entry.get("content") if isinstance(entry, dict) else entry
+
+
+def _template_file(folder: Path) -> Path:
+    file = folder / "chat_template.jinja"
+    return file if file.exists() else folder / "tokenizer_config.json"
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    try:
+        return read_plain_text(folder / "chat_template.jinja", limit=TEMPLATE_LIMIT)
+    except MissingFile:
+        template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template
+
+
+def _generation_folder(folder: Path, model: Path | None) -> Path:
+    return folder if model is None or (folder / GENERATION).exists() else model
+
+
+def _num_rows(path: Path) -> int | None:
+    config = read_json(path, foreign=True)
+    inner = config.get("text_config")
+    found = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    return found if whole(1).fits(found) else None
+
+
+def _stop_ids(folder: Path, rust: RustTokenizer, eos: str | None) -> frozenset[int]:
+    path = folder / GENERATION
+    settings = read_json(path, foreign=True)
+    check_fields(settings, {"eos_token_id": _TOKEN_ID | NOTHING | list_of(_TOKEN_ID)}, source=path)
+    declared = settings.get("eos_token_id")
+    ids = set(declared if isinstance(declared, list) else [declared])
+    ids.add(rust.token_to_id(eos) if eos else None)
+    return frozenset(token for token in ids if token is not None and token >= 0)  # some models write -1

@@ -1,0 +1,102 @@
+"""Try a tokenizer.json or a chat template in a child process with limits on time and memory, once for each content."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from pathlib import Path
+
+from crosstune.core.errors import UserError
+from crosstune.files.paths import cache_base
+from crosstune.process.limited_child import run_limited
+
+_VERSION = 1
+"""Increase when a trial changes, so that everything is tried again."""
+_LENGTH = 3000
+"""The length of a trial text, as long as a usual row: a pattern that needs quadratic time on it is too slow."""
+
+
+def try_tokenizer(raw: bytes, *, path: Path, cache: Path | None) -> None:
+    """Raise a UserError unless the tokenizer loads and encodes a few long texts in time."""
+    _try("tokenizers", raw, path=path, cache=cache, cpu_seconds=10, memory_bytes=4 << 30)
+
+
+def try_template(raw: bytes, *, path: Path, cache: Path | None) -> None:
+    """Raise a UserError when a chat template renders ordinary conversations beyond the limits."""
+    _try("templates", raw, path=path, cache=cache, cpu_seconds=5, memory_bytes=1 << 30)
+
+
+def _try(
+    kind: str, raw: bytes, *, path: Path, cache: Path | None, cpu_seconds: int, memory_bytes: int
+) -> None:
+    """Run a trial. A pass is recorded by the file's hash in crosstune's cache folder: `cache` or the user's."""
+    passed = _verdict(kind, hashlib.sha256(raw).hexdigest(), cache)
+    if passed is not None and passed.is_file():
+        return
+    run_limited(
+        __name__,
+        f"{kind}\n".encode() + raw,
+        what=f"{path} cannot be used.",
+        do=f"download or copy the file again, or use another of the {kind}",
+        cpu_seconds=cpu_seconds,
+        memory_bytes=memory_bytes,
+    )
+    if passed is not None:
+        with contextlib.suppress(OSError):  # without a cache, it is tried again next time
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()
+
+
+def _verdict(kind: str, digest: str, cache: Path | None) -> Path | None:
+    try:
+        return cache_base(cache) / kind / f"{digest}-{_VERSION}"
+    except UserError:  # no home folder
+        return None
+
+
+def trial_texts() -> list[str]:
+    """Return texts on which patterns are slow: long runs of one kind of character, and what follows them."""
+    words = "The quick brown fox, 12 times; isn't it?\n\tNaïve café — 東京タワー 🙂 "
+    runs = [
+        (run * _LENGTH)[:_LENGTH]
+        for run in ("a", "A", " ", "1", "\n", "!", "_", "ab ", "é", "東", "'s", "aA1 ")
+    ]
+    return [(words * _LENGTH)[:_LENGTH], *runs, *(f"{run}{end}" for run in runs for end in ("!", "a", "1"))]
+
+
+def _encode_texts(raw: bytes) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_buffer(raw)
+    for text in trial_texts():
+        tokenizer.decode(tokenizer.encode(text).ids)
+
+
+def _render_conversations(raw: bytes) -> None:
+    """Render short and long conversations. A template may reject some of them; the rows of the data show that."""
+    from crosstune.data.render.answer_spans import render_text
+    from crosstune.data.render.types import ChatTokens, Message
+
+    turns: list[Message] = [
+        {"role": "user", "content": "What is 2 + 2?"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
+    tokens = ChatTokens(chat_template=raw.decode("utf-8"))
+    for messages in (turns[:1], turns, turns * 20, [{"role": "system", "content": "Be brief."}, *turns]):
+        for tools in (None, [tool]):
+            try:
+                render_text(messages, tokens, add_generation_prompt=len(messages) == 1, tools=tools)
+            except UserError as error:
+                if isinstance(error.__cause__, MemoryError):
+                    sys.exit("it takes too much memory.")
+
+
+def main() -> None:
+    kind, _, raw = sys.stdin.buffer.read().partition(b"\n")
+    (_encode_texts if kind == b"tokenizers" else _render_conversations)(raw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Keep the launchers of several machines in step: all start an attempt together, and all end it together.
+
+The coordinator runs in a thread of the first machine's launcher; every launcher, the first one too, connects to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from crosstune.core.errors import EXIT_OUR_FAULT, EXIT_USER_MUST_ACT, PortTaken, UserError, readable
+from crosstune.core.version import __version__
+from crosstune.distributed.attempts import Outcome, Report, RestartPolicy
+from crosstune.distributed.environment import MOST_PROCESSES, Nodes
+from crosstune.distributed.links import Channel, Message
+from crosstune.distributed.master import free_ports, listen
+
+_POLL_S = 0.05
+_HANG_UP_S = 2.0
+_RESOLVE_S = 0.5
+"""Time between two lookups of the first machine's name."""
+
+
+@dataclass
+class Member:
+    """The launcher of one machine."""
+
+    node: int
+    host: str
+    num_local: int
+    channel: Channel
+    first_rank: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"machine {self.node} (host {self.host})"
+
+
+class _RunEnded(Exception):
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+
+@dataclass(kw_only=True)
+class Coordinator:
+    """The first machine's side of the launchers' conversation."""
+
+    nodes: Nodes
+    max_restarts: int
+    connect_s: float
+    lost_s: float
+    _members: dict[int, Member] = field(default_factory=dict)
+    _arrived: queue.Queue[tuple[Channel, Message]] = field(default_factory=queue.Queue)
+
+    def start(self) -> None:
+        """Listen at the master's address, and coordinate in a thread."""
+        where = f"{self.nodes.master_addr}:{self.nodes.master_port}"
+        try:
+            listening = self._listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise PortTaken(
+                    f"The launcher cannot listen on {where}.",
+                    why="another program has this port.",
+                    do="choose another --master_port (MASTER_PORT) on every machine",
+                ) from error
+            raise UserError(
+                f"The launcher cannot listen on {where}.",
+                why=f"{error}.",
+                do="set MASTER_ADDR to an address of the machine with NODE_RANK 0, or NODE_RANK to another number here",
+            ) from error
+        threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
+        threading.Thread(target=self._coordinate, daemon=True).start()
+
+    def _listen(self) -> socket.socket:
+        """Listen; the name of a Kubernetes pod resolves only some seconds after the pod has started."""
+        nodes, deadline = self.nodes, time.monotonic() + self.connect_s
+        while True:
+            try:
+                return listen(nodes.master_addr, nodes.master_port, several=nodes.num_nodes > 1)
+            except socket.gaierror:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(min(_RESOLVE_S, self.connect_s))
+
+    def _accept(self, listening: socket.socket) -> None:
+        while True:
+            connected, _ = listening.accept()
+            threading.Thread(target=self._greet, args=(Channel(connected),), daemon=True).start()
+
+    def _greet(self, channel: Channel) -> None:
+        try:
+            self._arrived.put((channel, channel.inbox.get(timeout=self.connect_s)))
+        except queue.Empty:
+            channel.close()
+
+    def _coordinate(self) -> None:
+        """Lead the run to its end. A bug here must end it too: the launchers would wait for us forever."""
+        outcome = Outcome(
+            code=EXIT_OUR_FAULT, lines=("the launcher of the first machine failed; its output says how.",)
+        )
+        try:
+            outcome = self._lead()
+        except _RunEnded as ended:
+            outcome = ended.outcome
+        finally:
+            self._finish(outcome)
+
+    def _lead(self) -> Outcome:
+        """Run attempts until one succeeds or a restart would not help."""
+        policy = RestartPolicy(size=self._join(), max_restarts=self.max_restarts)
+        while True:
+            decision = policy.decide(self._run(policy.attempt, size=policy.size))
+            if not decision.again:
+                return decision.outcome
+            self._tell({"again": decision.restarts, "lines": list(decision.outcome.lines)})
+
+    def _finish(self, outcome: Outcome) -> None:
+        """Tell the other machines first and let them hang up: this process ends when our own launcher is told."""
+        message = {"end": outcome.code, "lines": list(outcome.lines)}
+        while 0 not in self._members:  # our own launcher connects right after us
+            channel, hello = self._arrived.get()
+            if hello.get("node") == 0:
+                self._members[0] = Member(node=0, host="", num_local=1, channel=channel)
+        others = [member for member in self._members.values() if member.node != 0]
+        for member in others:
+            member.channel.send(message)
+        deadline = time.monotonic() + _HANG_UP_S
+        while not all(member.channel.closed for member in others) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self._members[0].channel.send(message)
+
+    def _join(self) -> int:
+        """Wait for the launcher of every machine, number the ranks, and return how many there are."""
+        deadline = time.monotonic() + self.connect_s
+        while missing := [node for node in range(self.nodes.num_nodes) if node not in self._members]:
+            try:
+                self._admit(*self._arrived.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                numbers = ", ".join(str(node) for node in missing[:8])
+                raise _RunEnded(
+                    _refusal(
+                        f"Of the {self.nodes.num_nodes} machines, NODE_RANK {numbers} did not come within {self.connect_s:g} s.",
+                        do="start the command on every machine, with the same NNODES, MASTER_ADDR and MASTER_PORT",
+                    )
+                ) from None
+        size = 0
+        for _, member in sorted(self._members.items()):
+            member.first_rank, size = size, size + member.num_local
+        return size
+
+    def _admit(self, channel: Channel, hello: Message) -> None:
+        """Add the launcher that said hello; end the run if it does not fit."""
+        node, host, num_local = hello.get("node"), readable(str(hello.get("host"))), hello.get("num_local")
+        if type(node) is not int or type(num_local) is not int or not 1 <= num_local <= MOST_PROCESSES:
+            channel.close()  # not a launcher of ours
+            return
+        member = Member(node=node, host=host, num_local=num_local, channel=channel)
+        if hello.get("version") != __version__:
+            refusal = _refusal(
+                f"{member.name} has crosstune {hello.get('version')}, the first machine has {__version__}.",
+                do="install the same version on every machine",
+            )
+        elif hello.get("nodes") != self.nodes.num_nodes or not 0 <= node < self.nodes.num_nodes:
+            refusal = _refusal(
+                f"{member.name} has NNODES {hello.get('nodes')}, the first machine has {self.nodes.num_nodes}.",
+                do="set the same NNODES on every machine",
+            )
+        elif node in self._members:
+            refusal = _refusal(
+                f"{self._members[node].host} and {host} both have NODE_RANK {node}.",
+                do="set NODE_RANK to 0, 1, ... on the machines",
+            )
+        else:
+            self._members[node] = member
+            return
+        channel.send({"end": refusal.code, "lines": list(refusal.lines)})
+        raise _RunEnded(refusal)
+
+    def _run(self, attempt: int, *, size: int) -> list[Report]:
+        """Run one attempt; return the reports, of the machine that failed first first. A failure on one stops all."""
+        [port] = free_ports(1, address=self.nodes.master_addr)
+        for member in self._members.values():
+            member.channel.send({"go": attempt, "first_rank": member.first_rank, "size": size, "port": port})
+        reports: dict[int, Report] = {}
+        failed: list[int] = []
+        while len(reports) < len(self._members):
+            for node, member in self._members.items():
+                while not member.channel.inbox.empty():
+                    message = member.channel.inbox.get()
+                    if "report" in message:
+                        reports[node] = _read_report(member, message["report"])
+                    has_failed = message.get("failed") == attempt or (
+                        node in reports and reports[node].failures
+                    )
+                    if has_failed and node not in failed:
+                        failed.append(node)
+                        if len(failed) == 1:
+                            self._tell({"stop": attempt})
+                if node not in reports and member.channel.silent_s() > self.lost_s:
+                    raise _lost(
+                        member,
+                        f"it was silent for {self.lost_s:g} s: it is down, its launcher was killed, or the network is cut.",
+                    )
+            time.sleep(_POLL_S)
+        return [reports[node] for node in (*failed, *(node for node in reports if node not in failed))]
+
+    def _tell(self, message: Message) -> None:
+        for member in self._members.values():
+            member.channel.send(message)
+
+
+def _read_report(member: Member, data: object) -> Report:
+    try:
+        report = Report.from_json(data)
+    except ValueError as error:
+        raise _lost(member, f"it sent a report that cannot be read: {error}.") from error
+    ranks = range(member.first_rank, member.first_rank + member.num_local)
+    if missing := set(ranks) - set(report.codes):
+        raise _lost(member, f"it sent a report without rank {min(missing)}.")
+    return report
+
+
+def _lost(member: Member, why: str) -> _RunEnded:
+    return _RunEnded(
+        Outcome(
+            code=EXIT_OUR_FAULT,
+            lines=(
+                f"the connection to {member.name} was lost, so the run was ended.",
+                f"  why: {why}",
+                "  do:  run the same command with --resume auto on every machine to continue from the newest checkpoint",
+            ),
+        )
+    )
+
+
+def _refusal(problem: str, *, do: str) -> Outcome:
+    return Outcome(code=EXIT_USER_MUST_ACT, lines=tuple(UserError(problem, do=do).lines()))

@@ -1,0 +1,248 @@
+"""Describe a machine: one report per backend, made by a probe or read from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from crosstune.core.errors import UserError, shown
+from crosstune.files.json_fields import FLAG, OBJECT, TEXT, Rule, list_of, map_of, real, whole, wrong_field
+from crosstune.files.json_files import read_object
+
+MACHINE_FORMAT = 1
+_NAMES = list_of(TEXT)
+_MACHINE_FIELDS = {
+    "name": TEXT,
+    "system": TEXT,
+    "processor": TEXT,
+    "num_cores": whole(1, 2**20),
+    "memory_total_bytes": whole(0),
+    "backends": map_of(OBJECT),
+}
+_BACKEND_FIELDS = {
+    "name": TEXT,
+    "engine": Rule("torch or mlx", lambda value: value in ("torch", "mlx")),
+    "available": FLAG,
+    "reason": TEXT,
+    "device": TEXT,
+    "devices": list_of(OBJECT),
+    "unified_memory": FLAG,
+    "dtypes": _NAMES,
+    "bf16_speedup": real(0),
+    "quantizers": map_of(list_of(whole(1, 64))),
+    "collectives": _NAMES,
+    "attention": _NAMES,
+    "has_triton": FLAG,
+    "notes": _NAMES,
+}
+_DEVICE_FIELDS = {"name": TEXT, "memory_total_bytes": whole(0), "memory_free_bytes": whole(0)}
+_MAKE_ONE = "make one on that computer with: crosstune doctor --json > machine.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    name: str
+    memory_total_bytes: int
+    memory_free_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendReport:
+    """One backend on one machine: its availability, and the features that worked in the probe."""
+
+    name: str
+    engine: str
+    available: bool
+    reason: str = ""
+    """Why it is not available, and how to make it so."""
+    device: str = "cpu"
+    """The engine's name for the device."""
+    devices: tuple[Device, ...] = ()
+    unified_memory: bool = False
+    dtypes: tuple[str, ...] = ()
+    """The dtypes in which a small product and its gradient were correct."""
+    bf16_speedup: float = 1.0
+    """The speed of a bf16 matrix product relative to fp32."""
+    quantizers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Quantizers that run here -> their bit widths."""
+    collectives: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
+    has_triton: bool = True
+    """Whether kernels written in Triton run, on a GPU; not tried on other devices."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_torch_cpu(self) -> bool:
+        """True if torch computes on the processor, whatever the backend is called."""
+        return self.engine == "torch" and self.device == "cpu"
+
+    @property
+    def has_flash_attention(self) -> bool:
+        """True if --use_flash_attention has a kernel to use: torch's or flash_attn's, or MLX's own fused attention."""
+        fused = "sdpa" if self.engine == "mlx" else "flash"
+        return any(fused in kernel for kernel in self.attention)
+
+    @property
+    def memory_total_bytes(self) -> int:
+        return min((device.memory_total_bytes for device in self.devices), default=0)
+
+    @property
+    def memory_free_bytes(self) -> int:
+        return min((device.memory_free_bytes for device in self.devices), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A computer: its backends by name."""
+
+    name: str
+    system: str
+    processor: str
+    num_cores: int
+    memory_total_bytes: int
+    backends: Mapping[str, BackendReport]
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def available(self) -> list[str]:
+        return [name for name, report in self.backends.items() if report.available]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": MACHINE_FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], *, source: str) -> Machine:
+        """Read a machine report, ignoring unknown keys such as the checks and advice of `doctor`."""
+        if data.get("format") != MACHINE_FORMAT:
+            raise UserError(
+                f"{source} is not a machine report this version can read.",
+                why=f"its format is {shown(data.get('format'))}, not {MACHINE_FORMAT}.",
+                do=_MAKE_ONE,
+            )
+        _check(data, _MACHINE_FIELDS, required=tuple(_MACHINE_FIELDS), source=source)
+        backends = {
+            name: _backend_from_json(report, place=f"backends.{name:.40}.", source=source)
+            for name, report in data["backends"].items()
+        }
+        known = {item.name for item in fields(cls)} - {"backends"}
+        return cls(backends=backends, **{key: value for key, value in data.items() if key in known})
+
+
+def choose_backend(machine: Machine, *, preference: Sequence[str]) -> str:
+    """Return the backend of `auto`: the first available one of `preference`.
+
+    An accelerator backend whose device is the CPU (MLX on Linux) comes last, since the cpu backend is faster there.
+    """
+    order = auto_order(machine, preference=preference)
+    if not order:
+        raise UserError(
+            f"No backend can be used on {machine.name}.",
+            why="; ".join(f"{report.name}: {report.reason}" for report in machine.backends.values()),
+            do="pip install 'crosstune[torch]', which runs on any CPU",
+        )
+    return order[0]
+
+
+def auto_order(machine: Machine, *, preference: Sequence[str]) -> list[str]:
+    """Return the available backends in the order of `auto`."""
+    available = [name for name in preference if name in machine.available()]
+    return sorted(available, key=lambda name: _is_emulated(machine.backends[name]))
+
+
+def auto_reason(machine: Machine, *, preference: Sequence[str]) -> str:
+    """Return why `auto` chooses its backend."""
+    chosen = choose_backend(machine, preference=preference)
+    available = [name for name in preference if name in machine.available()]
+    passed = available[: available.index(chosen)]
+    if passed:
+        return f"{' and '.join(passed)} would compute on the CPU here, where {chosen} is faster"
+    if len(available) == 1:
+        return "the only one that is available here"
+    return f"the first that is available here, before {', '.join(available[1:])}"
+
+
+def _is_emulated(report: BackendReport) -> bool:
+    """Return whether an accelerator's backend computes on the CPU, as MLX does on Linux."""
+    return report.name != "cpu" and report.device == "cpu"
+
+
+def _backend_from_json(data: Mapping[str, Any], *, place: str, source: str) -> BackendReport:
+    _check(data, _BACKEND_FIELDS, required=("name", "engine", "available"), place=place, source=source)
+    for device in data.get("devices", ()):
+        required = tuple(_DEVICE_FIELDS)
+        _check(device, _DEVICE_FIELDS, required=required, place=f"{place}devices.", source=source)
+    known = {item.name for item in fields(BackendReport)}
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key in known
+    }
+    devices = ({key: device[key] for key in _DEVICE_FIELDS} for device in values.get("devices", ()))
+    values["devices"] = tuple(Device(**device) for device in devices)
+    values["quantizers"] = {name: tuple(bits) for name, bits in values.get("quantizers", {}).items()}
+    return BackendReport(**values)
+
+
+def _check(
+    data: Mapping[str, Any],
+    rules: Mapping[str, Rule],
+    *,
+    required: tuple[str, ...],
+    source: str,
+    place: str = "",
+) -> None:
+    wrong = wrong_field(data, rules, required=required, place=place)
+    if wrong is not None:
+        raise UserError(f"{source} is not a complete machine report.", why=f"{wrong}.", do=_MAKE_ONE)
+
+
+def read_machine(path: Path) -> Machine:
+    return Machine.from_json(read_object(path), source=str(path))
+
+
+FLASH_PACKAGE = "flash_attn"
+"""The package, and the kernel of a BackendReport that stands for it."""
+
+_FUSED = frozenset({"efficient", "cudnn"})
+"""Kernels of torch besides flash that hold no scores."""
+
+Attention = Literal["flash_attn", "sdpa", "eager", "mlx"]
+
+
+def choose_attention(
+    report: BackendReport, *, flash: bool | None, precision: str, packing: bool
+) -> tuple[Attention, str]:
+    """Return the implementation of attention, and why; `flash` is --use_flash_attention.
+
+    The package flash_attn computes in 16 bits only, and in packed rows it would attend across documents as soon as a
+    batch has several rows. torch's own attention picks the best of its kernels, flash among them, at each call.
+    """
+    if report.engine == "mlx":
+        return "mlx", "MLX's own fused attention"
+    if flash is False:
+        return "eager", "flash attention is turned off"
+    kernels = ", ".join(kernel for kernel in report.attention if kernel != FLASH_PACKAGE)
+    own = f"torch's own, with the kernels that ran here: {kernels or 'none'}"
+    if FLASH_PACKAGE not in report.attention:
+        return "sdpa", own
+    if precision == "fp32":
+        return "sdpa", f"{own}; {FLASH_PACKAGE} has no fp32"
+    if packing:
+        return "sdpa", f"{own}; {FLASH_PACKAGE} does not separate the documents of packed rows"
+    return "flash_attn", f"the package {FLASH_PACKAGE}, where the model supports it"
+
+
+def held_score_bits(
+    report: BackendReport, *, flash: bool | None, compute_bits: int, shares_keys: bool = False
+) -> int:
+    """Return the bits of each attention score that training holds in memory; 0 for a kernel that never holds them.
+
+    `flash` is --use_flash_attention; `shares_keys` tells whether several heads share their keys, in rows without a mask.
+    Without a fused kernel, torch computes scores in fp32 whatever the precision. On CUDA the kernels that take shared keys
+    compute in 16 bits. MLX has no fused attention for training on Metal; its scores are in the precision of the model.
+    """
+    if report.engine == "mlx":
+        return compute_bits
+    is_fused = report.has_flash_attention or not _FUSED.isdisjoint(report.attention)
+    if report.device == "cuda" and shares_keys and compute_bits == 32:
+        is_fused = False
+    return 0 if is_fused and flash is not False else 32

@@ -1,0 +1,337 @@
+"""Predict the memory of a training step from its allocations.
+
+Memory can peak at four moments: at the loss, in the backward pass of a layer, when all gradients exist, and in the update.
+Terms are bytes per token of the tensors that the torch engine's forward pass of a Llama-like model keeps for its backward
+pass; other models are similar. `fast_memory` has the terms of the fast layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from crosstune.core.backend import BackendSpec
+from crosstune.estimate import fast_memory
+from crosstune.estimate.fast_layers import Recompute
+from crosstune.estimate.machine import BackendReport, Machine
+from crosstune.estimate.model_shape import (
+    ATTENTION_LINEARS,
+    ModelShape,
+    Step,
+    adapted_linears,
+    block_parameters,
+    trained_parameters,
+)
+
+GIB = 1024**3
+LOGITS_AT_A_TIME = 2**24
+"""More logits than this are converted to fp32 in parts."""
+_SCORE_COPIES = 2
+"""Temporary copies of a layer's attention scores in its backward pass."""
+_PRODUCT_COPIES = {"none": 0, "bnb": 1, "mlx": 0}
+"""Dense copies of a quantized weight while it is multiplied; MLX multiplies packed bits. Other quantizers need three."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryParts:
+    """The memory of a step at its largest moment, in bytes."""
+
+    weights: int
+    adapters: int
+    """Adapters, and fp32 copies of trained 16-bit weights."""
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    buffers: int
+    """Gathered shards, dense copies of quantized weights, and temporary gradients."""
+    overhead: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.to_json().values())
+
+    def to_json(self) -> dict[str, int]:
+        return {name: int(getattr(self, name)) for name in MemoryParts.__dataclass_fields__}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A step with its memory."""
+
+    shape: ModelShape
+    step: Step
+    parts: MemoryParts
+    estimated_bytes: int
+    """The sum of the parts, corrected by earlier runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """The ratio of measured to predicted peak memory in earlier runs."""
+
+    factor: float
+    num_runs: int
+
+
+def step_bytes(shape: ModelShape, step: Step) -> int:
+    return step_parts(shape, step).total
+
+
+def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
+    """Return the peak memory of a step in each process, by part."""
+    trained = trained_parameters(shape, step)
+    shards = step.num_shards
+    passes = _fast_passes(shape, step) if step.fast else _general_passes(shape, step)
+    before = 4 * trained // shards if step.num_micro_batches > 1 else 0
+    # A 16-bit weight has a gradient beside that of its fp32 copy.
+    own = 2 if _is_trained_in_16_bits(step) else 0
+    after = (own + 4 if own and step.num_micro_batches > 1 else 4) * trained // shards
+    in_update = 4 * trained // shards * (2 if step.on_gpu and "fused" not in step.optimizer else 1)
+    moments = [
+        (before, passes.at_loss, passes.loss, passes.held),
+        (before, passes.in_backward, 0, passes.backward + passes.dense + passes.held),
+        (after, passes.at_loss // shape.num_layers, 0, passes.dense + passes.held),
+        (4 * trained // shards, 0, 0, in_update - 4 * trained // shards + passes.held),
+    ]
+    gradients, activations, logits, buffers = max(moments, key=sum)
+    return MemoryParts(
+        weights=weight_bytes(shape, step) // shards,
+        adapters=copy_bytes(step, trained) // shards,
+        gradients=gradients,
+        optimizer=(moment_bytes(trained, step.optimizer) + 4 * trained * step.averages) // shards,
+        activations=0 if step.offloads_activations else activations,
+        logits=logits,
+        buffers=buffers,
+        overhead=step.overhead_bytes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Passes:
+    """The bytes of a forward and a backward pass."""
+
+    at_loss: int
+    """Activations kept at the loss."""
+    in_backward: int
+    """Peak of activations in the backward pass."""
+    loss: int
+    backward: int
+    dense: int
+    """Dense copies of a weight while it is multiplied."""
+    held: int = 0
+    """Buffers and copies that persist between steps."""
+
+
+def _general_passes(shape: ModelShape, step: Step) -> _Passes:
+    kept = kept_bytes(shape, step)
+    return _Passes(
+        at_loss=kept,
+        in_backward=kept + (layer_bytes(shape, step) if step.checkpointing else 0),
+        loss=loss_bytes(shape, step),
+        backward=backward_bytes(shape, step),
+        dense=dense_copies(shape, step) + gathered_bytes(shape, step),
+    )
+
+
+def num_recomputed(shape: ModelShape, step: Step) -> int:
+    """Return the number of layers that are recomputed in the backward pass."""
+    if step.fast:
+        return fast_modes(shape, step).count("full")
+    return shape.num_layers if step.checkpointing else 0
+
+
+def fast_modes(shape: ModelShape, step: Step) -> list[Recompute]:
+    """Return the recomputation of each fast layer."""
+    held = weight_bytes(shape, step) + copy_bytes(step, trained_parameters(shape, step)) + step.overhead_bytes
+    return fast_memory.recomputation(
+        shape,
+        step,
+        held_bytes=held + _fast_held(shape, step),
+        working_bytes=fast_working_bytes(shape, step),
+    )
+
+
+def _fast_held(shape: ModelShape, step: Step) -> int:
+    return fast_memory.adapter_copy_bytes(shape, step) + fast_memory.weight_buffer_bytes(shape, step)
+
+
+def _fast_passes(shape: ModelShape, step: Step) -> _Passes:
+    at_loss, in_backward = fast_memory.activation_bytes(shape, step, fast_modes(shape, step))
+    has_own_kernel = step.quantizer == "bnb" and step.on_gpu
+    return _Passes(
+        at_loss=at_loss,
+        in_backward=in_backward,
+        loss=fast_memory.loss_bytes(shape, step),
+        backward=fast_memory.backward_bytes(shape, step),
+        dense=0 if has_own_kernel or step.fp8_products else dense_copies(shape, step),
+        held=_fast_held(shape, step),
+    )
+
+
+def fast_working_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of a step with the fast layers without weights, adapters and kept activations."""
+    trained = trained_parameters(shape, step)
+    passing = max(fast_memory.backward_bytes(shape, step), fast_memory.loss_bytes(shape, step))
+    return 4 * trained + moment_bytes(trained, step.optimizer) + 4 * trained * step.averages + passing
+
+
+def weight_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of the weights. Embedding, head and new blocks are never quantized; frozen linear weights have the
+    compute dtype under autocast."""
+    new = step.num_new_blocks * block_parameters(shape) if step.method == "llama_pro" else 0
+    linear = max(0, shape.num_parameters - shape.embeddings - new)
+    dense = step.weight_bits // 8
+    if step.quantizer != "none":
+        return (shape.embeddings + new) * dense + int(linear * _stored_bits(step) / 8)
+    frozen = step.method in ("lora", "dora")
+    return (shape.embeddings + new) * dense + linear * (min(dense, step.width) if frozen else dense)
+
+
+def _stored_bits(step: Step) -> float:
+    """Return the bits of a quantized weight, including scales."""
+    if step.n_bits >= 8:
+        return step.n_bits + 0.02  # a scale per row
+    if step.quantizer == "bnb":
+        per_group = 8 + 32 / 256 if step.double_quant else 32
+        return step.n_bits + per_group / step.group_size
+    return step.n_bits + 32 / step.group_size  # a scale and a zero point of 16 bits each
+
+
+def copy_bytes(step: Step, trained: int) -> int:
+    """Return the bytes of fp32 adapters, or of fp32 copies of trained 16-bit weights."""
+    return 4 * trained if step.method in ("lora", "dora") or _is_trained_in_16_bits(step) else 0
+
+
+def _is_trained_in_16_bits(step: Step) -> bool:
+    return step.method in ("full", "llama_pro") and step.weight_bits == 16
+
+
+def moment_bytes(trained: int, optimizer: str) -> int:
+    """Return the bytes of the optimizer's state."""
+    if optimizer.endswith("_8bit"):
+        return int(trained * (2 + 2 * 4 / 256))  # two moments of a byte, and a scale per 256 of each
+    return {"sgd": 0, "adafactor": trained // 64}.get(optimizer, 8 * trained)
+
+
+def kept_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes that all layers keep for the backward pass."""
+    if step.checkpointing:
+        layers = shape.num_layers * step.tokens * shape.hidden * _stream_width(step)
+    else:
+        layers = shape.num_layers * layer_bytes(shape, step)
+    casts = step.method == "full" and _stream_width(step) > step.width
+    # The last norm, the input of the head, and the weights that autocast keeps after casting them.
+    return layers + step.tokens * shape.hidden * (4 + step.width) + casts * shape.num_parameters * step.width
+
+
+def layer_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes that one layer keeps for its backward pass."""
+    width, wide = step.width, shape.active_intermediate
+    norms = 2 * 4 * shape.hidden  # their inputs in fp32
+    if step.method in ("full", "llama_pro"):
+        norms += 2 * width * shape.hidden  # the normalized values, for the gradient of the norm's weight
+    attention = width * (2 * shape.queries + 2 * shape.keys) + 4 * shape.num_heads
+    per_token = norms + attention + 3 * width * wide + _input_width(shape, step) + _adapter_width(shape, step)
+    scores = step.context * shape.num_heads * step.score_bits // 8
+    return step.tokens * (per_token + scores)
+
+
+def _input_width(shape: ModelShape, step: Step) -> int:
+    """Return the bytes per token of the kept inputs of trained or adapted linear layers.
+
+    Layers share an input unless each applies dropout or a cast of its own. Attention keeps the input of o_proj.
+    """
+    full = step.method in ("full", "llama_pro")
+    used = shape.linears() if full else adapted_linears(shape, step)
+    sizes = {name: _times(shape, name) * inputs * step.width for name, (_, inputs, _) in used.items()}
+    if step.dropout and not full:
+        mask = 1 if step.on_gpu else step.width
+        return sum(size + size // step.width * mask for size in sizes.values())
+    sizes.pop("o_proj", None)
+    if step.weight_bits > step.compute_bits:
+        return sum(sizes.values())
+    shared = [sizes.get(name, 0) for name in ("q_proj", "k_proj", "v_proj")]
+    return max(shared) + max(sizes.get("gate_proj", 0), sizes.get("up_proj", 0)) + sizes.get("down_proj", 0)
+
+
+def _adapter_width(shape: ModelShape, step: Step) -> int:
+    """Return the bytes per token that adapters keep, without the inputs of their layers."""
+    total = 0
+    for name, (outputs, _, _) in adapted_linears(shape, step).items():
+        kept = step.rank + (outputs if step.method == "dora" else 0)  # DoRA: the output before it is rescaled
+        total += _times(shape, name) * step.width * kept
+    return total
+
+
+def _times(shape: ModelShape, name: str) -> int:
+    """Return how many layers of this name process a token in a block."""
+    return 1 if name in ATTENTION_LINEARS or shape.num_experts == 1 else shape.experts_per_token
+
+
+def _stream_width(step: Step) -> int:
+    """Return the bytes of a number of the residual stream, which keeps the embedding's dtype under autocast."""
+    return max(step.width, step.weight_bits // 8)
+
+
+def backward_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of temporary gradients in a layer's backward pass, at its MLP."""
+    scores = step.context * shape.num_heads * step.score_bits // 8 * _SCORE_COPIES
+    values = step.width * (2 * shape.hidden + 2 * shape.active_intermediate)
+    return step.tokens * (values + scores)
+
+
+def loss_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the peak bytes of logits and their gradients: all in fp32, or in parts with a gradient in the compute dtype."""
+    rows = step.batch * min(step.context, step.supervised or step.context)
+    count = rows * shape.vocab
+    if count <= LOGITS_AT_A_TIME:
+        return 12 * count
+    return 2 * count * step.width + (2 if step.width == 4 else 3) * 4 * LOGITS_AT_A_TIME
+
+
+def dense_copies(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of dense copies of the largest weight during a product."""
+    largest = max(outputs * inputs for outputs, inputs, _ in shape.linears().values())
+    copies = _PRODUCT_COPIES.get(step.quantizer, 3) * largest * step.width
+    norms = 3 * 4 * largest if step.method == "dora" else 0  # the row norms of W + BA, in fp32
+    return copies + norms
+
+
+def gathered_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of gathered shards: two blocks at a time, embedding and head; with gradients if they are trained."""
+    if step.num_shards == 1:
+        return 0
+    gradient = 4 if step.method == "full" else 0
+    stored = _stored_bits(step) / 8 if step.quantizer != "none" else step.width
+    block = 2 * block_parameters(shape) * (stored + gradient)
+    return int(block + shape.embeddings * (step.width + gradient))
+
+
+def largest_batch(shape: ModelShape, step: Step, *, limit_bytes: int, at_most: int = 1024) -> int:
+    """Return the largest power of two of rows that fits; 0 when one row does not fit."""
+    batch, candidate = 0, 1
+    while candidate <= at_most and step_bytes(shape, replace(step, batch=candidate)) <= limit_bytes:
+        batch, candidate = candidate, candidate * 2
+    return batch
+
+
+def describe_parts(parts: MemoryParts) -> Mapping[str, int]:
+    """Return the non-empty parts, largest first."""
+    return dict(sorted(((n, b) for n, b in parts.to_json().items() if b), key=lambda item: -item[1]))
+
+
+UNIFIED_SHARE = 0.9
+"""The largest share of unified memory that a GPU may use."""
+
+
+def usable_bytes(
+    machine: Machine, report: BackendReport, spec: BackendSpec, *, environment: Mapping[str, str]
+) -> int:
+    """Return the bytes that a training step may use on a device of this backend with these variables set."""
+    share = spec.usable_share(environment)
+    device = report.memory_total_bytes
+    if not report.unified_memory or not device:
+        return int(device * (spec.memory_share if share is None else share))
+    most = int(max(device, machine.memory_total_bytes) * UNIFIED_SHARE)
+    return most if share is None else min(int(device * share), most)

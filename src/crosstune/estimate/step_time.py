@@ -1,0 +1,270 @@
+"""Predict the time of a training step: products, memory traffic, kernel launches, and communication of several processes.
+
+The time of a device is the larger of its computation and the host's kernel launches. Computation is matrix products at
+the sustained rate plus memory traffic of activations. The constants were measured on an H200 and used for every device:
+
+- SUSTAINED: the share of the data sheet's rate that products reach under the power limit;
+- PASSES and FAST_PASSES: how often each byte kept for the backward pass moves through memory, in the general and the fast
+  layers;
+- LAUNCH_S and LAUNCHES: the host's time for the kernels of a layer, which dominates for small models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from crosstune.estimate.fast_memory import fast_layer
+from crosstune.estimate.memory import gathered_bytes, layer_bytes, num_recomputed
+from crosstune.estimate.model_shape import ModelShape, Step, adapted_linears, trained_parameters
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    tflops: float
+    """Dense products of 16-bit numbers, in 10^12 operations per second."""
+    memory_gb_s: float
+    link_gb_s: float
+    """To another device of the same machine, in one direction: NVLink or PCIe."""
+    network_gb_s: float
+    """To another machine, for each device, in one direction, over the usual network card."""
+    fp8: bool = False
+    """Whether fp8 products were measured to be faster on this chip."""
+
+
+# Part of a device's name -> TFLOP/s, GB/s of memory, of the link, and of the network. The first match counts.
+_DEVICES = {
+    "B200": (2250, 8000, 900, 50),
+    "H200": (989, 4800, 450, 50),
+    "H100": (989, 3350, 450, 50),
+    "A100": (312, 2039, 300, 25),
+    "L40S": (362, 864, 32, 12.5),
+    "L4": (121, 300, 32, 12.5),
+    "A10": (125, 600, 32, 12.5),
+    "T4": (65, 320, 16, 12.5),
+    "RTX 4090": (165, 1008, 32, 1.25),
+    "RTX 4080": (97.5, 717, 32, 1.25),
+    "RTX 3090": (71, 936, 32, 1.25),
+    "M1": (2.6, 68, 0, 0.125),
+    "M2 Max": (13.6, 400, 0, 1.25),
+    "M3 Ultra": (28.4, 819, 0, 1.25),
+    "M3 Max": (14.2, 400, 0, 0.125),
+    "M3 Pro": (6.4, 150, 0, 0.125),
+    "M3": (3.5, 100, 0, 0.125),
+    "M4 Max": (17.0, 546, 0, 0.125),
+    "M4 Pro": (8.5, 273, 0, 0.125),
+    "M4": (4.3, 120, 0, 0.125),
+}
+
+_FAST_IN_FP8 = ("H200", "H100")
+
+
+def find_speed(name: str) -> DeviceSpeed | None:
+    """Return the speeds of a device by its name, such as "NVIDIA H200"; None for an unknown device."""
+    words = f" {name} "
+    for part, numbers in _DEVICES.items():
+        if f" {part} " in words or f" {part}-" in words:
+            return DeviceSpeed(*numbers, fp8=part in _FAST_IN_FP8)
+    return None
+
+
+SUSTAINED = 0.67
+PASSES, FAST_PASSES = 29, 11
+FP8_RATE = 1.68
+"""The sustained rate of fp8 products with a scale per row, relative to bf16."""
+LAUNCH_S = 10e-6
+LAUNCHES, LAUNCHES_PER_ADAPTER, LAUNCHES_PER_QUANTIZED = 350, 25, 20
+"""Kernels of a layer in a step (forward, backward and update), of each adapter, and of each quantized weight."""
+FAST_LAUNCHES = 50
+"""Kernels of a fast layer with adapters (counted)."""
+LINK_SHARE = 0.8
+"""The share of a link's data rate that collectives reach."""
+LATENCY_S = 20e-6
+"""The time of a message to the next process."""
+LARGEST_ERROR, NUM_CHECKED = 0.082, 6
+"""The largest relative error of the speed over this many measured steps that calibrate nothing; test_predict.py has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Equal machines with equal devices."""
+
+    num_nodes: int = 1
+    num_local: int = 1
+    """Devices of each machine."""
+    sharding: str = "ddp"
+
+    @property
+    def size(self) -> int:
+        return self.num_nodes * self.num_local
+
+    @property
+    def num_shards(self) -> int:
+        """The processes that shard the weights."""
+        if self.sharding in ("ddp", "no_shard"):
+            return 1
+        return self.num_local if self.sharding.startswith("hybrid") else self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The time of an optimizer step in seconds, by part."""
+
+    products_s: float
+    traffic_s: float
+    launches_s: float
+    communication_s: float
+    """Exposed communication."""
+    hidden_s: float
+    """Communication overlapped with computation."""
+    tokens: int
+    """Tokens of the step over all processes."""
+
+    @property
+    def compute_s(self) -> float:
+        return max(self.products_s + self.traffic_s, self.launches_s)
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + self.communication_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def communication_share(self) -> float:
+        """The share of the time in which the links are busy, exposed or overlapped."""
+        return min(1.0, (self.communication_s + self.hidden_s) / self.seconds)
+
+    @property
+    def limit(self) -> str:
+        """The part that takes most of the time."""
+        parts = {"matrix products": self.products_s, "memory traffic": self.traffic_s}
+        if self.launches_s >= self.compute_s:
+            parts = {"launching kernels": self.launches_s}
+        parts["communication"] = self.communication_s
+        return max(parts, key=parts.__getitem__)
+
+
+def step_time(
+    shape: ModelShape,
+    step: Step,
+    speed: DeviceSpeed,
+    *,
+    cluster: Cluster,
+    tokens_per_row: float | None = None,
+) -> StepTime:
+    """Return the time of an optimizer step, of `step.num_micro_batches` micro-batches in each process.
+
+    `tokens_per_row` is the mean length of padded rows; by default they are as long as the longest.
+    """
+    row = tokens_per_row if tokens_per_row is not None else step.context
+    tokens = step.batch * row
+    passes = step.num_micro_batches
+    flops = tokens * flops_per_token(shape, step, row)
+    if step.fp8_products and speed.fp8:
+        share = 1 - 1 / FP8_RATE
+        flops -= share * tokens * _base_flops_per_token(shape, step)
+    products = flops / (speed.tflops * 1e12 * SUSTAINED)
+    traffic = _traffic_bytes(shape, step, tokens) / (speed.memory_gb_s * 1e9)
+    launches = (
+        FAST_LAUNCHES if step.fast else LAUNCHES + LAUNCHES_PER_ADAPTER * len(adapted_linears(shape, step))
+    )
+    if _makes_dense(step):
+        launches += LAUNCHES_PER_QUANTIZED * len(shape.linears())
+    after, beside = communication_s(shape, step, speed, cluster=cluster)
+    hidden = min(beside, passes * (products + traffic))
+    return StepTime(
+        products_s=passes * products,
+        traffic_s=passes * traffic,
+        launches_s=passes * shape.num_layers * launches * LAUNCH_S,
+        communication_s=after + beside - hidden,
+        hidden_s=hidden,
+        tokens=int(tokens * passes * cluster.size),
+    )
+
+
+def flops_per_token(shape: ModelShape, step: Step, row: float) -> float:
+    """Return the FLOPs of a token: two per weight in the forward pass, two for the input gradient, two for the gradient of
+    a trained weight, two in recomputed blocks; and causal attention."""
+    active, head = shape.active_parameters(), shape.vocab * shape.hidden
+    trained = active if step.method == "full" else min(active, trained_parameters(shape, step))
+    share = _recomputed_share(shape, step)
+    attention = 2 * row * shape.queries * shape.num_layers
+    return 2.0 * (2 * active + trained + share * (active - head)) + attention * (3 + share)
+
+
+def _base_flops_per_token(shape: ModelShape, step: Step) -> float:
+    """Return the FLOPs of the base's linear layers."""
+    linear = shape.active_parameters() - shape.vocab * shape.hidden
+    return 2.0 * (2 + _recomputed_share(shape, step)) * linear
+
+
+def _recomputed_share(shape: ModelShape, step: Step) -> float:
+    return num_recomputed(shape, step) / shape.num_layers
+
+
+def _makes_dense(step: Step) -> bool:
+    """Return whether quantized weights are dequantized for each product."""
+    return step.quantizer != "none" and not (step.quantizer == "fp8" and step.fp8_products)
+
+
+def _traffic_bytes(shape: ModelShape, step: Step, tokens: float) -> float:
+    """Return the memory traffic of a micro-batch outside of products."""
+    again = _recomputed_share(shape, step)
+    if step.fast:
+        kept = FAST_PASSES * fast_layer(shape, step).kept().none
+    else:
+        kept = PASSES * layer_bytes(shape, replace(step, batch=1)) // step.context
+    moved = tokens * kept * (1 + again / 3) * shape.num_layers  # a third of it is the forward pass
+    if _makes_dense(step):  # bits are read and dense weights written for each product
+        linear = max(0, shape.num_parameters - shape.embeddings)
+        moved += (2 + again) * linear * (step.n_bits / 8 + step.width)
+    return moved
+
+
+def communication_s(
+    shape: ModelShape, step: Step, speed: DeviceSpeed, *, cluster: Cluster
+) -> tuple[float, float]:
+    """Return the communication of a step after its passes, and the part that may overlap them.
+
+    Replicas sum their gradients once, in fp32, after the passes. Shards gather each weight for the forward and the
+    backward pass of every micro-batch and scatter gradients, overlapping the layer before.
+    """
+    if cluster.size == 1:
+        return 0.0, 0.0
+    trained = trained_parameters(shape, step)
+    shards = cluster.num_shards
+    replicas = cluster.size // shards
+    reduced = 0.0
+    if replicas > 1:
+        across = cluster.num_nodes > 1
+        part = 4 * trained / shards
+        reduced = _ring_s(2 * part, replicas, _rate(speed, cluster, across=across))
+    if shards == 1:
+        return reduced, 0.0
+    across = cluster.num_nodes > 1 and shards > cluster.num_local
+    stored = gathered_weights(shape, step)
+    moved = 2 * stored + (4 * trained if step.method == "full" else 0)
+    gathered = step.num_micro_batches * _ring_s(moved, shards, _rate(speed, cluster, across=across))
+    gathered += step.num_micro_batches * 3 * shape.num_layers * LATENCY_S * math.log2(shards)
+    return reduced, gathered
+
+
+def gathered_weights(shape: ModelShape, step: Step) -> float:
+    """Return the bytes of all weights as they are gathered."""
+    one_block = gathered_bytes(replace(shape, vocab=0), replace(step, num_shards=2, method="lora")) / 2
+    return one_block * shape.num_layers + shape.embeddings * step.width
+
+
+def _rate(speed: DeviceSpeed, cluster: Cluster, *, across: bool) -> float:
+    """Return the bytes per second of a collective. Data of another machine arrives over all network cards together and is
+    forwarded over the links inside."""
+    link = speed.link_gb_s or speed.network_gb_s
+    rate = min(link, speed.network_gb_s * cluster.num_local) if across else link
+    return max(rate, 1e-3) * 1e9 * LINK_SHARE
+
+
+def _ring_s(num_bytes: float, size: int, rate: float) -> float:
+    return num_bytes * (size - 1) / size / rate + LATENCY_S * math.log2(size)

@@ -1,0 +1,117 @@
+"""Suggest existing files, folders and runs for a path that does not exist."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from crosstune.core.errors import UserError
+from crosstune.core.names import nearest
+from crosstune.files.run_record import holds_run
+
+MOST_RUNS = 5
+
+
+def near_paths(path: str | Path) -> list[str]:
+    """Return existing paths with similar names in the folder of a missing path."""
+    wanted = Path(path)
+    if not wanted.name:
+        return []
+    # Compare lower-case stems: case and suffix are often mistyped, and equal suffixes do not make names similar.
+    stems: dict[str, list[str]] = {}
+    for entry in _entries(wanted.expanduser().parent):
+        stems.setdefault(Path(entry.name).stem.lower(), []).append(entry.name)
+    close = [name for stem in nearest(wanted.stem.lower(), stems) for name in sorted(stems[stem])]
+    return [str(wanted.with_name(name)) for name in close[:3]]
+
+
+def near_path_hint(path: str | Path) -> str:
+    """Return a question that names similar paths, or an empty string."""
+    close = near_paths(path)
+    return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def runs_beside(folder: Path) -> list[Path]:
+    """Return the runs in the parent of a folder, the newest first."""
+    found = [Path(entry.path) for entry in _entries(folder.absolute().parent)]
+    return sorted((path for path in found if holds_run(path)), key=_changed, reverse=True)
+
+
+def what_runs_exist(target: str | Path) -> str:
+    """Return runs with similar names, or the newest in the same folder."""
+    wanted = Path(target)
+    runs = [run.name for run in runs_beside(wanted.expanduser())]
+    if close := nearest(wanted.name, runs):
+        return f"did you mean {' or '.join(str(wanted.with_name(name)) for name in close)}?"
+    if runs:
+        newest = ", ".join(str(wanted.with_name(name)) for name in runs[:MOST_RUNS])
+        return f"the newest runs there: {newest}"
+    return f"there are no runs in {wanted.expanduser().absolute().parent}"
+
+
+def missing_run(target: str | Path) -> UserError:
+    """Return the error for a run that does not exist."""
+    return UserError(
+        f"There is no run {target}.",
+        why=f"{Path(target).expanduser().absolute()} does not exist.",
+        do=what_runs_exist(target),
+    )
+
+
+def _entries(folder: Path) -> Iterable[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError:  # missing or not readable: nothing to suggest
+        return []
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # it was removed just now
+        return 0.0
+
+
+CACHE_VARIABLE = "CROSSTUNE_CACHE"
+
+
+def check_home(words: Sequence[str]) -> None:
+    """Raise a UserError when a path begins with ~ and the system does not know the home folder."""
+    flag = ""
+    for word in words:
+        name, _, path = word.partition("=") if word.startswith("--") else (flag, "", word)
+        flag = word if word.startswith("--") and "=" not in word else ""
+        if path.startswith("~") and os.path.expanduser(path) == path:  # noqa: PTH111 (Path raises RuntimeError)
+            raise UserError(
+                f"{f'{name}: the' if name else 'The'} home folder in {path} is not known.",
+                why="the variable HOME is not set, or there is no such account.",
+                do="give the full path",
+            )
+
+
+def cache_base(override: Path | None = None) -> Path:
+    """Return crosstune's cache folder: `override`, or the one in the user's cache folder."""
+    if override is not None:
+        return override.expanduser().absolute()
+    import platformdirs
+
+    try:
+        found = platformdirs.user_cache_path("crosstune")
+    except RuntimeError:  # neither HOME nor an account, as in some containers
+        found = Path("~")
+    if not found.is_absolute():  # what older versions of platformdirs return then
+        raise UserError(
+            "The home folder of this user is not known, so there is no place for cached models.",
+            why="the variable HOME is not set, and the system has no account for this user.",
+            do=f"set {CACHE_VARIABLE} to a folder for the cache, or set HOME",
+        )
+    return found
+
+
+def shown_path(path: str | Path) -> str:
+    """Return the shortest path for a command line: relative if inside the working directory."""
+    absolute = Path(path).absolute()
+    here = Path.cwd()
+    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)

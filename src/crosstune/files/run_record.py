@@ -1,0 +1,271 @@
+"""Write the run folder: the request, the plan, every step, every event, and the summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from crosstune.core.errors import UserError
+from crosstune.core.events import Event, StepMetrics, Warned
+from crosstune.core.safe_text import redact_values
+from crosstune.files.atomic_files import clear_leftovers, set_aside, write_text
+from crosstune.files.json_files import finite, read_json, read_jsonl, to_json, write_json
+from crosstune.files.plain_files import NO_ROOM, MissingFile, free_space, open_plain, readable_bytes
+from crosstune.files.run_lock import cannot_write
+
+RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
+_KEPT_FOLDERS = ("checkpoints", "adapter", "model")
+
+
+def _end_line(path: Path) -> None:
+    """Remove a last line that a kill left incomplete."""
+    try:
+        with open_plain(path) as file:
+            written = file.read()
+    except MissingFile:
+        return
+    if written and not written.endswith(b"\n"):
+        with path.open("r+b") as opened:
+            opened.truncate(written.rfind(b"\n") + 1)
+
+
+def holds_record(folder: Path) -> bool:
+    """Return whether a folder holds any file of a run's record."""
+    return any((folder / name).exists() for name in RUN_FILES)
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a folder holds a run. The next start replaces a record without steps."""
+    return holds_record(folder) and not _is_without_steps(folder)
+
+
+def _is_without_steps(folder: Path) -> bool:
+    """Return whether the record is one of ours and has no step, no checkpoint and no result."""
+    plan, metrics = folder / "plan.json", folder / "metrics.jsonl"
+    if not plan.is_file() or "options" not in read_log(plan):
+        return False  # these may be the user's own files, or a damaged run
+    if metrics.is_file() and metrics.stat().st_size:
+        return False
+    if any((folder / name).is_dir() for name in _KEPT_FOLDERS):
+        return False
+    return read_log(folder / "summary.json").get("status") != "finished"
+
+
+def read_log(path: Path) -> dict[str, Any]:
+    """Return the contents of plan.json or summary.json; empty if it is missing or damaged, because a log must not stop a
+    run."""
+    try:
+        return read_json(path)
+    except UserError:
+        return {}
+
+
+def check_free(folder: Path, *, resuming: bool = False) -> None:
+    """Raise a UserError when the folder already holds a run. With `resuming`, an unfinished run without a checkpoint is
+    allowed, because it is moved aside."""
+    if not holds_run(folder):
+        return
+    if not resuming:
+        raise _taken(folder)
+    if read_log(folder / "summary.json").get("status") == "finished":
+        raise _without_checkpoint(folder)
+
+
+def _without_checkpoint(folder: Path) -> UserError:
+    return UserError(
+        f"{folder} holds a finished run without a checkpoint.",
+        why="it ended before it wrote one, so there is nothing to continue from.",
+        do="pass --overwrite to move it aside and start over, or choose another --name",
+    )
+
+
+def _taken(folder: Path) -> UserError:
+    return UserError(
+        f"{folder} already holds a run.",
+        why="a new run there would mix its records with the old one's.",
+        do="choose another --name, pass --resume auto to continue it, or --overwrite to move it aside first",
+    )
+
+
+def move_aside(folder: Path) -> Path:
+    """Rename a run folder to the first free `<name>~<n>` and return the new path. The caller holds its lock."""
+    try:
+        return set_aside(folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+
+
+class RecordFailed(UserError):
+    """The record of a run cannot be written: the disk is full, or gone."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(
+            f"The record of the run could not be written: {path}.",
+            why=f"{error.strerror or error}{_room(path, error)}. The checkpoints are unchanged.",
+            do="free space or repair the disk, then continue with --resume auto",
+        )
+
+
+class RecordFailedElsewhere(RecordFailed):
+    """Raised in a process that does not write the record."""
+
+    def __init__(self, message: str, *, why: str, do: str) -> None:
+        UserError.__init__(self, message, why=why, do=do)
+
+
+def _room(path: Path, error: OSError) -> str:
+    """Return the free space as text after a full disk."""
+    if error.errno not in NO_ROOM:
+        return ""
+    return f": {readable_bytes(free_space(path.parent))} are free, and the records of a run need a few MB"
+
+
+class Record:
+    """The record of a rank that writes nothing; `RunRecord` writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        return None
+
+    def on_event(self, event: Event) -> None:
+        return None
+
+    def on_plan(self, plan: Mapping[str, Any]) -> None:
+        """Replace plan.json after opening the model changed the plan."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        return None
+
+
+class RunRecord(Record):
+    """Write a run folder. Each line is flushed, so a kill loses at most the line being written.
+
+    The caller holds the lock of the folder. Resuming leaves the metrics and the summary unchanged until the first step.
+    """
+
+    def __init__(self, folder: Path, *, resumes_at: int | None = None) -> None:
+        super().__init__(folder)
+        self._metrics: TextIO | None = None
+        self._events: TextIO | None = None
+        self._resumes_at = resumes_at
+        self._carried: Path | None = None
+        self._finished = False
+
+    @classmethod
+    def create(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any]) -> RunRecord:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(
+                f"{folder} is a file, not a folder for a run.", do="choose another --output_dir or --name"
+            )
+        check_free(folder)
+        record = cls(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if holds_record(folder):  # of a start that took no step
+                for name in RUN_FILES:
+                    (folder / name).unlink(missing_ok=True)
+            record._open_logs(config_yaml, plan)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+        return record
+
+    @classmethod
+    def reopen(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any], step: int) -> RunRecord:
+        """Continue the record of a run that resumes at `step`."""
+        record = cls(folder, resumes_at=step)
+        try:
+            clear_leftovers(folder, of=RUN_FILES.__contains__)
+            _end_line(folder / "events.jsonl")
+            record._open_logs(config_yaml, plan)
+        except OSError as error:
+            raise cannot_write(folder, error) from error
+        return record
+
+    def carry_on(self, metrics: Path, *, step: int) -> None:
+        """Start with the rows of the run that this one continues, to complete the loss curve."""
+        self._carried, self._resumes_at = metrics, step
+
+    def _open_logs(self, config_yaml: str, plan: Mapping[str, Any]) -> None:
+        write_json(self.folder / "plan.json", redact_values(finite(plan)))
+        write_text(self.folder / "config.yaml", config_yaml)
+        self._events = (self.folder / "events.jsonl").open("a", encoding="utf-8")
+        (self.folder / "metrics.jsonl").touch()
+
+    def _open_metrics(self) -> TextIO:
+        """Open metrics.jsonl for the first step, without rows of steps that are repeated."""
+        path = self.folder / "metrics.jsonl"
+        if self._resumes_at is not None:
+            rows = self._rows_until(self._resumes_at)
+            lines = "".join(to_json(row) + "\n" for row in rows)
+            write_text(path, lines)
+        return path.open("a", encoding="utf-8")
+
+    def _rows_until(self, last: int) -> list[dict[str, Any]]:
+        """Return the rows up to a step. A damaged file is set aside, because a log must not stop a run."""
+        path = self._carried or self.folder / "metrics.jsonl"
+        try:
+            rows = read_jsonl(path)
+        except UserError as error:
+            kept = path if self._carried is not None else set_aside(path)
+            self.on_event(
+                Warned(message=f"the earlier rows are not shown: {error.message} It is kept as {kept}")
+            )
+            return []
+        return [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= last]
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        if self._metrics is None:
+            try:
+                self._metrics = self._open_metrics()
+            except OSError as error:
+                raise RecordFailed(self.folder / "metrics.jsonl", error) from error
+        self._append(self._metrics, metrics)
+
+    def on_event(self, event: Event) -> None:
+        row = redact_values(finite({"time": time.time(), "kind": event.kind, **event.to_json()}))
+        if not self._finished:
+            self._append(self._events, row)
+            return
+        path = self.folder / "events.jsonl"
+        try:
+            file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise RecordFailed(path, error) from error
+        with file:
+            self._append(file, row)
+
+    def on_plan(self, plan: Mapping[str, Any]) -> None:
+        path = self.folder / "plan.json"
+        try:
+            write_json(path, redact_values(finite(plan)))
+        except OSError as error:
+            raise RecordFailed(path, error) from error
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        path = self.folder / "summary.json"
+        try:
+            if self._metrics is None and summary.get("status") == "finished":
+                self._metrics = self._open_metrics()
+            began = self._metrics is not None or self._resumes_at is None or self._carried is not None
+            if began or not path.exists():
+                write_json(path, redact_values(finite(summary)))
+            for file in (self._metrics, self._events):
+                if file is not None:
+                    file.close()
+        except OSError as error:
+            raise RecordFailed(path, error) from error
+        finally:
+            self._metrics = self._events = None
+            self._finished = True  # later events of trackers are appended
+
+    def _append(self, file: TextIO | None, data: Mapping[str, Any]) -> None:
+        assert file is not None, "the record is closed"
+        try:
+            file.write(to_json(data) + "\n")
+            file.flush()
+        except OSError as error:
+            raise RecordFailed(Path(file.name), error) from error

@@ -1,0 +1,84 @@
+"""Read YAML files with PyYAML's safe loader, limited to JSON's types and to the size of a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from crosstune.core.errors import shown
+from crosstune.files.plain_files import UnreadableFile, read_plain_text
+
+YAML_LIMIT = 1 << 20
+DEPTH_LIMIT = 32
+VALUES_LIMIT = 20_000
+"""The most values in a document, with every alias counted as often as it is used."""
+_LARGEST = 2**64
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the value of a YAML file; dates are read as text."""
+    text = read_plain_text(path, limit=YAML_LIMIT)
+    try:
+        value = yaml.load(text, _Loader)
+        _check(value)
+    # PyYAML raises the others for bad escapes and for text behind an explicit tag.
+    except (
+        yaml.YAMLError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise UnreadableFile(
+            path,
+            f"it is not YAML that crosstune reads: {' '.join(str(error).split())[:400]}",
+            do="correct the file",
+        ) from error
+    return value
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that reads dates as text and refuses repeated keys."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in rules if tag != _TIMESTAMP]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen if isinstance(key, yaml.ScalarNode) else True:
+                problem = f"the key {shown(key.value)} occurs twice or is not a plain word"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+def _check(value: Any) -> None:
+    """Raise ValueError for a value that expands, nests too deeply, or has another type than JSON's."""
+    left, num_values = [(value, 1)], 0
+    while left:
+        item, depth = left.pop()
+        num_values += 1
+        if num_values > VALUES_LIMIT or depth > DEPTH_LIMIT:
+            raise ValueError(
+                f"with its aliases it has more than {VALUES_LIMIT:,} values or {DEPTH_LIMIT} levels"
+            )
+        if isinstance(item, dict):
+            left += [(part, depth + 1) for pair in item.items() for part in pair]
+        elif isinstance(item, list):
+            left += [(part, depth + 1) for part in item]
+        elif isinstance(item, str):
+            item.encode("utf-8", errors="surrogateescape")  # the names of files may hold any bytes but NUL
+            if "\0" in item:
+                raise ValueError(f"{shown(item)} holds a NUL character")
+        elif not isinstance(item, (int, float, type(None))) or (
+            isinstance(item, int) and abs(item) > _LARGEST
+        ):
+            raise ValueError(f"{shown(item)} is not a text, a list or a number of usual size")

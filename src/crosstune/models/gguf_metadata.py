@@ -1,0 +1,120 @@
+"""Check the header of a GGUF file, and read its metadata."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from crosstune.core.errors import UserError, shown
+from crosstune.files.json_fields import NOTHING, TEXT, Rule, list_of, real, whole
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+import os
+import struct
+from typing import BinaryIO
+
+from crosstune.files.plain_files import UnreadableFile, open_plain
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_STRING, _ARRAY = 8, 9
+_ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_COUNT_LIMIT = 65_536
+_ENTRIES_LIMIT = 4_000_000
+"""The entries of all arrays; the gguf package makes an object of each."""
+_STRING_LIMIT = 16 << 20
+
+
+class BadGguf(UnreadableFile):
+    """The file is not a complete GGUF file, or exceeds a limit."""
+
+    problem = "is not a complete GGUF file"
+
+
+def check_header(path: Path) -> None:
+    """Raise BadGguf unless the strings and arrays of the header lie within the file."""
+    with open_plain(path) as file:
+        try:
+            _check_counts(file, path)
+        except struct.error as error:
+            raise BadGguf(path, "it ends within its header") from error
+
+
+def _check_counts(file: BinaryIO, path: Path) -> None:
+    size, num_entries = os.fstat(file.fileno()).st_size, 0
+
+    def read(form: str) -> tuple[int, ...]:
+        return struct.unpack(f"<{form}", file.read(struct.calcsize(f"<{form}")))
+
+    def text(what: str) -> str:
+        (length,) = read("Q")
+        if length > min(_STRING_LIMIT, size - file.tell()):
+            raise BadGguf(path, f"{what} is declared with {length:,} bytes")
+        return file.read(length).decode("utf-8", errors="replace")
+
+    if file.read(4) != _MAGIC:
+        raise BadGguf(path, "it does not begin with GGUF")
+    version, num_tensors, num_keys = read("IQQ")
+    if version not in _VERSIONS:
+        raise BadGguf(path, f"it has version {version}; versions 2 and 3 are read")
+    if max(num_tensors, num_keys) > _COUNT_LIMIT:
+        raise BadGguf(path, f"it declares {num_tensors:,} tensors and {num_keys:,} keys")
+    for _ in range(num_keys):
+        key, (kind,), count = shown(text("a key")), read("I"), 1
+        if kind == _ARRAY:
+            kind, count = read("IQ")
+            num_entries += count
+        if kind != _STRING and kind not in _ITEM_BYTES:
+            raise BadGguf(path, f"{key} has the unknown type {kind}")
+        item_bytes = _ITEM_BYTES.get(kind, 8)  # a string has at least its length
+        if count * item_bytes > size - file.tell() or num_entries > _ENTRIES_LIMIT:
+            raise BadGguf(path, f"{key} is declared with {count:,} entries")
+        if kind == _STRING:
+            for _ in range(count):
+                text(f"an entry of {key}")
+        else:
+            file.seek(count * item_bytes, os.SEEK_CUR)
+
+
+class Metadata:
+    """The key-value metadata of a GGUF file; a missing required key is a UserError."""
+
+    def __init__(self, path: Path, reader: GGUFReader) -> None:
+        self._path, self._fields = path, reader.fields
+
+    def get(self, key: str) -> Any:
+        field = self._fields.get(key)
+        return None if field is None else field.contents()
+
+    def number(self, key: str, default: float | None = None) -> float:
+        return float(self._checked(key, real(0), "a number", default))
+
+    def count(self, key: str, default: int | None = None, *, most: int = 2**31) -> int:
+        """Return an integer of 1 or more."""
+        return int(self._checked(key, whole(1, most), "a count", default))
+
+    def texts(self, key: str) -> list[str]:
+        """Return a list of strings; an empty one when the key is missing."""
+        return list(self._checked(key, list_of(TEXT), "a list of texts", []))
+
+    def text(self, key: str) -> str | None:
+        found: str | None = self._checked(key, TEXT | NOTHING, "a text")
+        return found
+
+    def token(self, role: str) -> int | None:
+        """Return the id of the bos, eos, padding or unknown token."""
+        key = f"tokenizer.ggml.{role}_token_id"
+        found: int | None = self._checked(key, whole(0, 2**31) | NOTHING, "the number of a token")
+        return found
+
+    def _checked(self, key: str, rule: Rule, what: str, default: Any = None) -> Any:
+        value = self.get(key)
+        value = default if value is None else value
+        if not rule.fits(value):
+            raise self.unsupported(f"its metadata has {shown(value)} for {key}, where {what} is needed")
+        return value
+
+    def unsupported(
+        self, why: str, *, do: str = "use another file, or the model's Hugging Face folder"
+    ) -> UserError:
+        return UserError(f"The GGUF file {self._path} cannot be used.", why=f"{why}.", do=do)

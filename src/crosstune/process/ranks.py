@@ -1,0 +1,191 @@
+"""Define the rank of a process and the communication between the processes of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+
+class Activity:
+    """The current activity of this process, set by one thread and read by others."""
+
+    def __init__(self) -> None:
+        self.name = "starting"
+
+    def start(self, name: str) -> None:
+        """Set the activity, such as `step 12: backward`."""
+        self.name = name
+
+    @contextlib.contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Set the activity inside the block, and restore the earlier one after it."""
+        before, self.name = self.name, name
+        try:
+            yield
+        finally:
+            self.name = before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The rank of one process in a run."""
+
+    engine: str = ""
+    """The engine whose collectives are used."""
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """The rank among the processes of the same host."""
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    host: str = ""
+    """The name of this host, for messages."""
+    launcher: int | None = None
+    """The id of the parent process, when that is crosstune's own launcher."""
+    launch_folder: str | None = None
+    """The private folder of crosstune's own launcher on this host, for notes to it."""
+    attempt: int = 0
+    """The number of restarts by the launcher."""
+    master_addr: str = ""
+    master_port: int = 0
+    """Address of the store through which the processes find each other."""
+    serves_store: bool = False
+    """Whether this process serves the store; under torchrun, the agent does."""
+
+    @property
+    def first(self) -> bool:
+        """True for the process that writes the run folder and prints."""
+        return self.rank == 0
+
+    @property
+    def name(self) -> str:
+        """The rank and its host, for messages."""
+        return f"rank {self.rank} of {self.size}" + (f" (host {self.host})" if self.host else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Timeouts between the processes of a run, in seconds."""
+
+    connect_s: float = 300.0
+    """Until all have found each other."""
+    collective_s: float = 1800.0
+    """In one collective, and in one piece of work without a sign of progress."""
+    heartbeat_s: float = 1800.0
+    """Until NCCL's own watchdog thread counts as hung."""
+    debug: bool = False
+    """Whether to compare operation, shape and dtype of each collective across ranks first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """The last post of a rank about itself."""
+
+    rank: int
+    host: str
+    beat: int
+    """Grows with every post; a beat that stays the same means a stopped process."""
+    doing: str
+    at: str
+    """The innermost place in the code."""
+    still_s: float
+    """Seconds that the main thread has been at this place."""
+    waits: bool
+    """True if it waits for another rank, in a collective."""
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> RankState:
+        return cls(**json.loads(text))
+
+    def sentence(self) -> str:
+        return f"rank {self.rank} (host {self.host}): {self.doing}{f', {self.at}' if self.at else ''}"
+
+
+class Board(Protocol):
+    """Where ranks post their state for the others."""
+
+    def post(self, state: RankState) -> None: ...
+
+    def read(self) -> Mapping[int, RankState]:
+        """Return the last state of each rank that posted."""
+        ...
+
+
+class BoardLost(Exception):
+    """The board is gone with the process that served it."""
+
+
+class Group:
+    """The connected processes of a run. Every rank makes the same calls in the same order."""
+
+    ranks: Ranks = Ranks()
+
+    def __init__(self) -> None:
+        self.activity = Activity()
+        """The current work of this process, for the watchdog."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, all of the same length."""
+        raise NotImplementedError
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        return any(part != b"\0" for part in self.gather(b"\1" if flag else b"\0"))
+
+    def same(self, text: str) -> bool:
+        """Return whether all ranks have the same text."""
+        return len(set(self.gather(hashlib.sha256(text.encode()).digest()))) == 1
+
+    def share(self, text: str) -> str:
+        """Return the text of rank 0."""
+        data = text.encode() if self.ranks.first else b""
+        length = int(self.sum_numbers(len(data))[0])
+        return self.gather(data.ljust(length, b"\0"))[0].decode()
+
+    def meet(self) -> None:
+        """Wait until all ranks have called this."""
+        self.any(False)
+
+    def sum_numbers(self, *numbers: float) -> list[float]:
+        """Sum each number over the ranks in double precision, bitwise equal on every rank."""
+        layout = f"<{len(numbers)}d"
+        rows = [struct.unpack(layout, part) for part in self.gather(struct.pack(layout, *numbers))]
+        return [sum_exactly(column) for column in zip(*rows, strict=True)]
+
+    def open_board(self) -> Board | None:
+        """Return the board that all ranks read; None where they have none."""
+        return None
+
+    def remember(self, text: str) -> None:
+        """Keep a text for the next attempt, where another program than crosstune's launcher starts it."""
+
+    def recall(self) -> str:
+        """Return the text that rank 0 kept in an earlier attempt; empty if none."""
+        return ""
+
+    def close(self) -> None:
+        """Leave the group, with no collective under way. Every rank calls this."""
+
+
+class SingleProcess(Group):
+    """The group of a run with one process."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+
+def sum_exactly(numbers: Sequence[float]) -> float:
+    """Return the sum, rounded once; nan for infinities of both signs."""
+    if math.inf in numbers and -math.inf in numbers:
+        return math.nan
+    return math.fsum(numbers)

@@ -1,0 +1,1 @@
+"""Load a model: read its files, quantize, add adapters, compile blocks."""

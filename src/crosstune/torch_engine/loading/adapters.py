@@ -1,0 +1,238 @@
+"""LoRA and DoRA adapters on frozen linear layers, and LoRA on the experts of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from crosstune.core.weights import uniform_by_name
+from crosstune.models.adapter_choice import (
+    AdapterSettings,
+    Targets,
+    choose_names,
+    describe_left_out,
+    in_last_layers,
+    name_for_peft,
+)
+from crosstune.torch_engine.loading.experts import (
+    Routing,
+    expert_stacks,
+    expert_weights,
+    grouped_product,
+    multiply,
+    replace_stack,
+    stack_shape,
+)
+from crosstune.torch_engine.quantized import (
+    dense_weight,
+    is_conv1d,
+    is_linear,
+    linear_shape,
+    reads_weight,
+    weight_device,
+)
+
+
+class AdaptedLinear(nn.Module):
+    """y = base(x) + scale * B(A(dropout(x))). A and B are stored in fp32 and cast to the dtype of x."""
+
+    def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
+        super().__init__()
+        assert is_linear(base), type(base)
+        self.base: Any = base
+        self.scale = settings.scale
+        self.dropout = settings.dropout
+        device = weight_device(base)
+        outputs, inputs = linear_shape(base)
+        start = uniform_by_name(name, shape=(settings.rank, inputs), seed=seed)
+        self.lora_A = nn.Parameter(torch.from_numpy(start).to(device))
+        self.lora_B = nn.Parameter(torch.zeros(outputs, settings.rank, device=device))
+        self.held: tuple[torch.Tensor, torch.Tensor] | None = None
+        """A and scale * B in the dtype of the products, while nothing changes them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.base(x)
+        return out + self.low_rank(x, out.dtype)
+
+    def low_rank(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        casts = torch.is_autocast_enabled(x.device.type)
+        if not casts:
+            dropped = dropped.to(dtype)
+        held = self.held
+        if held is None or not (casts or held[0].dtype == dropped.dtype):
+            held = self.factors(dropped.dtype)
+        return F.linear(F.linear(dropped, held[0]), held[1]).to(dtype)
+
+    def factors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and scale * B in a dtype."""
+        return self.lora_A.to(dtype), (self.lora_B * self.scale).to(dtype)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {"lora_A.weight": self.lora_A, "lora_B.weight": self.lora_B}
+
+    def merged(self) -> torch.Tensor:
+        """Return the adapter folded into the base weight, in fp32."""
+        return dense_weight(self.base, torch.float32) + self.scale * (self.lora_B @ self.lora_A).detach()
+
+
+class DoraLinear(AdaptedLinear):
+    """W + scale * B A with each row rescaled to a learned norm.
+
+    The row norms are treated as constants in the backward pass, as the authors of DoRA propose to save memory.
+    """
+
+    def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
+        super().__init__(base, name=name, settings=settings, seed=seed)
+        self.lora_magnitude_vector = nn.Parameter(self._row_lengths())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            ratio = self.lora_magnitude_vector / self._row_lengths()
+        out = self.base(x)
+        ratio = ratio.to(out.dtype)
+        bias = self.base.bias
+        plain = out if bias is None else out - bias.to(out.dtype)
+        scaled = ratio * (plain + self.low_rank(x, out.dtype))
+        return scaled if bias is None else scaled + bias.to(out.dtype)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return super().trained() | {"lora_magnitude_vector": self.lora_magnitude_vector}
+
+    def merged(self) -> torch.Tensor:
+        ratio = self.lora_magnitude_vector.detach() / self._row_lengths()
+        return ratio[:, None] * super().merged()
+
+    @torch.no_grad()
+    def _row_lengths(self) -> torch.Tensor:
+        return torch.linalg.vector_norm(AdaptedLinear.merged(self), dim=1)
+
+
+class AdaptedStack(nn.Module):
+    """Experts whose matrices W each become W + scale * B A, with an A and a B of its own.
+
+    The parameters have the layout of PEFT's `target_parameters`: A has the rows of expert 0, then those of expert 1; the
+    columns of B alternate between the experts.
+    """
+
+    def __init__(
+        self, base: Any, *, name: str, settings: AdapterSettings, seed: int, transposed: bool
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.scale, self.dropout, self.transposed = settings.scale, settings.dropout, transposed
+        self.num_experts, rows, columns = stack_shape(base, transposed=transposed)
+        device = next(base.parameters()).device if isinstance(base, nn.Module) else base.device
+        height = settings.rank * self.num_experts
+        start = uniform_by_name(name, shape=(height, columns), seed=seed)
+        self.lora_A = nn.Parameter(torch.from_numpy(start).to(device))
+        self.lora_B = nn.Parameter(torch.zeros(rows, height, device=device))
+
+    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        out = multiply(self.base, x, routing, transposed=self.transposed)
+        dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        a, b = split_by_expert(self.lora_A, self.lora_B * self.scale, num_experts=self.num_experts)
+        # The kernel wants rows of a multiple of 16 bytes; zeros do not change the product.
+        fill = -a.shape[1] % 8
+        a, b = F.pad(a.to(x.dtype), (0, 0, 0, fill)), F.pad(b.to(x.dtype), (0, fill))
+        return out + grouped_product(grouped_product(dropped, a, routing), b, routing).to(out.dtype)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return {"lora_A.weight": self.lora_A, "lora_B.weight": self.lora_B}
+
+
+Adapted = AdaptedLinear | AdaptedStack
+
+
+def split_by_expert(
+    a: torch.Tensor, b: torch.Tensor, *, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A and B of each expert, stacked: experts x rank x inputs, experts x outputs x rank."""
+    by_expert = b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
+    return a.reshape(num_experts, -1, a.shape[1]), by_expert.contiguous()
+
+
+def add_adapters(
+    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
+) -> dict[str, Adapted]:
+    """Freeze the model, add an adapter to each chosen layer or expert stack, and return the adapters by canonical name."""
+    chosen = choose_targets(model, targets, dora=settings.magnitudes, last_layers=last_layers)
+    model.requires_grad_(False)
+    return adapt_layers(model, chosen, settings=settings, seed=seed)
+
+
+def adapt_layers(
+    model: nn.Module, names: Sequence[str], *, settings: AdapterSettings, seed: int
+) -> dict[str, Adapted]:
+    """Add an adapter to each of these layers and expert stacks."""
+    kind = DoraLinear if settings.magnitudes else AdaptedLinear
+    stacks = set(expert_stacks(model))
+    adapters: dict[str, Adapted] = {}
+    for name in names:
+        parent_name, _, child = name.rpartition(".")
+        parent: Any = model.get_submodule(parent_name)
+        base = getattr(parent, child)
+        if name in stacks:
+            transposed = parent.is_transposed
+            adapter = AdaptedStack(base, name=name, settings=settings, seed=seed, transposed=transposed)
+            replace_stack(parent, child, adapter)
+            adapters[name] = adapter
+        else:
+            adapters[name] = kind(base, name=name, settings=settings, seed=seed)
+            setattr(parent, child, adapters[name])
+    return adapters
+
+
+def name_targets(model: nn.Module, adapters: Mapping[str, Adapted]) -> Targets:
+    """Return what PEFT's settings say about the adapters."""
+    stacks = [name for name, adapter in adapters.items() if isinstance(adapter, AdaptedStack)]
+    layers = [name for name in adapters if name not in stacks]
+    without = [name for name in _linear_names(model) if name.removesuffix(".base") not in adapters]
+    bases = [adapters[name].base for name in layers]
+    return name_for_peft(
+        layers,
+        stacks,
+        bare_layers=without,
+        bare_stacks=[name for name in expert_weights(model) if name not in stacks],
+        fan_in_fan_out=bool(bases) and all(is_conv1d(base) for base in bases),
+    )
+
+
+def choose_targets(
+    model: nn.Module, targets: str, *, dora: bool, last_layers: int | None = None
+) -> list[str]:
+    """Return the linear layers and expert stacks that get an adapter."""
+    return choose_names(
+        _linear_names(model),
+        targets,
+        stacks=expert_stacks(model),
+        dora=dora,
+        model=type(model).__name__,
+        last_layers=last_layers,
+    )
+
+
+def warn_of_left_out(
+    model: nn.Module, targets: str, *, dora: bool, last_layers: int | None = None
+) -> list[str]:
+    """Return a warning if `all` does not mean all: weights of experts that get no adapter."""
+    if targets != "all":
+        return []
+    why = "DoRA has no form for experts" if dora else f"{type(model).__name__} multiplies with them itself"
+    chosen = choose_targets(model, targets, dora=dora, last_layers=last_layers)
+    return describe_left_out(chosen, in_last_layers(expert_weights(model), last_layers=last_layers), why=why)
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    """Return all linear layers, quantized or not, except the output head and layers for which `reads_weight` holds."""
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if get_head is not None else None
+    return [
+        name
+        for name, module in model.named_modules()
+        if is_linear(module) and module is not head and not reads_weight(model, name)
+    ]

@@ -1,0 +1,250 @@
+"""Map the tensors of a folder's files to those of the model: transformers renames, stacks and splits some on load."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from crosstune.core.errors import UserError
+from crosstune.torch_engine.loading.blocks import Expansion
+from crosstune.torch_engine.loading.stream import Place, read_ahead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Tensors of the files that are converted together."""
+
+    target: str
+    """The model's tensor; the first of them if the files' tensor is split."""
+    files: Mapping[str, str | None]
+    """Name in the files -> the pattern of `converter` that it matches, in natural order."""
+    converter: Any = None
+    """transformers' WeightConverter; None if the tensor is only renamed."""
+
+
+class FileLayout:
+    """The conversions that transformers applies to a model's files."""
+
+    def __init__(
+        self, model: nn.Module, names: Iterable[str], *, ignored: re.Pattern[str] | None = None
+    ) -> None:
+        self.model = model
+        transforms = _transforms(model)
+        self._renamings = [t for t in transforms if not hasattr(t, "operations")]
+        self._converters = [t for t in transforms if hasattr(t, "operations")]
+        self._expected = set(model.state_dict())
+        self.groups = [
+            group
+            for group in self._group(names)
+            if group.target in self._expected or ignored is None or not ignored.search(group.target)
+        ]
+
+    @property
+    def is_plain(self) -> bool:
+        """True if every tensor has the same name in the files as in the model."""
+        return all(group.converter is None and group.target in group.files for group in self.groups)
+
+    def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the model's tensors from those of the files' tensors."""
+        found: dict[str, tuple[int, ...]] = {}
+        for group in self.groups:
+            tensors = [torch.empty(shapes[name], device="meta") for name in group.files]
+            found |= {name: tuple(tensor.shape) for name, tensor in self.convert(group, tensors).items()}
+        return found
+
+    def read(
+        self, places: dict[str, Place], *, num_workers: int
+    ) -> Iterator[tuple[Group, dict[str, torch.Tensor]]]:
+        """Yield the model's tensors group by group, sorted by name, so that a bias comes before its weight."""
+        waiting: list[torch.Tensor] = []
+        order = iter(self.groups)
+        group = next(order, None)
+        names = [name for group in self.groups for name in group.files]
+        for _, tensor in read_ahead(names, places, num_workers=num_workers):
+            assert group is not None
+            waiting.append(tensor)
+            if len(waiting) == len(group.files):
+                tensors, waiting = self.convert(group, waiting), []
+                del tensor
+                yield group, tensors
+                group = next(order, None)
+
+    def convert(self, group: Group, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the model's tensors of a group by name."""
+        if group.converter is None:
+            [tensor] = tensors
+            return {group.target: tensor}
+        converter = deepcopy(group.converter)
+        for (name, pattern), tensor in zip(group.files.items(), tensors, strict=True):
+            converter.add_tensor(group.target, name, pattern, tensor)
+        return _plain(self._run(converter, group.target))
+
+    def revert(self, group: Group, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the files' tensors of a group by name; the inverse of `convert`."""
+        if group.converter is None:
+            [tensor], [name] = tensors.values(), group.files
+            return {name: tensor}
+        reverse = group.converter.reverse_transform()
+        first = ""
+        for name, tensor in tensors.items():
+            renamed, pattern = reverse.rename_source_key(name)
+            first = first or renamed
+            reverse.add_tensor(first, name, pattern, tensor)
+        found = _plain(self._run(reverse, first))
+        by_name = {self._rename(name): name for name in group.files}
+        if found.keys() != by_name.keys():
+            raise UserError(
+                f"The weights of {type(self.model).__name__} cannot be written as they were stored.",
+                why=f"transformers would name {', '.join(sorted(found))[:200]}, and the files hold "
+                f"{', '.join(sorted(by_name))[:200]}.",
+                do="load the model with transformers, save it with save_pretrained, and use that folder",
+            )
+        return {by_name[name]: tensor for name, tensor in found.items()}
+
+    def _run(self, transform: Any, first: str) -> dict[str, Any]:
+        found: dict[str, Any] = transform.convert(first, model=self.model, config=self.model.config)
+        return found
+
+    def _group(self, names: Iterable[str]) -> list[Group]:
+        files: dict[str, dict[str, str | None]] = {}
+        converters: dict[str, Any] = {}
+        for name in sorted(names, key=_natural):
+            target, pattern, converter = self._target(name)
+            files.setdefault(target, {})[name] = pattern
+            if converter is not None:
+                converters[target] = converter
+        return [
+            Group(target=target, files=files[target], converter=converters.get(target))
+            for target in sorted(files)
+        ]
+
+    def _target(self, name: str) -> tuple[str, str | None, Any]:
+        """Return the model's name for a tensor of the files, and the converter that makes it."""
+        renamed = self._rename(name)
+        target, pattern, converter = renamed, None, None
+        for candidate in self._converters:
+            target, pattern = candidate.rename_source_key(renamed)
+            if pattern is not None:
+                converter = candidate
+                break
+        target = self._with_prefix(target)
+        if target not in self._expected and self._with_prefix(name) in self._expected:
+            return self._with_prefix(name), None, None  # written under the model's own names
+        return target, pattern, converter
+
+    def _rename(self, name: str) -> str:
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    def _with_prefix(self, name: str) -> str:
+        """Add or remove the prefix of the base model, which files of some models lack or have."""
+        prefix = f"{getattr(self.model, 'base_model_prefix', '')}."
+        if name in self._expected or prefix == ".":
+            return name
+        other = name.removeprefix(prefix) if name.startswith(prefix) else prefix + name
+        return other if other in self._expected else name
+
+
+def _transforms(model: nn.Module) -> list[Any]:
+    """Return transformers' conversions for a model; versions before 5 have none."""
+    if importlib.util.find_spec("transformers.conversion_mapping") is None:
+        return []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return list(get_model_conversion_mapping(model))
+
+
+def _plain(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that puts expert 2 before expert 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+def read_layout(
+    model: Any,
+    places: Mapping[str, Place],
+    expansion: Expansion | None,
+    folder: Path,
+    *,
+    held: Set[str] = frozenset(),
+) -> FileLayout:
+    """Return how the files' tensors become the model's. Raise unless they are all there and no others; tied weights may
+    be missing. `held` are the model's tensors that are stored quantized."""
+    expected = set(model.state_dict().keys())
+    tied = set(
+        getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
+    )
+    layout = FileLayout(model, places, ignored=_ignored(model))
+    names = layout.shapes({name: place.shape for name, place in places.items()}).keys() | held
+    found = {
+        target for name in names for target, _ in (expansion.names(name) if expansion else [(name, False)])
+    }
+    missing, extra = sorted(expected - found - tied), sorted(found - expected)
+    if expansion is not None and not any(expansion.is_new(name) for name in found):
+        raise UserError(
+            f"llama_pro cannot add blocks to {type(model).__name__}.",
+            why="its blocks are not in a list named layers.",
+            do="use --train_type lora or full",
+        )
+    if extra:
+        raise UserError(
+            f"{type(model).__name__} is not supported with a quantized base or with new blocks.",
+            why=f"{folder} holds {len(extra)} tensors under names that the model in memory does not have, such as {extra[0]}.",
+            do="use --train_type lora, dora or full, which load the model with transformers",
+        )
+    if expansion is not None and not layout.is_plain:
+        raise UserError(
+            f"llama_pro cannot add blocks to {type(model).__name__}.",
+            why=f"the model in memory holds tensors of {folder} under other names or stacked.",
+            do="use --train_type lora, qlora or full",
+        )
+    if missing:
+        raise UserError(
+            f"The files in {folder} lack {len(missing)} tensors of the model, such as {missing[0]}.",
+            do="fetch the model again",
+        )
+    return layout
+
+
+def _ignored(model: Any) -> re.Pattern[str]:
+    """Return a pattern for tensors that older versions of transformers wrote and that models do not load."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return re.compile("|".join([r"rotary_emb\.inv_freq$", *patterns]))
+
+
+def check_shapes(
+    model: nn.Module, places: Mapping[str, Place], expansion: Expansion | None, folder: Path
+) -> None:
+    """Check that the tensors in the files have the shapes of the model."""
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wrong = [
+        (target, place.shape, expected[target])
+        for name, place in sorted(places.items())
+        for target, _ in (expansion.names(name) if expansion else [(name, False)])
+        if target in expected and expected[target] != place.shape
+    ]
+    if wrong:
+        raise other_shapes(folder, wrong)
+
+
+def other_shapes(folder: Path, wrong: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> UserError:
+    """Return the error for tensors (name, shape in the files, shape by config.json) that do not fit."""
+    name, stored, wanted = wrong[0]
+    return UserError(
+        f"The files in {folder} do not fit its config.json.",
+        why=f"{len(wrong)} tensors have another shape, such as {name}: {list(stored)} in the files, {list(wanted)} by "
+        "config.json.",
+        do="fetch the model again, or correct config.json",
+    )

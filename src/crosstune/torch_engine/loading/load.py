@@ -1,0 +1,369 @@
+"""Load a model folder onto a torch device tensor by tensor, with quantization and block expansion."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from crosstune.config.resolve.plan import Plan
+from crosstune.core.errors import LIBRARY_FAULTS, UserError
+from crosstune.core.names import read_expanded_name
+from crosstune.core.out_of_memory import is_out_of_memory
+from crosstune.core.quantization import QuantSpec
+from crosstune.torch_engine.device import Precision, give_back_freed
+from crosstune.torch_engine.loading.adapters import AdaptedStack
+from crosstune.torch_engine.loading.blocks import (
+    Expansion,
+    already_expanded,
+    check_passes_through,
+    expand_config,
+    expand_evenly,
+)
+from crosstune.torch_engine.loading.file_layout import FileLayout, check_shapes, other_shapes, read_layout
+from crosstune.torch_engine.loading.prequantized import (
+    Prequantized,
+    check_asked,
+    check_plain,
+    read_prequantized,
+)
+from crosstune.torch_engine.loading.stream import Place, find_tensors
+from crosstune.torch_engine.loading.weight_forms import WeightForm, outer_forms, weight_forms
+from crosstune.torch_engine.quantized import (
+    QuantLinear,
+    StoredWeight,
+    is_linear,
+    open_quantizer,
+    quantize_weight,
+)
+from crosstune.torch_engine.sharding.local_shard import find_blocks, is_sharded
+from crosstune.torch_engine.task import Finish
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The files of a model and what the plan makes of them."""
+
+    folder: Path
+    plan: Plan
+    config: Any
+    """Of the model that is trained, with its new blocks."""
+    expansion: Expansion | None
+    prequantized: Prequantized | None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the model is loaded as it is stored."""
+        return self.plan.quant_spec is None and self.expansion is None
+
+    def read_layout(self, model: nn.Module) -> tuple[FileLayout, dict[str, Place], dict[str, WeightForm]]:
+        """Return how the files' tensors become the model's, where the dense ones are, and the quantized ones; raise unless
+        they fit the model."""
+        prequantized = self.prequantized
+        places = find_tensors(self.folder) if prequantized is None else prequantized.dense
+        held = prequantized.forms(model) if prequantized is not None else {}
+        layout = read_layout(model, places, self.expansion, self.folder, held=held.keys())
+        check_shapes(model, places, self.expansion, self.folder)
+        return layout, places, held
+
+    def forms_to_quantize(self, model: nn.Module) -> dict[str, WeightForm]:
+        """Return the weights to quantize, after checking that the quantizer takes their shapes."""
+        spec = self.plan.quant_spec
+        if spec is None or self.prequantized is not None:
+            return {}
+        forms = forms_to_quantize(model, spec, self.expansion)
+        check_layer_shapes(spec, forms)
+        return forms
+
+
+def open_source(folder: Path, plan: Plan) -> Source:
+    """Read the config of a folder, and check that the plan's method and quantization suit its weights."""
+    config, prequantized = read_config(folder), read_prequantized(folder)
+    if prequantized is not None:
+        check_asked(prequantized, plan.quant_spec, train_type=plan.config.train_type)
+    elif plan.quant_spec is not None or plan.method == "llama_pro":
+        check_plain(folder)
+    expansion = plan_expansion(plan, folder, config)
+    if expansion is not None:
+        config = expand_config(config, expansion)
+    return Source(folder=folder, plan=plan, config=config, expansion=expansion, prequantized=prequantized)
+
+
+def load_model(
+    folder: Path,
+    *,
+    plan: Plan,
+    precision: Precision,
+    device: torch.device,
+    finish: Finish | None = None,
+) -> tuple[nn.Module, Expansion | None]:
+    """Return the model, and its expansion if the method adds blocks.
+
+    `finish` is called for each block as soon as its weights are loaded, and for the rest of the model, see `BuildContext`.
+    """
+    source = open_source(folder, plan)
+    if source.is_plain and finish is None:
+        model = read_pretrained(folder, plan=plan, dtype=precision.weights)
+    else:
+        model = _assemble(source, precision, device, finish)
+    if precision.buffers is not None:
+        _cast_buffers(model, precision.buffers)
+    if finish is None:
+        model = model.to(device)
+    else:
+        finish(model, "")
+    expansion = source.expansion
+    if expansion is not None and expansion.is_fresh:
+        with precision.context(device):
+            check_passes_through(model, expansion, device=device)
+    return model, expansion
+
+
+def attention_name(plan: Plan, config: Any) -> str | None:
+    """Return transformers' name of the plan's attention; None lets it use torch's own wherever the model allows it."""
+    chosen, _ = plan.attention
+    if chosen == "flash_attn" and _supports_flash_package(config):
+        return "flash_attention_2"
+    return "eager" if chosen == "eager" else None
+
+
+def _supports_flash_package(config: Any) -> bool:
+    from transformers import AutoModelForCausalLM
+
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return bool(getattr(kind, "_supports_flash_attn", False))
+
+
+def shrink_frozen(model: nn.Module, *, dtype: torch.dtype) -> None:
+    """Cast frozen linear weights to the autocast dtype: the same values at each use in half the memory."""
+    shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        if isinstance(module, AdaptedStack) and isinstance(module.base, nn.Parameter):
+            if not is_sharded(module.base):
+                module.base.data = module.base.data.to(dtype)
+        elif (
+            is_linear(module)
+            and not isinstance(module, QuantLinear)
+            and not is_sharded(module.weight)
+            and not module.weight.requires_grad
+            and id(module.weight) not in shared
+        ):
+            module.to(dtype)
+
+
+def empty_model(folder: Path, config: Any = None, **options: Any) -> nn.Module:
+    """Build the model of a folder, or of a config read from it, without weights."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    config = config if config is not None else read_config(folder)
+    with readable_errors(folder), init_empty_weights(include_buffers=False):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    return model
+
+
+def read_config(folder: Path) -> Any:
+    """Return the model's config without its quantization_config: transformers does not read the quantized weights."""
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with readable_errors(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def read_pretrained(
+    folder: Path, *, plan: Plan, dtype: torch.dtype | None = None, device: str | None = None
+) -> nn.Module:
+    """Load a model with transformers, and check that its files hold every tensor in the shape of its config.
+
+    On the device "meta" only the headers of the files are read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(folder)
+    with readable_errors(folder):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            device_map=device,
+            attn_implementation=attention_name(plan, config),
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
+        )
+    if wrong := sorted(info["mismatched_keys"], key=str):
+        raise other_shapes(folder, wrong)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"The files in {folder} lack {len(missing)} tensors of the model, such as {missing[0]}.",
+            why="transformers would fill them with random numbers.",
+            do="fetch the model again",
+        )
+    return model
+
+
+def _assemble(source: Source, precision: Precision, device: torch.device, finish: Finish | None) -> nn.Module:
+    """Build the model without weights, then load its tensors one by one, quantizing each as soon as it is read."""
+    plan, spec, expansion = source.plan, source.plan.quant_spec, source.expansion
+    attention = attention_name(plan, source.config)
+    model = empty_model(source.folder, source.config, dtype=precision.weights, attn_implementation=attention)
+    layout, places, held = source.read_layout(model)
+    forms = source.forms_to_quantize(model)
+    num_workers = 2 if plan.config.loading_workers == -1 else max(1, plan.config.loading_workers)
+    compute = precision.autocast or precision.weights
+    dtypes = stored_dtypes(model, precision.weights)
+    blocks = LoadingBlocks(model, finish)
+    for _, tensors in layout.read(places, num_workers=num_workers):
+        while tensors:
+            name, tensor = tensors.popitem()
+            for target, zeroed in expansion.names(name) if expansion is not None else [(name, False)]:
+                # New blocks get copies: shared tensors would train the source block too.
+                values = (
+                    torch.zeros_like(tensor)
+                    if zeroed
+                    else tensor.clone()
+                    if expansion is not None
+                    else tensor
+                )
+                if spec is not None and target in forms:
+                    matrices = forms[target].split(values.to(device))
+                    forms[target].put(model, [quantize_weight(m, spec, compute) for m in matrices])
+                    del matrices
+                else:
+                    trained = expansion is None or expansion.is_new(target)
+                    _put_dense(model, target, values.to(device, dtypes[target]), trained=trained)
+                del values
+                blocks.put(target)
+            del tensor
+        if spec is not None or finish is not None:
+            give_back_freed()
+    for _, form in sorted(held.items()):
+        assert source.prequantized is not None
+        form.put(model, [source.prequantized.stored(matrix, device) for matrix in form.matrices])
+        blocks.put(form.parameter)
+    model.tie_weights()
+    return model
+
+
+def stored_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor of a model that is built in `dtype`, as transformers loads it: a model may keep some
+    in fp32, by their names or by how it makes them."""
+    kept = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    for pattern, wanted in kept.items():
+        search = re.compile(pattern.replace("*", ".*")).search
+        found |= {name: wanted for name in found if search(name)}
+    return found
+
+
+def forms_to_quantize(
+    model: nn.Module, spec: QuantSpec, expansion: Expansion | None = None
+) -> dict[str, WeightForm]:
+    """Return the linear layers and experts that a quantized base quantizes: all but the trained new blocks, those that the
+    quantizer keeps as they are, and those that the specification does."""
+    forms = weight_forms(model)
+    kept = outer_forms(model, forms) if getattr(open_quantizer(spec), "KEEPS_OUTER", False) else set()
+    names = {name.removesuffix(".weight"): name for name in forms}
+    if unknown := [layer for layer in spec.kept if layer not in names]:
+        raise UserError(
+            f"The record of the base names layers that are not quantized, and {len(unknown)} of them are not in this model.",
+            why=f"{type(model).__name__} has no linear layer {unknown[0][:200]}.",
+            do="use the model that the training used",
+        )
+    kept |= {names[layer] for layer in spec.kept}
+    return {
+        name: form
+        for name, form in forms.items()
+        if name not in kept and not (expansion and expansion.is_new(name))
+    }
+
+
+def check_layer_shapes(spec: QuantSpec, forms: Mapping[str, WeightForm]) -> None:
+    quantizer = open_quantizer(spec)
+    for name in sorted(forms):
+        quantizer.check(spec, forms[name].shape)
+
+
+class LoadingBlocks:
+    """The blocks of a model whose tensors are not all loaded yet; each is finished with its last tensor."""
+
+    def __init__(self, model: nn.Module, finish: Finish | None) -> None:
+        self.model, self.finish = model, finish
+        self._block: dict[str, str] = {}
+        for block in find_blocks(model) if finish is not None else ():
+            for name in model.get_submodule(block).state_dict():
+                self._block[f"{block}.{name}"] = block
+
+    def put(self, name: str) -> None:
+        """Note that a tensor is loaded."""
+        block = self._block.pop(name, None)
+        if self.finish is not None and block is not None and block not in self._block.values():
+            self.finish(self.model, block)
+
+
+def _put_dense(model: nn.Module, name: str, tensor: torch.Tensor, *, trained: bool) -> None:
+    parent_name, _, child = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    if child in parent._parameters:
+        parent._parameters[child] = nn.Parameter(tensor, requires_grad=trained and tensor.is_floating_point())
+    else:
+        parent._buffers[child] = tensor
+
+
+def plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
+    if plan.method != "llama_pro":
+        return None
+    named = read_expanded_name(folder.name)
+    if named is None and plan.config.llama_pro_path:
+        raise UserError(
+            f"The folder {folder.name} of --llama_pro_path does not say which of its blocks are new.",
+            why="its name must end in _blk_exp-OLD-NEW, with the number of blocks before and after.",
+            do="rename it, or leave --llama_pro_path out to add --num_new_blocks blocks to the model",
+        )
+    if named is not None:
+        if named[1] != config.num_hidden_layers:
+            raise UserError(
+                f"The name of {folder.name} says {named[1]} blocks, but its config has {config.num_hidden_layers}.",
+                do="rename the folder so that it ends in _blk_exp-OLD-NEW, with the number of blocks before and after",
+            )
+        return already_expanded(*named)
+    return expand_evenly(config.num_hidden_layers, plan.config.num_new_blocks)
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the buffers of a model, but not the scales and tables of quantized weights."""
+    for module in model.modules():
+        if isinstance(module, StoredWeight):
+            continue
+        for buffer in module.buffers(recurse=False):
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+
+
+@contextlib.contextmanager
+def readable_errors(folder: Path) -> Iterator[None]:
+    from huggingface_hub.errors import StrictDataclassError  # transformers' check of the fields of a config
+
+    try:
+        yield
+    except (*LIBRARY_FAULTS, StrictDataclassError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"transformers cannot load the model in {folder}.",
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
+            do="check that it is a causal language model and that its files are complete",
+        ) from error

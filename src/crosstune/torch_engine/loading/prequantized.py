@@ -1,0 +1,207 @@
+"""Read and write model folders with quantized weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from crosstune.config.conditions import TRAIN_TYPE_PARTS
+from crosstune.core.errors import UserError
+from crosstune.core.quantization import QuantSpec, read_quantizers, same_meaning
+from crosstune.files.json_files import write_json
+from crosstune.models.folder import read_config_json
+from crosstune.models.quantized_folder import (
+    FORMAT,
+    OWN_METHOD,
+    RECORD,
+    FolderQuantization,
+    read_quantization,
+)
+from crosstune.torch_engine.loading.stream import Place, find_tensors, read_tensor
+from crosstune.torch_engine.loading.weight_forms import WeightForm, single_form, weight_forms
+from crosstune.torch_engine.quantized import StoredWeight, open_quantizer, restore_weight
+
+
+@dataclass(frozen=True)
+class Prequantized:
+    folder: Path
+    facts: FolderQuantization
+
+    @property
+    def spec(self) -> QuantSpec:
+        return self.facts.spec
+
+    @property
+    def layers(self) -> set[str]:
+        return set(self.facts.layers)
+
+    @property
+    def compute(self) -> torch.dtype:
+        dtype = getattr(torch, self.facts.dtype, None)
+        assert isinstance(dtype, torch.dtype), self.facts.dtype
+        return dtype
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        return find_tensors(self.folder)
+
+    @cached_property
+    def dense(self) -> dict[str, Place]:
+        """Tensors that are not part of a quantized weight."""
+        return {name: place for name, place in self.places.items() if self._layer_of(name) is None}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(place.end - place.start for place in self.places.values())
+
+    def shape(self, layer: str) -> tuple[int, int]:
+        rows, columns = self.facts.layers[layer]["shape"]
+        return rows, columns
+
+    def forms(self, model: nn.Module) -> dict[str, WeightForm]:
+        """Return the quantized weights by the model's parameter. Expert stacks are quantized matrix by matrix."""
+        left = self.layers
+        found = {
+            name: form
+            for name, form in weight_forms(model).items()
+            if form.stacked and left.issuperset(form.matrices)
+        }
+        left = left.difference(*(form.matrices for form in found.values()))
+        return found | {f"{layer}.weight": single_form(layer, self.shape(layer)) for layer in left}
+
+    def layer_spec(self, layer: str) -> QuantSpec:
+        """Return the quantization of one layer; it may differ from the folder's."""
+        spec = self.facts.layers[layer].get("spec")
+        return self.spec if spec is None else QuantSpec.from_json(spec)
+
+    def stored(self, layer: str, device: torch.device) -> StoredWeight:
+        prefix = f"{layer}.weight."
+        tensors = {
+            name.removeprefix(prefix): read_tensor(self.places[name]).to(device)
+            for name in self._parts[layer]
+            if name.startswith(prefix) and ".quant_state." not in name
+        }
+        facts = self.facts.layers[layer]
+        if self.facts.own:
+            weight_facts = {name: value for name, value in facts.items() if name != "spec"}
+            return restore_weight(self.layer_spec(layer).quantizer, tensors, weight_facts)
+        packed = read_tensor(self.places[f"{layer}.weight"]).to(device)
+        return restore_weight(self.spec.quantizer, {**tensors, "packed": packed}, facts)
+
+    @cached_property
+    def _parts(self) -> dict[str, list[str]]:
+        parts: dict[str, list[str]] = {layer: [] for layer in self.facts.layers}
+        for name in self.places:
+            layer = self._layer_of(name)
+            if layer is not None:
+                parts[layer].append(name)
+        return parts
+
+    def _layer_of(self, name: str) -> str | None:
+        layer, found, _ = name.partition(".weight")
+        return layer if found and layer in self.facts.layers else None
+
+
+def read_prequantized(folder: Path) -> Prequantized | None:
+    """Return the folder's quantization, or None for plain weights."""
+    facts = read_quantization(folder)
+    if facts is None:
+        return None
+    if facts.spec.quantizer == "mlx":
+        raise UserError(
+            f"{folder} holds weights quantized by MLX, which torch cannot read.",
+            why=f"they are packed in MLX's own format, {facts.spec.bits} bits in groups of {facts.spec.group_size}.",
+            do=f"use --backend mlx, or get plain weights: crosstune convert {folder} --to hf",
+        )
+    prequantized = Prequantized(folder, facts)
+    for spec in {prequantized.spec, *(prequantized.layer_spec(layer) for layer in prequantized.layers)}:
+        library = open_quantizer(spec).LIBRARY
+        if importlib.util.find_spec(library.partition(".")[0]) is None:
+            raise UserError(
+                f"{folder} holds weights quantized by {spec.quantizer}.",
+                why=f"its library {library} is not installed.",
+                do=read_quantizers()[spec.quantizer].install_command,
+            )
+    return prequantized
+
+
+def check_asked(prequantized: Prequantized, asked: QuantSpec | None, *, train_type: str) -> None:
+    """Raise unless a run requests exactly the quantization of the folder: nothing is quantized twice."""
+    spec = prequantized.spec
+    method, library = TRAIN_TYPE_PARTS[train_type]
+    matching = train_type if library in ("auto", spec.quantizer) else {"dora": "dora"}.get(method, "qlora")
+    flags = f"--quantization_backend {spec.quantizer} --n_bits {spec.bits}"
+    if spec.has_groups():
+        flags += f" --group_size {spec.group_size}"
+    if spec.resolved_kind() != dataclasses.replace(spec, kind="auto").resolved_kind():
+        flags += f" --quant_type {spec.kind}"
+    if not spec.double and spec.has_double():
+        flags += " --double_quant false"
+    if method not in ("lora", "dora"):
+        raise UserError(
+            f"{prequantized.folder} holds {spec.quantizer} weights of {spec.bits} bits, which {method} cannot train.",
+            why="quantized weights cannot be updated.",
+            do=f"use --train_type qlora {flags}, or get plain weights: crosstune convert {prequantized.folder} --to none",
+        )
+    if asked is None or not same_meaning(asked, spec):
+        requested = (
+            "a base that is not quantized" if asked is None else f"{asked.quantizer} with {asked.bits} bits"
+        )
+        raise UserError(
+            f"{prequantized.folder} holds weights quantized differently than requested ({requested}).",
+            why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {spec.resolved_kind()}.",
+            do=f"use --train_type {matching} {flags}, or crosstune convert the folder",
+        )
+
+
+def check_plain(folder: Path) -> None:
+    """Raise if a folder's config names a quantization that crosstune cannot read."""
+    settings = read_config_json(folder).get("quantization_config")
+    if not settings:
+        return
+    bits = next((f" with {n} bits" for n in (8, 4) if settings.get(f"load_in_{n}bit")), "")
+    raise UserError(
+        f"{folder} holds weights quantized by {settings.get('quant_method', 'another tool')}{bits}.",
+        why="crosstune quantizes plain weights; it reads only 4-bit bitsandbytes folders and those written by crosstune convert.",
+        do="name the folder or hub id of the model's original weights",
+    )
+
+
+def write_record(
+    folder: Path,
+    *,
+    spec: QuantSpec,
+    dtype: torch.dtype,
+    layers: Mapping[str, dict[str, Any]],
+    original: Mapping[str, Any] | None,
+) -> None:
+    """Write the file that marks a folder as a quantized model, after all its tensors."""
+    write_json(
+        folder / RECORD,
+        {
+            "format": FORMAT,
+            "spec": spec.to_json(),
+            "dtype": str(dtype).removeprefix("torch."),
+            "original": dict(original) if original else None,
+            "layers": dict(layers),
+        },
+    )
+
+
+def own_config(spec: QuantSpec) -> dict[str, Any]:
+    """Return the quantization_config that keeps transformers from loading the folder as plain weights."""
+    return {"quant_method": OWN_METHOD, "quantizer": spec.quantizer, "bits": spec.bits}
+
+
+def pieces(weight: StoredWeight) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return copies of a stored weight's tensors, and its facts as JSON."""
+    tensors = {name: tensor.detach().clone() for name, tensor in weight.tensors().items()}
+    return tensors, dict(weight.facts)

@@ -1,0 +1,1 @@
+"""Results of the torch engine: export, merge, convert, verify."""

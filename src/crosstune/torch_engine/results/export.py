@@ -1,0 +1,94 @@
+"""Save trained weights in the formats of PEFT and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Array
+from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_files import PEFT_WEIGHTS, copy_tokenizer
+from crosstune.models.adapter_files import load_adapter as read_adapter_files
+from crosstune.models.config_spelling import respell_folder
+from crosstune.models.folder import PLAIN_STEM
+from crosstune.models.weights import write_shards
+from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear
+from crosstune.torch_engine.loading.stream import places_in, read_tensor
+from crosstune.torch_engine.session.state import copy_rows
+from crosstune.torch_engine.sharding.local_shard import local_part, whole
+
+
+def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
+    """Return adapter parameters by canonical name: layer plus lora_A.weight, lora_B.weight or lora_magnitude_vector."""
+    return {
+        f"{name}.{part}": p for name, adapter in adapters.items() for part, p in adapter.trained().items()
+    }
+
+
+def host_weights(adapters: Mapping[str, Adapted]) -> dict[str, Array]:
+    """Return fp32 copies of the adapter parameters on the host. Collective if they are sharded."""
+    return {name: whole(p).float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
+
+
+def read_adapter_file(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of a PEFT adapter folder under the names in its file."""
+    path = folder / PEFT_WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
+    return {name: read_tensor(place) for name, place in places_in(path).items()}
+
+
+def load_adapter(folder: Path, adapters: Mapping[str, Adapted], *, settings: AdapterSettings) -> None:
+    """Copy the weights of a PEFT adapter folder into the model's adapters."""
+    parameters = adapter_weights(adapters)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    tensors = read_adapter_files(folder, shapes, settings=settings)
+    for name, parameter in parameters.items():
+        copy_rows(tensors[name], local_part(parameter), of=parameter)
+
+
+def merged_tensors(model: nn.Module, adapters: Mapping[str, Adapted]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a model under its own names, one at a time, with the adapters of linear layers merged."""
+    state = model.state_dict()
+    for key in state:
+        layer, _, rest = key.rpartition(".base.")
+        if layer in adapters:
+            adapter = adapters[layer]
+            assert isinstance(adapter, AdaptedLinear), "experts are not merged here"
+            is_weight = rest == "weight"
+            yield (
+                f"{layer}.{rest}",
+                adapter.merged().to(adapter.base.weight.dtype) if is_weight else state[key],
+            )
+        elif key.rpartition(".")[0] not in adapters:  # the parts of an adapter are in its product
+            yield key, state[key]
+
+
+def save_model(
+    folder: Path,
+    config: Any,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    base: Path,
+    stem: str = PLAIN_STEM,
+) -> None:
+    """Write a complete model folder that transformers can load."""
+    save_tensors(folder, tensors, stem=stem)
+    config.save_pretrained(folder)
+    respell_folder(folder)
+    copy_tokenizer(base, folder)
+
+
+def save_tensors(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, stem: str = PLAIN_STEM
+) -> None:
+    """Write tensors in shards. transformers looks for files named `PLAIN_STEM`; name others that it cannot read."""
+    on_host = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
+    write_shards(folder, on_host, save=partial(save_file, metadata={"format": "pt"}), stem=stem)

@@ -1,0 +1,84 @@
+"""Compute logits on a few prompts, of a trained model and of a folder loaded by transformers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.process.this_process import hide_output
+from crosstune.torch_engine.device import Precision
+from crosstune.torch_engine.loading.blocks import Expansion
+from crosstune.torch_engine.loading.load import readable_errors
+from crosstune.torch_engine.loading.stream import Place, find_tensors, read_tensor
+from crosstune.torch_engine.quantized import QuantLinear
+from crosstune.torch_engine.sharding.local_shard import without_gradients
+
+
+def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gguf: str | None = None) -> Any:
+    """Load a folder, or the GGUF file `gguf` in it, with transformers alone."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    extra = {"gguf_file": gguf} if gguf else {}
+    with readable_errors(folder), hide_output():  # for GGUF files transformers draws a bar
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=precision.weights, trust_remote_code=False, local_files_only=True, **extra
+        )
+    return model.to(device).eval()
+
+
+@torch.no_grad()
+def replace_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Replace the weights of a loaded model; names it does not have (tied weights) are skipped."""
+    state = model.state_dict()
+    for name, tensor in tensors.items():
+        if name in state:
+            state[name].copy_(tensor)
+
+
+def model_logits(model: Any, prompts: Prompts, *, precision: Precision, device: torch.device) -> Logits:
+    """Return the logits at every position of each prompt, in fp32."""
+    found = []
+    for prompt in prompts:
+        with without_gradients(model), precision.context(device):
+            ids = torch.tensor([list(prompt)], device=device)
+            found.append(model(input_ids=ids).logits[0].float().cpu().numpy())
+    return found
+
+
+class FileWeight(nn.Module):
+    """A weight on disk that replaces a quantized one; only one is in memory at a time."""
+
+    def __init__(self, shape: tuple[int, int], place: Place, device: torch.device) -> None:
+        super().__init__()
+        self.shape, self.place, self.device = shape, place, device
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        return read_tensor(self.place).to(self.device, dtype)
+
+
+@contextlib.contextmanager
+def original_weights(model: nn.Module, folder: Path, expansion: Expansion) -> Iterator[None]:
+    """Use the base folder's weights in the quantized layers of a model that was expanded from it."""
+    places = {
+        target: place for name, place in find_tensors(folder).items() for target, _ in expansion.names(name)
+    }
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLinear)}
+    kept = {name: layer.stored for name, layer in layers.items()}
+    try:
+        for name, layer in layers.items():
+            device = kept[name].packed.device
+            original = FileWeight(kept[name].shape, places[f"{name}.weight"], device)
+            layer.register_module("stored", original)
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.stored = kept[name]

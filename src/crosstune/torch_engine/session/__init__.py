@@ -1,0 +1,1 @@
+"""A torch session: forward, backward, optimizer, state, profile."""

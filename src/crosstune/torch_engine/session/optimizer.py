@@ -1,0 +1,166 @@
+"""Optimizers over fp32 master copies of the trained parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from crosstune.core.weights import SLOT
+from crosstune.torch_engine.sharding.local_shard import is_sharded, local_part
+
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+
+
+class Masters:
+    """Tensors the optimizer updates. An fp32 parameter is its own master; a 16-bit one has an fp32 copy.
+
+    The master of a sharded parameter is the part of this rank, as a plain tensor: what the optimizers here do to an
+    element does not depend on the others.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.masters: dict[str, torch.Tensor] = {name: _master(p) for name, p in self.parameters.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the whole parameters."""
+        return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+
+    def collect_gradients(self) -> None:
+        """Add the gradients of one backward pass to those of the masters, in fp32."""
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if master is parameter or parameter.grad is None:
+                continue
+            gradient = local_part(parameter.grad).float()
+            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+            parameter.grad = None
+
+    def publish(self) -> None:
+        """Write the masters back into the model."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if self.masters[name] is not parameter and parameter.dtype != torch.float32:
+                    local_part(parameter).copy_(self.masters[name])
+
+    def clear_gradients(self) -> None:
+        for tensor in (*self.parameters.values(), *self.masters.values()):
+            tensor.grad = None
+
+
+def _master(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.dtype != torch.float32:
+        return local_part(parameter.detach()).float().requires_grad_()
+    # The part of this rank shares its memory with the parameter, so an update needs no copying.
+    return local_part(parameter.detach()).requires_grad_() if is_sharded(parameter) else parameter
+
+
+def make_optimizer(
+    name: str,
+    masters: Mapping[str, torch.Tensor],
+    *,
+    weight_decay: float,
+    b_ratio: float = 1.0,
+    average_decay: float = 0.0,
+) -> torch.optim.Optimizer:
+    """Return the optimizer, with weight decay on matrices only, not on biases and norm weights.
+
+    `b_ratio` scales the learning rate of the adapters' B matrices (LoRA+); each group stores its own ratio. With
+    `average_decay`, each step also moves an average of the weights, which is part of the optimizer's state.
+    """
+    groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
+    for key, master in masters.items():
+        groups.setdefault((master.ndim >= 2, key.endswith("lora_B.weight")), []).append(master)
+    settings = [
+        {
+            "params": group,
+            "weight_decay": weight_decay if matrix else 0.0,
+            "lr_ratio": b_ratio if is_b else 1.0,
+        }
+        for (matrix, is_b), group in groups.items()
+    ]
+    optimizer = _OPTIMIZERS[name](settings)
+    if average_decay:
+        optimizer.register_step_post_hook(lambda *_: _move_average(optimizer, average_decay))
+    return optimizer
+
+
+@torch.no_grad()
+def _move_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Move the average towards the weights; it starts as a copy of them, after the first step."""
+    averages, weights = [], []
+    for group in optimizer.param_groups:
+        for master in group["params"]:
+            if not (state := optimizer.state.get(master)):
+                continue  # it has no gradient, and stays as it is
+            if SLOT not in state:
+                state[SLOT] = master.detach().clone()
+            averages.append(state[SLOT])
+            weights.append(master)
+    if averages:
+        torch._foreach_lerp_(averages, weights, 1.0 - decay)
+
+
+def averages_of(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, torch.Tensor]:
+    """Return weight -> its average, of the weights that have one."""
+    states = optimizer.state.items() if optimizer is not None else ()
+    return {master: state[SLOT] for master, state in states if SLOT in state}
+
+
+@torch.no_grad()
+def swap(averages: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Exchange weights and their averages."""
+    for weight, average in averages.items():
+        kept = weight.detach().clone()
+        weight.copy_(average)
+        average.copy_(kept)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["lr_ratio"]
+
+
+Groups = list[dict[str, Any]]
+
+
+def _adamw(groups: Groups, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    if fused is None and all(master.is_cuda for group in groups for master in group["params"]):
+        fused = True  # one kernel for many weights
+    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=fused)
+
+
+def _adam(groups: Groups, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    return torch.optim.Adam(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=fused)
+
+
+def _adamw_8bit(groups: Groups) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(groups, lr=0.0, betas=BETAS, eps=EPSILON)
+
+
+def _paged_adamw_8bit(groups: Groups) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import PagedAdamW8bit
+
+    return PagedAdamW8bit(groups, lr=0.0, betas=BETAS, eps=EPSILON)
+
+
+_OPTIMIZERS: Mapping[str, Callable[[Groups], torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "fused_adamw": partial(_adamw, fused=True),
+    "adam": _adam,
+    "fused_adam": partial(_adam, fused=True),
+    "adamw_8bit": _adamw_8bit,
+    "paged_adamw_8bit": _paged_adamw_8bit,
+    "sgd": partial(torch.optim.SGD, lr=0.0),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.0),
+    # By default an update is scaled by the RMS of the parameter, at least 1e-3, so B matrices, which start at zero,
+    # hardly change. A floor of 1 turns this off and makes learning rates comparable to adamw.
+    "adafactor": partial(torch.optim.Adafactor, lr=0.0, eps=(None, 1.0)),
+}

@@ -1,0 +1,297 @@
+"""Record training steps with torch's profiler: operators, device time, allocations and a trace for a browser."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from crosstune.core.profiling import Limits, Operator, ProfileSettings, Recorded
+
+BUDGET_S = 0.25
+"""Time for each of the two measurements, after its warm-up."""
+_SIZES = {"cpu": (64, 256, 768), "other": (4096,)}
+_COPIED_BYTES = {"cpu": 64 << 20, "other": 512 << 20}
+_SLOW = 1e9
+"""A processor without arithmetic for a dtype does not reach this rate; its larger products would take minutes."""
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits | None:
+    """Return the limits of a device, measured in half a second; None if it lacks the memory for that."""
+    kind = "cpu" if device.type == "cpu" else "other"
+    try:
+        flops = max(_product_rates(device, dtype, _SIZES[kind]))
+        bandwidth = _copy_rate(device, _COPIED_BYTES[kind])
+    except RuntimeError as error:  # torch's out-of-memory errors, whatever the device
+        if "memory" not in str(error).lower():
+            raise
+        return None
+    return Limits(flops_per_s=flops, dtype=str(dtype).removeprefix("torch."), bytes_per_s=bandwidth)
+
+
+def _product_rates(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> list[float]:
+    rates = list[float]()
+    # Gaussian numbers, as zeros need less power and let a GPU run faster than it does in training.
+    generator = torch.Generator().manual_seed(0)
+    for size in sizes:
+        operand = torch.randn(size, size, generator=generator).to(device, dtype)
+        product = torch.empty_like(operand)
+        seconds = _seconds(lambda a=operand, out=product: torch.mm(a, a, out=out), device)  # type: ignore[misc]
+        rates.append(2.0 * size**3 / seconds)
+        if rates[-1] < _SLOW:
+            break
+    return rates
+
+
+def _copy_rate(device: torch.device, num_bytes: int) -> float:
+    """Return the bytes read and written in a second by a copy that fits into no cache."""
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the shortest mean time of one call in a few rounds."""
+    synchronize = torch.get_device_module(device).synchronize
+
+    def timed(count: int) -> float:
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            work()
+        synchronize()
+        return (time.perf_counter() - start) / count
+
+    timed(1)  # loads kernels
+    once = timed(1)
+    count = max(1, round(BUDGET_S / 5 / max(once, 1e-7)))
+    best, start = once, time.perf_counter()
+    while time.perf_counter() - start < BUDGET_S:
+        best = min(best, timed(count))
+    return best
+
+
+Shape = Sequence[int]
+
+_BACKWARD_FACTOR = 2.5
+"""The backward pass of fused attention computes five products where the forward pass has two."""
+_FIRST_FACTOR = {
+    "aten::mm": 0,
+    "aten::bmm": 0,
+    "aten::_scaled_mm": 0,
+    "aten::_int_mm": 0,
+    "aten::addmm": 1,
+    "aten::baddbmm": 1,
+}
+"""Operator -> the place of its left factor; the right one follows."""
+_ATTENTION = "aten::_scaled_dot_product_"
+
+
+def count_flops(name: str, shapes: Sequence[Shape] | None) -> float:
+    """Return the operations of one call; 0 for an operator without products, or one that calls another counted here.
+
+    The masked half of causal attention counts in full, as it does in published figures.
+    """
+    if not shapes:
+        return 0.0
+    if name in _FIRST_FACTOR:
+        left = _FIRST_FACTOR[name]
+        return _product(shapes[left : left + 2])
+    if name.startswith(_ATTENTION) and "math" not in name:
+        if name.endswith("_backward"):
+            return _BACKWARD_FACTOR * _attention(shapes[1:3])
+        return _attention(shapes[:2])
+    return 0.0
+
+
+def _product(factors: Sequence[Shape]) -> float:
+    if len(factors) < 2 or min(map(len, factors)) < 2:
+        return 0.0
+    left, right = factors
+    return 2.0 * math.prod(left) * right[-1]
+
+
+def _attention(shapes: Sequence[Shape]) -> float:
+    """Return the operations of q @ k and of the weights @ v, for a head size that is the same in all."""
+    if len(shapes) < 2 or min(map(len, shapes)) < 3:
+        return 0.0
+    query, key = shapes
+    return 4.0 * math.prod(query) * key[-2]
+
+
+_MICROSECOND = 1e-6
+_TRACED_DEVICES = ("cuda", "xpu")
+_COLLECTIVES = ("c10d::", "nccl", "gloo:", "rccl", "oneccl")
+
+
+class TorchProfiler:
+    """Cycles of recorded steps on one device."""
+
+    def __init__(self, device: torch.device, settings: ProfileSettings, *, dtype: torch.dtype) -> None:
+        self.device, self.settings, self.dtype = device, settings, dtype
+        self._recording: profile | None = None
+        module = torch.get_device_module(device)
+        self._synchronize = getattr(module, "synchronize", lambda: None)
+
+    def warm_up(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self.device.type in _TRACED_DEVICES:
+            activities.append(getattr(ProfilerActivity, self.device.type.upper()))
+        self._recording = profile(
+            activities=activities,
+            # Shapes are needed to count the operations of matrix products.
+            record_shapes=True,
+            profile_memory=self.settings.memory,
+            with_stack=self.settings.stacks,
+        )
+        with _without_messages():
+            self._recording.prepare_trace()
+
+    def start(self) -> None:
+        assert self._recording is not None
+        if self.settings.memory and self.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
+        with _without_messages():
+            self._recording.start_trace()
+
+    def mark(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return record_function(name)
+
+    def synchronize(self) -> None:
+        self._synchronize()
+
+    def stop(self, folder: Path, *, step: int) -> Recorded:
+        assert self._recording is not None
+        self.synchronize()
+        recording, self._recording = self._recording, None
+        with _without_messages():
+            recording.stop_trace()
+        events = list(recording.events() or ())
+        files, timeline = self._write_files(recording, folder, step)
+        operators = _operators(recording, by_shape=self.settings.shapes)
+        collectives = [each.seconds for each in operators if each.name.lower().startswith(_COLLECTIVES)]
+        return Recorded(
+            operators=operators,
+            device_busy_s=_busy_s(_device_events(events)) if self.device.type in _TRACED_DEVICES else None,
+            communication_s=sum(collectives),
+            flops=float(sum(count_flops(event.name, event.input_shapes) for event in events)),
+            memory_timeline=timeline,
+            files=files,
+        )
+
+    def measure_limits(self) -> Limits | None:
+        return measure_limits(self.device, self.dtype)
+
+    def _write_files(
+        self, recording: profile, folder: Path, step: int
+    ) -> tuple[list[Path], list[tuple[float, int]]]:
+        """Write the requested files: the trace, the memory timeline and, on CUDA, the snapshot of the allocator."""
+        files, timeline = list[Path](), list[tuple[float, int]]()
+        plain = folder / f"trace-step-{step:08d}.json"
+        if self.settings.trace or self.settings.memory_timeline:
+            recording.export_chrome_trace(str(plain))
+        if self.settings.memory_timeline:
+            timeline = memory_timeline(plain, self.device)
+            times = folder / f"memory-step-{step:08d}.json"
+            times.write_text(json.dumps({"seconds_and_bytes": timeline}), encoding="utf-8")
+            files.append(times)
+        if self.settings.trace:
+            files.insert(0, _compress(plain))
+        plain.unlink(missing_ok=True)
+        if self.settings.memory and self.device.type == "cuda":
+            snapshot = folder / f"memory-step-{step:08d}.pickle"
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            files.append(snapshot)
+        return files, timeline
+
+
+def _operators(recording: profile, *, by_shape: bool) -> list[Operator]:
+    """Return the operators with their own time, on the device if it has any."""
+    averages = [
+        each
+        for each in recording.key_averages(group_by_input_shape=by_shape)
+        if not getattr(each, "is_user_annotation", False)
+    ]
+    on_device = any(each.self_device_time_total > 0 for each in averages)
+    found = [
+        Operator(
+            name=each.key,
+            calls=each.count,
+            seconds=_MICROSECOND * (each.self_device_time_total if on_device else each.self_cpu_time_total),
+            shapes=_shapes(each.input_shapes) if by_shape else "",
+            memory_bytes=int(each.self_device_memory_usage if on_device else each.self_cpu_memory_usage),
+        )
+        for each in averages
+    ]
+    return [each for each in found if each.seconds > 0]
+
+
+def _shapes(shapes: Any) -> str:
+    return " ".join("x".join(map(str, shape)) for shape in shapes or () if shape)
+
+
+def _device_events(events: Iterable[Any]) -> list[tuple[float, float]]:
+    """Return the intervals of kernels and copies, in microseconds."""
+    return [
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type != torch.autograd.DeviceType.CPU
+        and not getattr(event, "is_user_annotation", False)
+    ]
+
+
+def _busy_s(intervals: Sequence[tuple[float, float]]) -> float:
+    """Return the length of the union of the intervals, which overlap where streams do."""
+    covered, last = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return covered * _MICROSECOND
+
+
+def _compress(path: Path) -> Path:
+    """Write a gzip copy, which trace viewers read directly; torch's own compression is several times slower."""
+    target = path.with_suffix(".json.gz")
+    with path.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as file:
+        shutil.copyfileobj(source, file, 1 << 20)
+    return target
+
+
+def memory_timeline(trace: Path, device: torch.device) -> list[tuple[float, int]]:
+    """Return the allocated bytes over time from a trace; on a CPU, those since its start."""
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    on_cpu = device.type == "cpu"
+    rows = sorted(
+        (float(event["ts"]), int(event["args"].get("Total Allocated", 0)))
+        for event in events
+        # Device type 0 is the CPU, where the host's own tensors are also on a machine with a GPU.
+        if event.get("name") == "[memory]" and (event["args"].get("Device Type") == 0) == on_cpu
+    )
+    return [(_MICROSECOND * (ts - rows[0][0]), allocated) for ts, allocated in rows]
+
+
+@contextlib.contextmanager
+def _without_messages() -> Iterator[None]:
+    """Hide messages that the profiler's library prints to file descriptor 2."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

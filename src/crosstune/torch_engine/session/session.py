@@ -1,0 +1,352 @@
+"""Implement `Session` with torch: gradients of a window, updates, evaluation and state."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from crosstune.core.out_of_memory import EVALUATING, UPDATING, OutOfMemory
+from crosstune.core.profiling import (
+    BACKWARD,
+    COMMUNICATION,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    Phase,
+    ProfileSettings,
+    no_phase,
+)
+from crosstune.core.protocols import (
+    Array,
+    Backward,
+    Batch,
+    EvalResult,
+    Memory,
+    PreparedBatch,
+    SessionState,
+)
+from crosstune.torch_engine.device import evaluating, memory_errors, read_memory, reset_peak
+from crosstune.torch_engine.loading.compile_blocks import compile_errors, without_compiled
+from crosstune.torch_engine.quantized import count_weights
+from crosstune.torch_engine.results import export
+from crosstune.torch_engine.results.write_result import write_adapter, write_model
+from crosstune.torch_engine.session import state as states
+from crosstune.torch_engine.session.find_nonfinite import bad_gradients, bad_weights, watch_outputs
+from crosstune.torch_engine.session.metric_totals import MetricTotals
+from crosstune.torch_engine.session.offload_activations import offload_activations
+from crosstune.torch_engine.session.optimizer import averages_of, set_learning_rate, swap
+from crosstune.torch_engine.session.profiler import TorchProfiler
+from crosstune.torch_engine.session.session_parts import Parts
+from crosstune.torch_engine.sharding.local_shard import is_sharded, without_gradients
+from crosstune.torch_engine.task import (
+    ChecksBatches,
+    HasGeneralLayers,
+    HasOwnHead,
+    MeasuresEvaluation,
+    MeasuresResult,
+    Tensors,
+)
+
+LARGE_STATE_BYTES = 2**30
+"""A sharded state of this size is written in parts, one by each process."""
+
+
+class TorchSession:
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.plan, self.device = parts.opening.plan, parts.opening.device
+        self.precision = parts.opening.precision
+        self.task, self.model, self.adapters = parts.task, parts.model, parts.adapters
+        self.masters, self.optimizer, self.parallel = parts.masters, parts.optimizer, parts.parallel
+        self.notes = tuple(parts.notes)
+        self._random_before: dict[str, Array] = {}
+        self._is_averaged = False
+        self.phase: Phase = no_phase
+
+    def prepare(self, batch: Batch) -> PreparedBatch:
+        """Return the batch as host tensors, pinned if copies to the device can overlap with the host."""
+        arrays = {
+            name: torch.from_numpy(np.ascontiguousarray(array))
+            for name, array in self.task.arrays(batch).items()
+        }
+        if self.parts.pin_memory:
+            arrays = {name: tensor.pin_memory() for name, tensor in arrays.items()}
+        return PreparedBatch(weight=int(batch.weight), num_tokens=int(batch.num_tokens), arrays=arrays)
+
+    def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
+        self._random_before = states.export_random(self.device)
+        with self.connected("a step"), memory_errors(self.device), compile_errors(self.model):
+            return self._backward(window, loss_scale=loss_scale)
+
+    def connected(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Make collectives in the block, if there are several processes."""
+        return self.parallel.connected(doing) if self.parallel is not None else contextlib.nullcontext()
+
+    @property
+    def is_divided(self) -> bool:
+        return self.parallel is not None and self.parallel.strategy.sharded
+
+    def discard(self) -> None:
+        self.masters.clear_gradients()
+        states.import_random(self.device, self._random_before)
+
+    def update(self, *, lr: float) -> None:
+        optimizer = self._trained_optimizer()
+        set_learning_rate(optimizer, lr)
+        with self.phase(OPTIMIZER):
+            with self.connected("an update"):
+                with memory_errors(self.device, doing=UPDATING):
+                    optimizer.step()
+                self.masters.publish()
+            self.masters.clear_gradients()
+        self.parts.cache.after_step()
+
+    def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
+        measure, names = self.task.loss, self.task.metric_names
+        if isinstance(self.task, MeasuresEvaluation):
+            measure, names = self.task.evaluate, self.task.eval_metric_names
+        total, weight, metrics = 0.0, 0, MetricTotals(names)
+        with (
+            self.connected(EVALUATING),
+            self.averaged(),
+            evaluating(self.model),
+            self._agreeing(),
+            memory_errors(self.device, doing=EVALUATING),
+            states.separate_random(self.device),
+            without_gradients(self.model),
+            self.precision.context(self.device),
+        ):
+            for index, batch, counts in self._evaluation_turns(batches):
+                # A task that draws noise draws the same in every evaluation, on any number of processes.
+                torch.manual_seed(self.plan.config.seed + index)
+                loss, sums = measure(self.model, self._to_device(batch))
+                if counts:
+                    total += float(loss)
+                    weight += batch.weight
+                    metrics.add(sums)
+        if self.parallel is not None:
+            total, weights = self.parallel.sum_numbers(total, weight)
+            weight = int(weights)
+        loss_mean = total / weight if weight else math.nan
+        return EvalResult(loss=loss_mean, weight=weight, metrics=metrics.means(self.parallel))
+
+    def find_nonfinite(self, window: Sequence[PreparedBatch]) -> str:
+        masters = self.masters.masters
+        if broken := self._first(bad_weights(masters), of=list(masters)):
+            return f"the weight {broken} was not finite before the step"
+        before = states.export_random(self.device)
+        try:
+            with contextlib.ExitStack() as stack:
+                if isinstance(self.task, HasGeneralLayers):
+                    stack.enter_context(self.task.general_layers())
+                stack.enter_context(self.connected("a step"))
+                stack.enter_context(without_compiled(self.model))
+                stack.enter_context(memory_errors(self.device))
+                layers = stack.enter_context(watch_outputs(self.model))
+                self._backward(window)
+            layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
+            gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
+        except OutOfMemory:  # the general layers may need more than the fast ones
+            return "there was not enough memory to look for the layer that it came from"
+        finally:
+            self.masters.clear_gradients()
+            states.import_random(self.device, before)
+        if layer:
+            return f"the first non-finite value was the output of {layer}"
+        if gradient:
+            return f"every output was finite; the first non-finite gradient was that of {gradient}"
+        return "every value was finite when the step was run again"
+
+    def _first(self, bad: Sequence[str], *, of: Sequence[str]) -> str | None:
+        """Return the first bad name: the earliest of those that each rank found first, in the order of `of`."""
+        if self.parallel is None:
+            return bad[0] if bad else None
+        return self.parallel.first_flag({name: name in bad[:1] for name in of})
+
+    def memory(self) -> Memory:
+        return read_memory(self.device)
+
+    def profiler(self, settings: ProfileSettings) -> TorchProfiler:
+        dtype = self.precision.autocast or self.precision.weights
+        return TorchProfiler(self.device, settings, dtype=dtype)
+
+    def reset_peak(self) -> None:
+        reset_peak(self.device)
+
+    def num_parameters(self) -> tuple[int, int]:
+        trained = sum(p.numel() for p in self.masters.parameters.values())
+        added = sum(p.numel() for p in export.adapter_weights(self.adapters).values())
+        return trained, count_weights(self.model) - added
+
+    def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.masters.shapes()
+
+    def export_state(self, *, copy: bool = True, divided: bool = False) -> SessionState:
+        doing, masters = "a copy of the training state", self.masters
+        large = 12 * self.num_parameters()[0] >= LARGE_STATE_BYTES  # the weights and two moments in fp32
+        if divided and large and self.parallel is not None and self.parallel.num_shards > 1:
+            part = self.parallel.state_part(masters.shapes())
+            return states.export_part(self._trained_optimizer(), masters, part, device=self.device)
+        with self._gathering(doing), memory_errors(self.device, doing=doing):
+            return SessionState(
+                weights=states.export_weights(masters, copy=copy),
+                moments=states.export_moments(
+                    self._trained_optimizer(), masters.masters, parameters=masters.parameters, copy=copy
+                ),
+                random=states.export_random(self.device),
+            )
+
+    def import_state(self, state: SessionState) -> None:
+        self.import_weights(state.weights)
+        masters = self.masters
+        states.import_moments(
+            self._trained_optimizer(), masters.masters, state.moments, parameters=masters.parameters
+        )
+        states.import_random(self.device, state.random)
+
+    def import_weights(self, weights: Mapping[str, Array]) -> None:
+        states.import_weights(self.masters, weights)
+        self.masters.publish()
+        for master, average in averages_of(self.optimizer).items():
+            average.copy_(master.detach())
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the moving average in the place of the weights inside the block; without one, change nothing."""
+        averages = averages_of(self.optimizer)
+        if not averages or self._is_averaged:
+            yield
+            return
+        self._is_averaged = True
+        swap(averages)
+        self.masters.publish()
+        try:
+            yield
+        finally:
+            swap(averages)
+            self.masters.publish()
+            self._is_averaged = False
+
+    def save_result(self, folder: Path | None) -> Path | None:
+        doing = "writing the result"
+        with self._gathering(doing), memory_errors(self.device, doing=doing), self.averaged():
+            if self.adapters and not isinstance(self.task, HasOwnHead):
+                weights = export.host_weights(self.adapters)
+                return None if folder is None else write_adapter(self.parts, folder / "adapter", weights)
+            if isinstance(self.task, MeasuresResult):
+                self.task.measure_result(self.model)
+            return write_model(self.parts, folder / "model" if folder is not None else None)
+
+    def _gathering(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Gather sharded state in the block; replicas need no other process."""
+        return self.connected(doing) if self.is_divided else contextlib.nullcontext()
+
+    def _backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
+        """Leave the gradients of the window in the masters, unscaled and clipped."""
+        weight = sum(batch.weight for batch in window)
+        total, metrics = torch.zeros((), device=self.device), MetricTotals(self.task.metric_names)
+        with self._passes(window) as turns:
+            for batch, counts in turns:
+                with self.phase(DATA):
+                    tensors = self._to_device(batch)
+                with self.phase(FORWARD), self.precision.context(self.device), self._offloading():
+                    loss, sums = self.task.loss(self.model, tensors)
+                    loss = loss / weight if counts else loss * 0.0
+                with self.phase(BACKWARD):
+                    (loss * loss_scale).backward()
+                    self.masters.collect_gradients()
+                if counts:
+                    total += loss.detach()
+                    metrics.add(sums)
+        if self.parallel is not None:
+            with self.phase(COMMUNICATION):
+                self.parallel.reduce_gradients(self._replicated())
+        trained = list(self.masters.masters.values())
+        if loss_scale != 1.0:
+            for tensor in trained:
+                if tensor.grad is not None:
+                    tensor.grad.div_(loss_scale)
+        with self.phase(OPTIMIZER):
+            norm = self._clip(trained)
+        loss_sum, grad_norm = self._read(total, norm)
+        return Backward(
+            loss=loss_sum,
+            grad_norm=grad_norm,
+            weight=weight,
+            num_tokens=sum(batch.num_tokens for batch in window),
+            metrics=metrics.means(self.parallel),
+        )
+
+    def _agreeing(self) -> contextlib.AbstractContextManager[None]:
+        """Agree with the other processes on running out of memory in the block."""
+        return (
+            self.parallel.passes(self.model, doing=EVALUATING)
+            if self.parallel is not None
+            else contextlib.nullcontext()
+        )
+
+    def _offloading(self) -> contextlib.AbstractContextManager[object]:
+        return offload_activations(self.device, enabled=self.plan.config.use_activation_cpu_offload)
+
+    def _clip(self, trained: Sequence[torch.Tensor]) -> torch.Tensor | float:
+        """Clip the gradients and return their norm before. Without other processes it stays on the device."""
+        config = self.plan.config
+        limit = config.grad_norm if config.apply_gradient_clipping else math.inf
+        if self.parallel is None:
+            return torch.nn.utils.clip_grad_norm_(trained, limit)
+        same = self._replicated()
+        divided = [tensor for name, tensor in self.masters.masters.items() if name not in same]
+        return self.parallel.clip_gradients(divided, list(same.values()), limit)
+
+    def _read(self, total: torch.Tensor, norm: torch.Tensor | float) -> tuple[float, float]:
+        """Return the loss, summed over the processes, and the norm. The host waits for the device only here."""
+        if isinstance(norm, torch.Tensor) and norm.dtype == total.dtype:
+            loss, norm = torch.stack([total, norm]).tolist()
+        else:
+            loss, norm = float(total), float(norm)
+        return self.parallel.sum_numbers(loss)[0] if self.parallel is not None else loss, norm
+
+    def _replicated(self) -> dict[str, torch.Tensor]:
+        """Return the masters that every rank holds whole."""
+        parameters = self.masters.parameters
+        return {name: m for name, m in self.masters.masters.items() if not is_sharded(parameters[name])}
+
+    @contextlib.contextmanager
+    def _passes(self, window: Sequence[PreparedBatch]) -> Iterator[Iterator[tuple[PreparedBatch, bool]]]:
+        """Yield the micro-batches of this rank, each with whether it counts."""
+        if self.parallel is None:
+            yield ((batch, True) for batch in window)
+            return
+        self._check_batches(window)
+        with self.parallel.passes(self.model), memory_errors(self.device):
+            yield self.parallel.turns(self.model, window)
+
+    def _evaluation_turns(self, batches: Iterable[Batch]) -> Iterator[tuple[int, PreparedBatch, bool]]:
+        """Yield this rank's batches (every size-th one), each with its index and whether it counts. A rank of a sharded model
+        without a batch left joins the passes of the others with one that does not count."""
+        size, rank = (self.parallel.size, self.parallel.rank) if self.parallel is not None else (1, 0)
+        found = enumerate(batches)
+        while together := [(index, self.prepare(batch)) for index, batch in itertools.islice(found, size)]:
+            self._check_batches([batch for _, batch in together])
+            counts = rank < len(together)
+            if counts or (self.parallel is not None and self.parallel.strategy.sharded):
+                yield (*together[rank if counts else 0], counts)
+
+    def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
+        """Let the task check its batches on every rank, since that may need a pass of the model."""
+        if self.parallel is not None and isinstance(self.task, ChecksBatches):
+            for batch in batches:
+                self.task.check_batch(self.model, self._to_device(batch))
+
+    def _to_device(self, batch: PreparedBatch) -> Tensors:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.arrays.items()}
+
+    def _trained_optimizer(self) -> torch.optim.Optimizer:
+        assert self.optimizer is not None, "this session was opened without training"
+        return self.optimizer

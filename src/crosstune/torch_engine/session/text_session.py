@@ -1,0 +1,54 @@
+"""Extend the session with logits and text generation for causal language models."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from crosstune.core.logit_distance import Logits, Prompts
+from crosstune.core.out_of_memory import EVALUATING, GENERATING
+from crosstune.core.sampling import GREEDY, Sampling
+from crosstune.torch_engine.device import evaluating, memory_errors
+from crosstune.torch_engine.generate import OnToken, cast_once, generate
+from crosstune.torch_engine.results.verify import model_logits
+from crosstune.torch_engine.session.session import TorchSession
+
+
+class TextSession(TorchSession):
+    def logits(self, prompts: Prompts) -> Logits:
+        """Return the logits in eval mode, in the precision of training."""
+        with self.connected(EVALUATING), evaluating(self.model), memory_errors(self.device, doing=EVALUATING):
+            return model_logits(self.model, prompts, precision=self.precision, device=self.device)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int] = (),
+        sampling: Sampling = GREEDY,
+        on_token: OnToken | None = None,
+    ) -> list[list[int]]:
+        limit = memory_errors(self.device, doing=GENERATING)
+        with (
+            self.connected(GENERATING),
+            evaluating(self.model),
+            limit,
+            self._cast_once(),
+            self.precision.context(self.device),
+        ):
+            return generate(
+                self.model,
+                prompts,
+                device=self.device,
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+                sampling=sampling,
+                on_token=on_token,
+            )
+
+    def _cast_once(self) -> contextlib.AbstractContextManager[None]:
+        """Cast adapters and head once for all passes; not where weights are divided, or code compiled for them as they are."""
+        if self.parallel is not None or self.plan.config.torch_compile:
+            return contextlib.nullcontext()
+        return cast_once(self.model, self.precision)

@@ -1,0 +1,264 @@
+"""Find the other processes of a run: reach the master, and wait until every rank has signed in."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+
+from crosstune.config.load import add_variables
+from crosstune.core.errors import PeerLost, PortTaken, UserError
+from crosstune.distributed.master import check_master, is_loopback, listen, plain_address, reach
+from crosstune.process.ranks import Limits, Ranks
+
+
+def join_store(ranks: Ranks, limits: Limits) -> dist.Store:
+    """Return the store of this attempt, after all ranks have signed in to it.
+
+    The store of torchrun's agent outlives a restart: without a prefix for each attempt, a process would read the
+    address of one that is gone.
+    """
+    if ranks.num_nodes > 1:
+        check_master(ranks.master_addr, node_rank=ranks.node_rank)
+    deadline = time.monotonic() + limits.connect_s
+    served = _serve_store(ranks, limits) if ranks.serves_store else None
+    ends = _await_master(ranks, limits)
+    opened = served if served is not None else _open_client(ranks, deadline)
+    store = dist.PrefixStore(f"crosstune/{ranks.attempt}", opened)
+    with _store_errors(ranks):
+        _sign_in(store, ranks, ends)
+        _await_all(store, ranks, deadline, limits)
+    store.set_timeout(timedelta(seconds=limits.collective_s))
+    return store
+
+
+def second_connection(ranks: Ranks, limits: Limits) -> dist.Store:
+    """Return another connection to the store, for a thread that must not wait for the first one."""
+    return _open_client(ranks, time.monotonic() + limits.connect_s)
+
+
+def shared_store(store: dist.Store) -> dist.Store:
+    """Return the store without the prefix of the attempt."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def use_interface_of(ranks: Ranks, store: dist.Store) -> None:
+    """Make gloo and NCCL use the network interface between this machine and the master, unless the user chose one.
+
+    Otherwise gloo uses the address of the host's name, often loopback or another network.
+    """
+    interface = _interface_between(ranks, store)
+    if interface is None:
+        return
+    add_variables({"GLOO_SOCKET_IFNAME": interface})
+    if ranks.num_nodes > 1:
+        add_variables({"NCCL_SOCKET_IFNAME": interface})
+
+
+def _interface_between(ranks: Ranks, store: dist.Store) -> str | None:
+    """Return the interface from which this rank reached the master; on the master's own machine, where that may be
+    loopback, the one at which another machine reached it."""
+    own = json.loads(store.get(f"rank/{ranks.rank}"))["from"]
+    if ranks.num_nodes > 1 and is_loopback(own):
+        entries = (json.loads(store.get(f"rank/{rank}")) for rank in range(ranks.size))
+        own = next((entry["reached"] for entry in entries if not is_loopback(entry["reached"])), own)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(plain_address(one.address) == plain_address(own) for one in addresses):
+            return name
+    return None
+
+
+def _serve_store(ranks: Ranks, limits: Limits) -> dist.Store:
+    return dist.TCPStore(
+        ranks.master_addr,
+        ranks.master_port,
+        is_master=True,
+        timeout=timedelta(seconds=limits.connect_s),
+        wait_for_workers=False,
+        master_listen_fd=_listen(ranks).detach(),
+    )
+
+
+def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
+    """Connect to the master's store, in a thread: torch waits forever for a program that accepts and stays silent."""
+    place = f"{ranks.master_addr}:{ranks.master_port}"
+    found: list[dist.Store] = []
+    problems: list[str] = []
+    left_s = max(1.0, deadline - time.monotonic())
+
+    def open_it() -> None:
+        try:
+            found.append(
+                dist.TCPStore(
+                    ranks.master_addr,
+                    ranks.master_port,
+                    is_master=False,
+                    timeout=timedelta(seconds=left_s),
+                    wait_for_workers=False,
+                )
+            )
+        except RuntimeError as error:
+            problems.append(str(error).strip().splitlines()[0])
+
+    thread = threading.Thread(target=open_it, daemon=True)
+    thread.start()
+    thread.join(left_s)
+    if found:
+        return found[0]
+    raise UserError(
+        f"{ranks.name} reaches {place}, but another program answers there.",
+        why=problems[0] if problems else f"it did not answer as a store within {left_s:.0f} s.",
+        do="choose another --master_port (MASTER_PORT): some other program has this one",
+    )
+
+
+def _listen(ranks: Ranks) -> socket.socket:
+    """Listen at the address of the master only, so that a run on one machine cannot be reached from outside."""
+    where = f"{ranks.name} cannot listen on {ranks.master_addr}:{ranks.master_port}."
+    try:
+        return listen(ranks.master_addr, ranks.master_port, several=ranks.num_nodes > 1)
+    except socket.gaierror as error:
+        raise _unreachable(
+            ranks, why=f"{ranks.master_addr} is not the address of any machine: {error}"
+        ) from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortTaken(
+                where, why="another program has this port.", do="choose another --master_port (MASTER_PORT)"
+            ) from error
+        raise UserError(
+            where, why=f"{error}.", do="set MASTER_ADDR to an address of the machine on which rank 0 runs"
+        ) from error
+
+
+def _await_master(ranks: Ranks, limits: Limits) -> dict[str, str]:
+    """Wait until the master listens; return both ends of a connection to it."""
+    try:
+        with reach(
+            ranks.master_addr, ranks.master_port, limit_s=limits.connect_s, node_rank=ranks.node_rank
+        ) as found:
+            return {"reached": str(found.getpeername()[0]), "from": str(found.getsockname()[0])}
+    except OSError as error:
+        raise _unreachable(ranks, why=str(error)) from error
+
+
+def _unreachable(ranks: Ranks, *, why: str) -> UserError:
+    return UserError(
+        f"{ranks.name} cannot reach the first process at {ranks.master_addr}:{ranks.master_port}.",
+        why=why,
+        do="set MASTER_ADDR and MASTER_PORT to the address of rank 0 for all processes, start all of them, and let the "
+        "port through the firewall",
+    )
+
+
+def _sign_in(store: dist.Store, ranks: Ranks, ends: dict[str, str]) -> None:
+    """Record this rank; raise if another process has it."""
+    entry = {"host": ranks.host, "size": ranks.size, **ends}
+    if store.add(f"count/{ranks.rank}", 1) > 1:
+        raise UserError(
+            f"Two processes say that they are rank {ranks.rank} of {ranks.size}.",
+            why=f"both reached the store at {ranks.master_addr}:{ranks.master_port}.",
+            do="give each process its own RANK; two runs at the same time need different values of MASTER_PORT",
+        )
+    store.set(f"rank/{ranks.rank}", json.dumps(entry))
+
+
+def _await_all(store: dist.Store, ranks: Ranks, deadline: float, limits: Limits) -> None:
+    """Wait until all ranks have signed in; raise if one has another number of processes."""
+    missing = set(range(ranks.size))
+    while True:
+        for rank in sorted(missing):
+            if not store.check([f"rank/{rank}"]):
+                continue
+            entry = json.loads(store.get(f"rank/{rank}"))
+            if entry["size"] != ranks.size:
+                raise UserError(
+                    f"Rank {rank} (host {entry['host']}) is one of {entry['size']}, {ranks.name} is not.",
+                    do="start all processes of the run with the same WORLD_SIZE",
+                )
+            missing.discard(rank)
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{_listed(sorted(missing))} of {ranks.size} did not come within {limits.connect_s:g} s.",
+                why=f"{ranks.name} waited for it at {ranks.master_addr}:{ranks.master_port}.",
+                do="look at the output of that process; start all processes within this time, or raise --connect_timeout",
+            )
+        time.sleep(0.02)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
+    return f"Rank {shown}" if len(ranks) == 1 else f"Ranks {shown}"
+
+
+@contextlib.contextmanager
+def _store_errors(ranks: Ranks) -> Iterator[None]:
+    """Raise a UserError if the store goes away while the processes sign in."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UserError(
+            f"{ranks.name} lost the first process at {ranks.master_addr}:{ranks.master_port} while it connected.",
+            why=str(error).strip().splitlines()[0],
+            do="read the last output of rank 0",
+        ) from error
+
+
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|timed out|aborted)|broken pipe|socket (closed|timeout)"
+    r"|timed out waiting|wait timeout|watchdog|peer closed|unhandled system error|remote process exited"
+    r"|ncclremoteerror|ncclsystemerror|gloo (send|recv)|application timeout|read error|writev? error",
+    re.IGNORECASE,
+)
+_MISMATCH = re.compile(r"Detected mismatch between collectives on ranks")
+_FROM_A_COLLECTIVE = re.compile(r"gloo|nccl|xccl|c10d|socket|store|process ?group", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def peer_errors(ranks: Ranks, *, doing: str) -> Iterator[None]:
+    """Raise PeerLost for errors of collectives inside the block that come from another process, and a UserError for
+    collectives that differ, which torch compares with --debug_collectives."""
+    try:
+        yield
+    except RuntimeError as error:  # also DistBackendError, DistNetworkError and DistStoreError
+        if _MISMATCH.search(str(error)):
+            raise UserError(
+                f"{ranks.name}: the processes of the run do different collectives in {doing}.",
+                why=_first_line(error),
+                do="a model or recipe must do the same operations on every process; the message names the one that differs",
+            ) from error
+        if not is_lost_peer(error):
+            raise
+        raise PeerLost(
+            f"{ranks.name} lost the connection to another process in {doing}.",
+            why=_first_line(error),
+            do="read the last output of that process; --resume continues the run from its newest checkpoint",
+        ) from error
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Return whether an error of torch means that another process is gone, or did not answer in time."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    text = str(error)
+    return bool(
+        _LOST.search(text) and (isinstance(error, dist.DistBackendError) or _FROM_A_COLLECTIVE.search(text))
+    )
+
+
+def _first_line(error: RuntimeError) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
