@@ -142,7 +142,7 @@ def test_errors_of_every_command_are_clean(
 
 def test_a_traceback_of_ours_is_clean() -> None:
     code = (
-        "from crosstune.cli import main, options\n"
+        "from crosstune.cli import main; from crosstune.cli.commands import options\n"
         f"def run(words): raise RuntimeError({HOSTILE!r})\n"
         "options.run = run\n"
         "main.main(['options'])\n"

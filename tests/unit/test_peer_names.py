@@ -152,7 +152,7 @@ def test_one_option_under_two_names_is_refused() -> None:
 
 
 def test_a_removed_option_says_what_to_do_and_is_silent_when_off(tmp_path: Path) -> None:
-    assert list(load(file=write(tmp_path, "cuda_graphs: false\n")).asked) == []
+    assert list(load(file=write(tmp_path, "cuda_graphs: false\n")).sources) == []
     for make in (lambda: load("--cuda_graphs"), lambda: load(file=write(tmp_path, "cuda_graphs: true\n"))):
         with pytest.raises(ConfigError, match="no longer has the option cuda_graphs"):
             make()

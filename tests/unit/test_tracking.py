@@ -183,7 +183,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = {[str(Path(__file__).parents[1])]!r}
 from tracked import RECORDING, Seen, planted
-from crosstune.cli import main, options
+from crosstune.cli import main; from crosstune.cli.commands import options
 from crosstune.config.load import make_config
 from crosstune.tracking import observe
 HANGS = RECORDING.replace('self.note(do="log"', '''
