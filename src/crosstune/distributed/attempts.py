@@ -1,4 +1,4 @@
-"""Decide after an attempt: which rank failed first, the message for the user, and whether to start again."""
+"""Decide after an attempt: which rank failed first, what to tell the user, and whether to restart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from crosstune.core.errors import (
 )
 
 PORT_ATTEMPTS = 4
-"""Starts with another port when a program takes one that was free."""
+"""Attempts with another port after a program took the chosen one."""
 _CONTINUE = "  do:  if a checkpoint was saved, run the same command with --resume auto to continue from it"
 
 
@@ -33,7 +33,7 @@ class Failure:
     lines: Sequence[str] = ()
     """The last lines of its output; none for rank 0, whose output is the terminal."""
     ended: bool = False
-    """True if its launcher stopped it after another failure."""
+    """Whether its launcher stopped it after another failure."""
 
     def sentence(self, size: int) -> str:
         how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
@@ -48,7 +48,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The end of the ranks of one machine."""
+    """The exit codes and failures of one machine's ranks."""
 
     codes: dict[int, int]
     failures: list[Failure] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Report:
     """The stop signals that the launcher received."""
 
     def to_json(self, *, limit: int) -> dict[str, Any]:
-        """Return the report as at most `limit` bytes of JSON, without the output of the last failures if need be."""
+        """Return at most `limit` bytes of JSON; drop the output of the last failures to fit."""
         data = dataclasses.asdict(self)
         lines = [failure.pop("lines") for failure in data["failures"]]
         left = limit - len(json.dumps(data))
@@ -78,11 +78,13 @@ class Report:
                 signals=[int(number) for number in data["signals"]],
             )
         except (TypeError, AttributeError, LookupError) as error:
-            raise ValueError(f"it is no report: {error!r}") from error
+            raise ValueError(f"not a report: {error!r}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
+    """The end of a run: exit code and messages."""
+
     code: int
     lines: tuple[str, ...] = ()
     """Messages for the user, in addition to the output of rank 0."""
@@ -90,17 +92,17 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptDecision:
-    """The decision of all launchers after an attempt: start again, or end with an outcome."""
+    """Restart, or end with an outcome; the same on every machine."""
 
     outcome: Outcome
     again: bool = False
     restarts: int = 0
-    """The number of restarts after a failure so far."""
+    """Restarts after a failure so far."""
 
 
 @dataclass(kw_only=True)
 class RestartPolicy:
-    """Decide after each attempt, and count them."""
+    """Decide after each attempt, and count attempts and restarts."""
 
     size: int
     max_restarts: int
@@ -110,9 +112,9 @@ class RestartPolicy:
     taken_ports: int = 0
 
     def decide(self, reports: Sequence[Report]) -> AttemptDecision:
-        """Return the decision; the report of the machine that failed first comes first.
+        """Return the decision; `reports` starts with the machine that failed first.
 
-        Start again after a kill, a lost connection or a crash, but not after a user's mistake, a hang or a signal.
+        Restart after a kill, a lost connection or a crash, but not after a user's mistake, a hang or a signal.
         """
         self.attempt += 1
         codes = [code for report in reports for code in report.codes.values()]
@@ -140,7 +142,7 @@ def _signal_name(number: int) -> str:
 
 
 def _first_cause(failures: Sequence[Failure]) -> Failure:
-    """Return the rank that failed first on its own; rank 0 if it failed in the same way, as it printed the reason."""
+    """Return the rank that failed first by itself; rank 0 if it failed with the same code, as it printed the reason."""
     own = [failure for failure in failures if not failure.ended] or list(failures)
     first = next((failure for failure in own if failure.code != EXIT_PEER_LOST), own[0])
     return next((failure for failure in own if failure.rank == 0 and failure.code == first.code), first)
@@ -157,7 +159,7 @@ def _outcome(cause: Failure, signals: Sequence[int], *, size: int) -> Outcome:
         return Outcome(code=EXIT_USER_MUST_ACT)  # it has printed the reason
     shown = [f"  {cause.rank} | {line}" for line in cause.lines]
     if cause.code == EXIT_HUNG:  # its watchdog says who hangs
-        lines = ("the run was ended, because one of its processes hangs.", *shown, _CONTINUE)
+        lines = ("the run was ended because one of its processes hangs.", *shown, _CONTINUE)
         return Outcome(code=EXIT_OUR_FAULT, lines=lines)
     lines = (f"{cause.sentence(size)}, so the others were stopped.", *shown, _CONTINUE)
     return Outcome(code=cause.shell_code, lines=lines)

@@ -1,6 +1,6 @@
-"""Keep the launchers of several machines in step: all start an attempt together, and all end it together.
+"""Start and end each attempt on all machines together.
 
-The coordinator runs in a thread of the first machine's launcher; every launcher, the first one too, connects to it.
+The coordinator runs in a thread of the first machine's launcher; every launcher, including that one, connects to it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _RunEnded(Exception):
 
 @dataclass(kw_only=True)
 class Coordinator:
-    """The first machine's side of the launchers' conversation."""
+    """The server side of the launchers' protocol; `links.SeveralMachines` is the client."""
 
     nodes: Nodes
     max_restarts: int
@@ -58,7 +58,7 @@ class Coordinator:
     _arrived: queue.Queue[tuple[Channel, Message]] = field(default_factory=queue.Queue)
 
     def start(self) -> None:
-        """Listen at the master's address, and coordinate in a thread."""
+        """Listen at the master address, and coordinate in a thread."""
         where = f"{self.nodes.master_addr}:{self.nodes.master_port}"
         try:
             listening = self._listen()
@@ -78,7 +78,7 @@ class Coordinator:
         threading.Thread(target=self._coordinate, daemon=True).start()
 
     def _listen(self) -> socket.socket:
-        """Listen; the name of a Kubernetes pod resolves only some seconds after the pod has started."""
+        """Listen; wait for the name to resolve, which takes seconds for a new Kubernetes pod."""
         nodes, deadline = self.nodes, time.monotonic() + self.connect_s
         while True:
             try:
@@ -100,7 +100,7 @@ class Coordinator:
             channel.close()
 
     def _coordinate(self) -> None:
-        """Lead the run to its end. A bug here must end it too: the launchers would wait for us forever."""
+        """Run all attempts. A bug here must end the run too: the launchers would wait forever."""
         outcome = Outcome(
             code=EXIT_OUR_FAULT, lines=("the launcher of the first machine failed; its output says how.",)
         )
@@ -112,7 +112,7 @@ class Coordinator:
             self._finish(outcome)
 
     def _lead(self) -> Outcome:
-        """Run attempts until one succeeds or a restart would not help."""
+        """Run attempts until the restart policy ends the run."""
         policy = RestartPolicy(size=self._join(), max_restarts=self.max_restarts)
         while True:
             decision = policy.decide(self._run(policy.attempt, size=policy.size))
@@ -121,7 +121,7 @@ class Coordinator:
             self._tell({"again": decision.restarts, "lines": list(decision.outcome.lines)})
 
     def _finish(self, outcome: Outcome) -> None:
-        """Tell the other machines first and let them hang up: this process ends when our own launcher is told."""
+        """Tell the other machines first and let them hang up: this process exits once our own launcher is told."""
         message = {"end": outcome.code, "lines": list(outcome.lines)}
         while 0 not in self._members:  # our own launcher connects right after us
             channel, hello = self._arrived.get()
@@ -145,7 +145,7 @@ class Coordinator:
                 numbers = ", ".join(str(node) for node in missing[:8])
                 raise _RunEnded(
                     _refusal(
-                        f"Of the {self.nodes.num_nodes} machines, NODE_RANK {numbers} did not come within {self.connect_s:g} s.",
+                        f"Of the {self.nodes.num_nodes} machines, NODE_RANK {numbers} did not connect within {self.connect_s:g} s.",
                         do="start the command on every machine, with the same NNODES, MASTER_ADDR and MASTER_PORT",
                     )
                 ) from None
@@ -155,7 +155,7 @@ class Coordinator:
         return size
 
     def _admit(self, channel: Channel, hello: Message) -> None:
-        """Add the launcher that said hello; end the run if it does not fit."""
+        """Add a launcher; end the run if its version, NNODES or NODE_RANK does not fit."""
         node, host, num_local = hello.get("node"), readable(str(hello.get("host"))), hello.get("num_local")
         if type(node) is not int or type(num_local) is not int or not 1 <= num_local <= MOST_PROCESSES:
             channel.close()  # not a launcher of ours
@@ -183,7 +183,7 @@ class Coordinator:
         raise _RunEnded(refusal)
 
     def _run(self, attempt: int, *, size: int) -> list[Report]:
-        """Run one attempt; return the reports, of the machine that failed first first. A failure on one stops all."""
+        """Run one attempt; return the reports in order of failure. A failure on one machine stops all."""
         [port] = free_ports(1, address=self.nodes.master_addr)
         for member in self._members.values():
             member.channel.send({"go": attempt, "first_rank": member.first_rank, "size": size, "port": port})

@@ -1,4 +1,8 @@
-"""Read from environment variables the rank of this process, or the processes to start on this machine."""
+"""Read the rank of this process, or the machines of the run, from environment variables.
+
+Ranks come from torchrun, crosstune's launcher (the same variables), srun or mlx.launch. NNODES, NODE_RANK and
+NPROC_PER_NODE name machines: each of them starts its own ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, shown
@@ -15,140 +20,6 @@ from crosstune.distributed.master import is_loopback
 from crosstune.files.json_files import JSON_LIMIT, parse_json
 from crosstune.files.plain_files import UnreadableFile, read_plain_text
 from crosstune.process.ranks import Ranks
-
-_PORTS_FROM, _NUM_PORTS = 20_000, 12_000
-"""Below the ports that Linux gives to outgoing connections."""
-_ENTRY = re.compile(r"([^\[\],]+)(?:\[([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)\])?([^\[\],]*)")
-
-
-def ranks_in_slurm(environment: Mapping[str, str]) -> Ranks | None:
-    """Return the rank that srun gave this process; None if srun did not start it, or started it alone."""
-    if not has(environment, "SLURM_PROCID") or _is_batch_script(environment):
-        return None
-    name = "SLURM_STEP_NUM_TASKS" if has(environment, "SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    size = read_number(environment, name, low=1, default=1)
-    if size == 1:
-        return None
-    rank = read_number(environment, "SLURM_PROCID", high=size - 1)
-    num_nodes = read_number(environment, "SLURM_STEP_NUM_NODES", low=1, default=0) or read_number(
-        environment, "SLURM_NNODES", low=1, default=1
-    )
-    local_rank = read_number(environment, "SLURM_LOCALID", high=size - 1, default=0)
-    return Ranks(
-        engine="torch",
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=_tasks_on_node(environment, size=size, num_nodes=num_nodes, local_rank=local_rank),
-        node_rank=read_number(environment, "SLURM_NODEID", default=0),
-        num_nodes=num_nodes,
-        host=socket.gethostname(),
-        master_addr=_master(environment),
-        master_port=read_port(environment, "MASTER_PORT", default=_port_of_job(environment)),
-        serves_store=rank == 0,
-    )
-
-
-def first_host(nodes: str) -> str:
-    """Return the first host of a node list such as `gpu[003-005,9],login1`."""
-    # A comma inside brackets separates numbers, every other one separates hosts.
-    entries = [_ENTRY.fullmatch(entry.strip()) for entry in re.split(r",(?![^\[]*\])", nodes)]
-    match = entries[0]
-    if match is None or None in entries:
-        raise UserError(
-            f"{shown(nodes)} is not a list of SLURM nodes (SLURM_JOB_NODELIST).",
-            do="set MASTER_ADDR to the address of the first machine",
-        )
-    before, numbers, after = match.groups()
-    number = re.split("[,-]", numbers)[0] if numbers else ""
-    return f"{before}{number}{after}"
-
-
-def _is_batch_script(environment: Mapping[str, str]) -> bool:
-    """Return whether this is the script of sbatch, which has SLURM_PROCID 0 without being one of several tasks."""
-    return has(environment, "SLURM_JOB_ID") and not has(environment, "SLURM_STEP_ID")
-
-
-def _master(environment: Mapping[str, str]) -> str:
-    if has(environment, "MASTER_ADDR"):
-        return read_address(environment, "MASTER_ADDR")
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        if has(environment, name):
-            return first_host(environment[name])
-    raise UserError(
-        "srun started this process, but SLURM_JOB_NODELIST is not set.",
-        why="the process cannot know on which machine the first one is.",
-        do="set MASTER_ADDR to the address of that machine",
-    )
-
-
-def _port_of_job(environment: Mapping[str, str]) -> int:
-    """Return a port that all processes of a job compute alike and other jobs are unlikely to use."""
-    job = read_number(environment, "SLURM_JOB_ID", high=2**40, default=0)
-    step = read_number(environment, "SLURM_STEP_ID", high=2**40, default=0)
-    return _PORTS_FROM + (job * 7 + step) % _NUM_PORTS
-
-
-def _tasks_on_node(environment: Mapping[str, str], *, size: int, num_nodes: int, local_rank: int) -> int:
-    """Return the number of tasks on this node; SLURM gives it for all nodes, such as `4(x2),3`."""
-    text = environment.get("SLURM_STEP_TASKS_PER_NODE", "") or environment.get("SLURM_TASKS_PER_NODE", "")
-    counts: list[int] = []
-    for entry in text.replace(" ", "").split(",") if text.strip() else []:
-        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", entry)
-        if match is None:
-            raise UserError(
-                f"SLURM_TASKS_PER_NODE cannot be {shown(text)} (an environment variable).",
-                do="srun sets it to counts such as 4(x2),3",
-            )
-        counts += [int(match[1])] * int(match[2] or 1)
-    node = read_number(environment, "SLURM_NODEID", default=0)
-    found = counts[node] if node < len(counts) else -(-size // num_nodes)
-    return max(found, local_rank + 1)
-
-
-MOST_PROCESSES = 2**20
-_ADDRESS = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")
-
-
-def has(environment: Mapping[str, str], name: str) -> bool:
-    """Return whether the variable is set to more than white space."""
-    return bool(environment.get(name, "").strip())
-
-
-def read_number(
-    environment: Mapping[str, str],
-    name: str,
-    *,
-    low: int = 0,
-    high: int = MOST_PROCESSES,
-    default: int | None = None,
-) -> int:
-    """Return an integer from `low` to `high`; the default where the variable is not set."""
-    if default is not None and not has(environment, name):
-        return default
-    text = environment[name].strip()
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
-        raise UserError(
-            f"{name} cannot be {shown(environment[name])} (an environment variable).",
-            do=f"set it to an integer from {low} to {high}, as the program that starts the processes does, or unset it",
-        )
-    return int(text)
-
-
-def read_port(environment: Mapping[str, str], name: str, *, default: int) -> int:
-    return read_number(environment, name, low=1, high=65535, default=default)
-
-
-def read_address(environment: Mapping[str, str], name: str) -> str:
-    """Return a host name or an address without its port."""
-    text = environment[name].strip()
-    if _ADDRESS.fullmatch(text) is None or text.count(":") == 1:
-        raise UserError(
-            f"{name} cannot be {shown(environment[name])} (an environment variable).",
-            do="set it to the name or address of the first machine, such as 10.0.0.1, without a port",
-        )
-    return text
-
 
 LAUNCHER = "CROSSTUNE_LAUNCHER"
 """The variable with the process id of crosstune's own launcher."""
@@ -158,6 +29,15 @@ ATTEMPT = "CROSSTUNE_ATTEMPT"
 """The variable with the number of restarts by crosstune's own launcher."""
 DEFAULT_PORT = 29500
 """The default port of torchrun."""
+MOST_PROCESSES = 2**20
+_LARGEST_ID = 2**40
+_SLURM_PORTS_FROM, _NUM_SLURM_PORTS = 20_000, 12_000
+"""Below the ports that Linux gives to outgoing connections."""
+_ADDRESS = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")
+_SLURM_HOSTS = re.compile(r"([^\[\],]+)(?:\[([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)\])?([^\[\],]*)")
+_SLURM_TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
+
+Environment = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,12 +62,12 @@ def read_nodes(config: Config | None = None) -> Nodes | None:
     return nodes_in(with_options(os.environ, config))
 
 
-def with_options(environment: Mapping[str, str], config: Config | None) -> Mapping[str, str]:
+def with_options(environment: Environment, config: Config | None) -> Environment:
     """Return the variables, with --master_addr and --master_port added."""
     asked = config.options_asked() if config is not None else {}
     options = {name.upper(): str(asked[name]) for name in ("master_addr", "master_port") if name in asked}
     for name, value in options.items():
-        if has(environment, name) and environment[name].strip() != value and LAUNCHER not in environment:
+        if _has(environment, name) and environment[name].strip() != value and LAUNCHER not in environment:
             raise UserError(
                 f"--{name.lower()} is {value}, but {name} is {environment[name].strip()} (an environment variable).",
                 do="leave one of them out",
@@ -195,126 +75,112 @@ def with_options(environment: Mapping[str, str], config: Config | None) -> Mappi
     return {**options, **environment}
 
 
-def ranks_in(environment: Mapping[str, str]) -> Ranks | None:
+def ranks_in(environment: Environment) -> Ranks | None:
     """Return the rank in these variables; None for a process that was started alone."""
     if environment.get("MLX_RANK"):
         return _ring_ranks(environment)
-    if has(environment, "RANK"):
+    if _has(environment, "RANK"):
         return _torch_ranks(environment)
-    if has(environment, "NNODES") or has(environment, "NPROC_PER_NODE"):
+    if _first_set(environment, "NNODES", "NPROC_PER_NODE"):
         return None  # for a launcher
-    if (ranks := ranks_in_slurm(environment)) is not None:
+    if (ranks := _slurm_ranks(environment)) is not None:
         return ranks
-    if has(environment, "WORLD_SIZE") and read_number(environment, "WORLD_SIZE", low=1) > 1:
+    if (size := _read_number(environment, "WORLD_SIZE", low=1, default=1)) > 1:
         raise UserError(
-            f"WORLD_SIZE is {environment['WORLD_SIZE'].strip()}, but RANK is not set.",
+            f"WORLD_SIZE is {size}, but RANK is not set.",
             why="the process cannot know which of them it is.",
             do="start the processes with `crosstune train --world_size N` or torchrun, which set both, or unset WORLD_SIZE",
         )
     return None
 
 
-def nodes_in(environment: Mapping[str, str]) -> Nodes | None:
+def nodes_in(environment: Environment) -> Nodes | None:
     """Return the machines in these variables; None if they are not set or the process already has a rank."""
-    if has(environment, "RANK") or not (has(environment, "NNODES") or has(environment, "NPROC_PER_NODE")):
+    if _has(environment, "RANK") or not _first_set(environment, "NNODES", "NPROC_PER_NODE"):
         return None
-    num_nodes = read_number(environment, "NNODES", low=1, default=1)
-    num_local = (
-        read_number(environment, "NPROC_PER_NODE", low=1) if has(environment, "NPROC_PER_NODE") else None
-    )
-    if num_nodes > 1:
-        for name, meaning in (
-            ("NODE_RANK", "which of them this machine is"),
-            ("MASTER_ADDR", "where the first one is"),
-        ):
-            if not has(environment, name):
-                raise UserError(
-                    f"NNODES is {num_nodes}, but {name} is not set.",
-                    why=f"the process cannot know {meaning}.",
-                    do="set NNODES, NODE_RANK (0 on the first machine) and MASTER_ADDR (the address of the first machine) "
-                    "on every machine",
-                )
-    node_rank = read_number(environment, "NODE_RANK", high=num_nodes - 1, default=0)
-    if has(environment, "WORLD_SIZE") and num_local is not None:
-        size = read_number(environment, "WORLD_SIZE", low=1)
-        if size != num_nodes * num_local:
+    num_nodes = _read_number(environment, "NNODES", low=1, default=1)
+    num_local = _read_number(environment, "NPROC_PER_NODE", low=1, default=0) or None
+    needed = {"NODE_RANK": "which of them this machine is", "MASTER_ADDR": "where the first one is"}
+    for name, meaning in needed.items():
+        if num_nodes > 1 and not _has(environment, name):
             raise UserError(
-                f"WORLD_SIZE is {size}, but NNODES x NPROC_PER_NODE is {num_nodes} x {num_local}.",
-                do="unset WORLD_SIZE, or set it to their product",
+                f"NNODES is {num_nodes}, but {name} is not set.",
+                why=f"the process cannot know {meaning}.",
+                do="set NNODES, NODE_RANK (0 on the first machine) and MASTER_ADDR (the address of the first machine) "
+                "on every machine",
             )
-    addr = read_address(environment, "MASTER_ADDR") if num_nodes > 1 else "127.0.0.1"
+    node_rank = _read_number(environment, "NODE_RANK", high=num_nodes - 1, default=0)
+    size = _read_number(environment, "WORLD_SIZE", low=1, default=0)
+    if size and num_local and size != num_nodes * num_local:
+        raise UserError(
+            f"WORLD_SIZE is {size}, but NNODES x NPROC_PER_NODE is {num_nodes} x {num_local}.",
+            do="unset WORLD_SIZE, or set it to their product",
+        )
     return Nodes(
         num_nodes=num_nodes,
         node_rank=node_rank,
         num_local=num_local,
-        master_addr=addr,
-        master_port=read_port(environment, "MASTER_PORT", default=DEFAULT_PORT),
+        master_addr=_read_address(environment, "MASTER_ADDR") if num_nodes > 1 else "127.0.0.1",
+        master_port=_read_port(environment),
     )
 
 
-def _torch_ranks(environment: Mapping[str, str]) -> Ranks | None:
+def _torch_ranks(environment: Environment) -> Ranks | None:
     """Return the rank in the variables of torchrun, crosstune's launcher and schedulers."""
-    if not has(environment, "WORLD_SIZE"):
+    if not _has(environment, "WORLD_SIZE"):
         raise UserError(
             "RANK is set, but WORLD_SIZE is not.",
             why="the process cannot know how many there are.",
             do="start the processes with `crosstune train --world_size N` or torchrun, which set both, or unset RANK",
         )
-    size = read_number(environment, "WORLD_SIZE", low=1)
-    rank = read_number(environment, "RANK", high=size - 1)
+    size = _read_number(environment, "WORLD_SIZE", low=1)
+    rank = _read_number(environment, "RANK", high=size - 1)
     if size == 1:
         return None
-    if not has(environment, "MASTER_ADDR"):
+    if not _has(environment, "MASTER_ADDR"):
         raise UserError(
             f"This process is rank {rank} of {size}, but MASTER_ADDR is not set.",
             why="it cannot know where the first process is.",
             do="set MASTER_ADDR (and MASTER_PORT) to the address of rank 0 for every process, or use torchrun",
         )
     local_size = _local_size(environment, size)
-    num_nodes = read_number(
-        environment,
-        "GROUP_WORLD_SIZE",
-        low=1,
-        high=size,
-        default=read_number(environment, "NNODES", low=1, default=1),
-    )
+    num_nodes = _read_number(environment, "NNODES", low=1, default=1)
+    node_rank = _first_set(environment, "GROUP_RANK", "NODE_RANK")
+    restarts = _first_set(environment, "TORCHELASTIC_RESTART_COUNT") or ATTEMPT
     by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE", "").strip() == "True"
-    restarts = "TORCHELASTIC_RESTART_COUNT" if has(environment, "TORCHELASTIC_RESTART_COUNT") else ATTEMPT
     return Ranks(
         engine="torch",
         rank=rank,
         size=size,
-        local_rank=read_number(environment, "LOCAL_RANK", high=local_size - 1, default=rank % local_size),
+        local_rank=_read_number(environment, "LOCAL_RANK", high=local_size - 1, default=rank % local_size),
         local_size=local_size,
-        node_rank=_node_rank(environment, rank // local_size),
-        num_nodes=num_nodes,
+        node_rank=_read_number(environment, node_rank) if node_rank else rank // local_size,
+        num_nodes=_read_number(environment, "GROUP_WORLD_SIZE", low=1, high=size, default=num_nodes),
         host=socket.gethostname(),
-        launcher=read_number(environment, LAUNCHER, high=2**31) if has(environment, LAUNCHER) else None,
-        launch_folder=environment.get(LAUNCH_FOLDER) or None,
-        attempt=read_number(environment, restarts, high=2**31, default=0),
-        master_addr=read_address(environment, "MASTER_ADDR"),
-        master_port=read_port(environment, "MASTER_PORT", default=DEFAULT_PORT),
+        attempt=_read_number(environment, restarts, high=2**31, default=0),
+        master_addr=_read_address(environment, "MASTER_ADDR"),
+        master_port=_read_port(environment),
         serves_store=rank == 0 and not by_agent,
+        **_launcher_fields(environment),
     )
 
 
-def _local_size(environment: Mapping[str, str], size: int) -> int:
-    for name in ("LOCAL_WORLD_SIZE", "NPROC_PER_NODE"):
-        if has(environment, name):
-            return read_number(environment, name, low=1, high=size)
-    if has(environment, "NNODES"):
-        return max(1, size // read_number(environment, "NNODES", low=1, high=size))
+def _local_size(environment: Environment, size: int) -> int:
+    if name := _first_set(environment, "LOCAL_WORLD_SIZE", "NPROC_PER_NODE"):
+        return _read_number(environment, name, low=1, high=size)
+    if _has(environment, "NNODES"):
+        return max(1, size // _read_number(environment, "NNODES", low=1, high=size))
     return size if is_loopback(environment["MASTER_ADDR"].strip()) else 1
 
 
-def _node_rank(environment: Mapping[str, str], otherwise: int) -> int:
-    for name in ("GROUP_RANK", "NODE_RANK"):
-        if has(environment, name):
-            return read_number(environment, name)
-    return otherwise
+def _launcher_fields(environment: Environment) -> dict[str, Any]:
+    return {
+        "launcher": _read_number(environment, LAUNCHER, high=2**31, default=0) or None,
+        "launch_folder": environment.get(LAUNCH_FOLDER) or None,
+    }
 
 
-def _ring_ranks(environment: Mapping[str, str]) -> Ranks | None:
+def _ring_ranks(environment: Environment) -> Ranks | None:
     """Return the rank in an MLX ring, as mlx.launch sets it."""
     hostfile = environment.get("MLX_HOSTFILE")
     if not hostfile:
@@ -326,7 +192,7 @@ def _ring_ranks(environment: Mapping[str, str]) -> Ranks | None:
     hosts = _read_hosts(Path(hostfile))
     if len(hosts) < 2:
         return None
-    rank = read_number(environment, "MLX_RANK", high=len(hosts) - 1)
+    rank = _read_number(environment, "MLX_RANK", high=len(hosts) - 1)
     neighbours = [place for place, host in enumerate(hosts) if host == hosts[rank]]
     return Ranks(
         engine="mlx",
@@ -336,9 +202,8 @@ def _ring_ranks(environment: Mapping[str, str]) -> Ranks | None:
         local_size=len(neighbours),
         num_nodes=len(set(hosts)),
         host=socket.gethostname(),
-        launcher=read_number(environment, LAUNCHER, high=2**31) if has(environment, LAUNCHER) else None,
-        launch_folder=environment.get(LAUNCH_FOLDER) or None,
-        attempt=read_number(environment, ATTEMPT, high=2**31, default=0),
+        attempt=_read_number(environment, ATTEMPT, high=2**31, default=0),
+        **_launcher_fields(environment),
     )
 
 
@@ -361,3 +226,121 @@ def _read_hosts(path: Path) -> list[str]:
             do='MLX_HOSTFILE is a JSON list of the addresses of each rank, such as [["10.0.0.1:5000"], '
             '["10.0.0.2:5000"]]; mlx.launch writes it',
         ) from error
+
+
+def _slurm_ranks(environment: Environment) -> Ranks | None:
+    """Return the rank that srun gave this process; None if srun did not start it, or started it alone."""
+    # The script of sbatch has SLURM_PROCID 0 too, but no SLURM_STEP_ID.
+    is_batch_script = _has(environment, "SLURM_JOB_ID") and not _has(environment, "SLURM_STEP_ID")
+    if not _has(environment, "SLURM_PROCID") or is_batch_script:
+        return None
+    tasks = _first_set(environment, "SLURM_STEP_NUM_TASKS") or "SLURM_NTASKS"
+    size = _read_number(environment, tasks, low=1, default=1)
+    if size == 1:
+        return None
+    rank = _read_number(environment, "SLURM_PROCID", high=size - 1)
+    nodes = _first_set(environment, "SLURM_STEP_NUM_NODES") or "SLURM_NNODES"
+    num_nodes = _read_number(environment, nodes, low=1, default=1)
+    node_rank = _read_number(environment, "SLURM_NODEID", default=0)
+    local_rank = _read_number(environment, "SLURM_LOCALID", high=size - 1, default=0)
+    counts = _slurm_tasks(environment)
+    local_size = counts[node_rank] if node_rank < len(counts) else -(-size // num_nodes)
+    # All processes of a job compute the same port, and other jobs are unlikely to.
+    job = _read_number(environment, "SLURM_JOB_ID", high=_LARGEST_ID, default=0)
+    step = _read_number(environment, "SLURM_STEP_ID", high=_LARGEST_ID, default=0)
+    return Ranks(
+        engine="torch",
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=max(local_size, local_rank + 1),
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        host=socket.gethostname(),
+        master_addr=_slurm_master(environment),
+        master_port=_read_port(environment, default=_SLURM_PORTS_FROM + (job * 7 + step) % _NUM_SLURM_PORTS),
+        serves_store=rank == 0,
+    )
+
+
+def _slurm_tasks(environment: Environment) -> list[int]:
+    """Return the number of tasks on each node; SLURM writes it as `4(x2),3`."""
+    name = _first_set(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    counts: list[int] = []
+    text = environment[name].replace(" ", "") if name else ""
+    for entry in text.split(",") if text else []:
+        match = _SLURM_TASKS.fullmatch(entry)
+        if match is None:
+            raise UserError(
+                f"{name} cannot be {shown(text)} (an environment variable).",
+                do="srun sets it to counts such as 4(x2),3",
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _slurm_master(environment: Environment) -> str:
+    if _has(environment, "MASTER_ADDR"):
+        return _read_address(environment, "MASTER_ADDR")
+    name = _first_set(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    if name is None:
+        raise UserError(
+            "srun started this process, but SLURM_JOB_NODELIST is not set.",
+            why="the process cannot know on which machine the first one is.",
+            do="set MASTER_ADDR to the address of that machine",
+        )
+    # `gpu[003-005,9],login1`: a comma inside brackets separates numbers, every other one separates hosts.
+    nodes = environment[name]
+    entries = [_SLURM_HOSTS.fullmatch(entry.strip()) for entry in re.split(r",(?![^\[]*\])", nodes)]
+    match = entries[0]
+    if match is None or None in entries:
+        raise UserError(
+            f"{shown(nodes)} is not a list of SLURM nodes ({name}).",
+            do="set MASTER_ADDR to the address of the first machine",
+        )
+    before, numbers, after = match.groups()
+    return f"{before}{re.split('[,-]', numbers or '')[0]}{after}"
+
+
+def _has(environment: Environment, name: str) -> bool:
+    """Return whether the variable is set to more than white space."""
+    return bool(environment.get(name, "").strip())
+
+
+def _first_set(environment: Environment, *names: str) -> str | None:
+    return next((name for name in names if _has(environment, name)), None)
+
+
+def _read_number(
+    environment: Environment,
+    name: str,
+    *,
+    low: int = 0,
+    high: int = MOST_PROCESSES,
+    default: int | None = None,
+) -> int:
+    """Return an integer from `low` to `high`; the default where the variable is not set."""
+    if default is not None and not _has(environment, name):
+        return default
+    text = environment[name].strip()
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
+        raise UserError(
+            f"{name} cannot be {shown(environment[name])} (an environment variable).",
+            do=f"set it to an integer from {low} to {high}, as the program that starts the processes does, or unset it",
+        )
+    return int(text)
+
+
+def _read_port(environment: Environment, *, default: int = DEFAULT_PORT) -> int:
+    return _read_number(environment, "MASTER_PORT", low=1, high=65535, default=default)
+
+
+def _read_address(environment: Environment, name: str) -> str:
+    """Return a host name or an address without its port."""
+    text = environment[name].strip()
+    if _ADDRESS.fullmatch(text) is None or text.count(":") == 1:
+        raise UserError(
+            f"{name} cannot be {shown(environment[name])} (an environment variable).",
+            do="set it to the name or address of the first machine, such as 10.0.0.1, without a port",
+        )
+    return text

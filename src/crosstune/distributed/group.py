@@ -1,4 +1,5 @@
-"""Coordinate the processes of a run: connect them, share the machine report, and check that they agree."""
+"""Coordinate the processes of a run: connect them, share the machine report, check that they agree, and remember the run
+folder over restarts."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ from crosstune.process.this_process import note_connected, note_left
 SHARED_FOLDER_S = 20.0
 """Time for a file to appear on another machine."""
 _TOKEN = ".shared"
-_OPTIONS, _SHOWN_KEYS = "options", 8
+"""File in the run folder that shows whether the folder is shared."""
+_RUN_FOLDER = "run-folder"
+"""File in the launcher's folder with the path of the run folder."""
+_SHOWN_KEYS = 8
 
 
 @contextlib.contextmanager
@@ -58,6 +62,15 @@ def connected(config: Config, ranks: Ranks | None) -> Iterator[Group]:
         note_left()
 
 
+def connect(ranks: Ranks | None, limits: Limits | None = None) -> Group:
+    """Connect to the other processes of the run with the engine's collectives."""
+    if ranks is None:
+        return SingleProcess()
+    engine = importlib.import_module(f"crosstune.{ranks.engine}_engine.group")
+    group: Group = engine.connect(ranks, limits if limits is not None else Limits())
+    return group
+
+
 @contextlib.contextmanager
 def naming_rank(group: Group) -> Iterator[None]:
     """Prefix the errors of other ranks than 0 with the rank and its host."""
@@ -69,8 +82,39 @@ def naming_rank(group: Group) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def in_turn(group: Group) -> Iterator[None]:
+    """Run the block first on one process of each host, so that the others find its results cached."""
+    is_first = group.ranks.local_rank == 0
+    if not is_first:
+        group.meet()
+    yield
+    if is_first:
+        group.meet()
+
+
+def share_machine(group: Group, probe: Callable[[], Machine]) -> Machine:
+    """Return the machine of rank 0, so that all processes make the same plan."""
+    if group.ranks.size == 1:
+        return probe()
+    text = group.share(json.dumps(probe().to_json()) if group.ranks.first else "")
+    return Machine.from_json(json.loads(text), source="the first process")
+
+
+def check_versions(group: Group) -> None:
+    """Raise a UserError in every process unless all have the same versions of crosstune and the engine."""
+    engine = group.ranks.engine
+    own = f"crosstune {__version__}, {engine} {importlib.metadata.version(engine)}"
+    if not group.same(own):
+        raise UserError(
+            f"The {group.ranks.size} processes of the run have different versions.",
+            why=f"{group.ranks.name} has {own}; the first process has {group.share(own)}.",
+            do="install the same versions on every machine",
+        )
+
+
 def check_shared_folder(group: Group, folder: Path) -> None:
-    """Raise a UserError in every process unless all of them see the run folder of the first one."""
+    """Raise a UserError in every process unless all see the run folder of rank 0."""
     if group.ranks.num_nodes == 1:
         return
     token = folder / _TOKEN
@@ -103,68 +147,10 @@ def _sees(token: Path, word: str) -> bool:
         time.sleep(0.1)
 
 
-def check_versions(group: Group) -> None:
-    """Raise a UserError in every process unless all have the same versions of crosstune and of the engine."""
-    packages = ("crosstune", group.ranks.engine)
-    found = {"crosstune": __version__, group.ranks.engine: importlib.metadata.version(group.ranks.engine)}
-    own = ", ".join(f"{name} {found[name]}" for name in packages)
-    if not group.same(own):
-        raise UserError(
-            f"The {group.ranks.size} processes of the run have different versions.",
-            why=f"{group.ranks.name} has {own}; the first process has {group.share(own)}.",
-            do="install the same versions on every machine",
-        )
-
-
-def connect(ranks: Ranks | None, limits: Limits | None = None) -> Group:
-    """Connect to the other processes of the run."""
-    if ranks is None:
-        return SingleProcess()
-    engine = importlib.import_module(f"crosstune.{ranks.engine}_engine.group")
-    group: Group = engine.connect(ranks, limits if limits is not None else Limits())
-    return group
-
-
-def with_world(config: Config, ranks: Ranks) -> Config:
-    """Set world_size to the number of processes, so that the record of the run has it."""
-    if ranks.size == 1 or config.world_size != -1:
-        return config
-    asked = {**config.sources, "world_size": "the processes that were started"}
-    return dataclasses.replace(config, world_size=ranks.size, sources=asked)
-
-
-def share_machine(group: Group, probe: Callable[[], Machine]) -> Machine:
-    """Return the machine of rank 0, so that all processes make the same plan."""
-    if group.ranks.size == 1:
-        return probe()
-    text = group.share(json.dumps(probe().to_json()) if group.ranks.first else "")
-    return Machine.from_json(json.loads(text), source="the first process")
-
-
-@contextlib.contextmanager
-def in_turn(group: Group) -> Iterator[None]:
-    """Run the block first on one process of each host, so that the others find its results cached."""
-    goes_first = group.ranks.local_rank == 0
-    if not goes_first:
-        group.meet()
-    yield
-    if goes_first:
-        group.meet()
-
-
-def check_started(plan: Plan, ranks: Ranks) -> None:
-    if plan.world_size != ranks.size:
-        raise UserError(
-            f"--world_size is {plan.world_size}, but only this process was started.",
-            why="a Python program does not start further processes by itself.",
-            do="use the command `crosstune train`, which starts them; or torchrun or mlx.launch",
-        )
-
-
 def check_same_everywhere(group: Group, parts: Mapping[str, Any]) -> None:
-    """Raise a UserError in every process unless all of them have the same parts."""
+    """Raise a UserError in every process unless the parts are the same in all."""
     other = [
-        f"{name}{_differing_keys(group, part) if name == _OPTIONS else ''}"
+        f"{name}{_differing_keys(group, part) if name == 'options' else ''}"
         for name, part in parts.items()
         if not group.same(_as_text(part))
     ]
@@ -177,7 +163,7 @@ def check_same_everywhere(group: Group, parts: Mapping[str, Any]) -> None:
 
 
 def _differing_keys(group: Group, part: Mapping[str, Any]) -> str:
-    """Return the keys of a part that differ between the processes, in parentheses. Collective."""
+    """Return the differing keys of a part in parentheses; every process must call it."""
     keys: list[str] = json.loads(group.share(json.dumps(list(part))))
     differing = [key for key in keys if not group.same(_as_text(part.get(key)))]
     more = ", ..." if len(differing) > _SHOWN_KEYS else ""
@@ -188,7 +174,22 @@ def _as_text(part: Any) -> str:
     return json.dumps(finite(part), sort_keys=True, default=str)
 
 
-_NOTE = "run-folder"
+def with_world(config: Config, ranks: Ranks) -> Config:
+    """Set world_size to the number of processes, so that the record of the run has it."""
+    if ranks.size == 1 or config.world_size != -1:
+        return config
+    asked = {**config.sources, "world_size": "the processes that were started"}
+    return dataclasses.replace(config, world_size=ranks.size, sources=asked)
+
+
+def check_started(plan: Plan, ranks: Ranks) -> None:
+    """Raise a UserError if the plan has more processes than were started."""
+    if plan.world_size != ranks.size:
+        raise UserError(
+            f"--world_size is {plan.world_size}, but only this process was started.",
+            why="a Python program does not start further processes by itself.",
+            do="use the command `crosstune train`, which starts them; or torchrun or mlx.launch",
+        )
 
 
 def remember_folder(group: Group, folder: Path) -> None:
@@ -196,7 +197,7 @@ def remember_folder(group: Group, folder: Path) -> None:
     if group.ranks.launch_folder is None:
         group.remember(str(folder.absolute()))
     elif group.ranks.first:
-        (Path(group.ranks.launch_folder) / _NOTE).write_text(str(folder.absolute()), encoding="utf-8")
+        (Path(group.ranks.launch_folder) / _RUN_FOLDER).write_text(str(folder.absolute()), encoding="utf-8")
 
 
 def recall_folder(group: Group) -> Path | None:
@@ -207,13 +208,13 @@ def recall_folder(group: Group) -> Path | None:
     if ranks.launch_folder is None:
         text = group.recall()
     else:
-        note = Path(ranks.launch_folder) / _NOTE
+        note = Path(ranks.launch_folder) / _RUN_FOLDER
         text = group.share(note.read_text(encoding="utf-8") if ranks.first and note.is_file() else "")
     return Path(text) if text else None
 
 
 def restarted(config: Config, folder: Path, *, has_checkpoint: bool) -> Config:
-    """Return the request of a restarted process: continue from the newest checkpoint, or begin the run again."""
+    """Return the request of a restarted process: resume from the newest checkpoint, or start over without one."""
     changed: dict[str, Any] = {"name": folder.name, "output_dir": str(folder.parent)}
     changed |= {"resume": str(folder), "overwrite": False} if has_checkpoint else {"overwrite": True}
     asked = {**config.sources, **dict.fromkeys(changed, "the restart")}

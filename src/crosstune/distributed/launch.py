@@ -1,4 +1,4 @@
-"""Start a run as several processes, and start it again from its newest checkpoint when one of them fails."""
+"""Start the ranks of a run on this machine, and restart them from the newest checkpoint after a failure."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from crosstune.distributed.watchdog import FolderBoard, LauncherWatch
 from crosstune.process.this_process import handling
 
 LOST_S = 30.0
-"""The longest silence of another machine's launcher."""
+"""Silence after which another machine's launcher counts as lost."""
 ORPHAN_S = 300.0
-"""Time for a rank to save and exit after its launcher was killed."""
+"""Time for a rank to save and exit after its launcher is gone."""
 
 Environments = Callable[[Path, Begin], list[dict[str, str]]]
-"""(private folder, attempt) -> the environment variables of each rank on this machine."""
+"""Private folder and attempt -> the environment variables of each rank on this machine."""
 Say = Callable[[Sequence[str]], None]
 
 
@@ -44,10 +44,10 @@ def launch(
     port: int | None = None,
     say: Say = lambda lines: None,
 ) -> Outcome:
-    """Run `command` as the ranks of this machine, and start them again after a failure.
+    """Run `command` as the ranks of this machine, and restart them after a failure.
 
-    With `nodes`, each machine of the run has a launcher. Rank 0 has our terminal; the output of the others is shown if
-    they fail. `say` is told of a restart. Ranks of one machine meet at `port`, or a free one.
+    With `nodes`, each machine of the run has a launcher. Rank 0 has our terminal; the output of another rank is shown if
+    it fails. `say` prints restarts. The ranks of one machine meet at `port`; by default at a free one.
     """
     link: OneMachine | SeveralMachines
     if nodes is None or nodes.num_nodes == 1:
@@ -84,7 +84,7 @@ def launch(
 
 @contextlib.contextmanager
 def _passing(signals: list[int]) -> Iterator[list[Processes]]:
-    """Forward stop signals to the processes of the newest attempt; kill the remaining ones at the end."""
+    """Forward stop signals to the processes of the newest attempt; kill what still runs at the end."""
     started: list[Processes] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -101,7 +101,7 @@ def _passing(signals: list[int]) -> Iterator[list[Processes]]:
 
 
 def ring_environments(folder: Path, begin: Begin) -> list[dict[str, str]]:
-    """Return the variables of an MLX ring on the loopback device."""
+    """Return the variables of an MLX ring on loopback."""
     hostfile = folder / "hosts.json"
     ports = free_ports(begin.size)
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]), encoding="utf-8")
@@ -130,7 +130,7 @@ def torch_environments(folder: Path, begin: Begin) -> list[dict[str, str]]:
 
 
 def follow(launcher: int) -> None:
-    """Send this process SIGTERM when its launcher is gone, and SIGKILL `ORPHAN_S` later."""
+    """Stop this process when its launcher is gone: SIGTERM, and SIGKILL `ORPHAN_S` later."""
 
     def watch() -> None:
         while os.getppid() == launcher:

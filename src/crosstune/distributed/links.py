@@ -1,4 +1,4 @@
-"""Agree with the launchers of the other machines on the start and the end of each attempt; or decide alone."""
+"""Begin and end each attempt of a launcher: alone, or together with the other machines through the coordinator."""
 
 from __future__ import annotations
 
@@ -23,70 +23,13 @@ from crosstune.process.active_time import ActiveClock
 BEAT_S = 1.0
 """Seconds between two heartbeats."""
 LONGEST_LINE = 2**20
-"""Bytes of a message; the other side hangs up at a longer one."""
+"""Bytes of a message; the receiver closes the connection at a longer one."""
 
-Message = dict[str, Any]
-
-
-class Channel:
-    """A connection to another launcher. Messages that arrive are kept in `inbox`; heartbeats are not."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        connected.settimeout(None)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connected
-        self._sending = threading.Lock()
-        self.inbox: queue.Queue[Message] = queue.Queue()
-        self.closed = False
-        self._clock = ActiveClock()  # machines that were suspended together have not lost each other
-        self._heard = self._clock.now()
-        for act in (self._receive, self._beat):
-            threading.Thread(target=act, daemon=True).start()
-
-    def send(self, message: Message) -> None:
-        """Send a message; `silent_s` tells of a lost connection."""
-        line = json.dumps(message).encode() + b"\n"
-        assert len(line) <= LONGEST_LINE, f"a message of {len(line):,} bytes"
-        with self._sending:
-            try:
-                self._socket.sendall(line)
-            except OSError:
-                self.closed = True
-
-    def silent_s(self) -> float:
-        """Return the seconds since the other side was heard; infinity once it has closed the connection."""
-        if self.closed and self.inbox.empty():
-            return float("inf")
-        return self._clock.now() - self._heard
-
-    def close(self) -> None:
-        self.closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    def _receive(self) -> None:
-        """Read lines until the other side hangs up or sends something else."""
-        try:
-            with contextlib.suppress(OSError, ValueError), self._socket.makefile("rb") as lines:
-                while (line := lines.readline(LONGEST_LINE)).endswith(b"\n"):
-                    self._heard = self._clock.now()
-                    message = parse_json(line)
-                    if isinstance(message, dict) and message:
-                        self.inbox.put(message)
-        finally:
-            self.closed = True
-
-    def _beat(self) -> None:
-        while not self.closed:
-            self.send({})
-            self._clock.now()
-            time.sleep(BEAT_S)
-
-
-_WAIT_S = 0.2
 REPORT_LIMIT = LONGEST_LINE // 2
 """Bytes of a report; it must fit in one message."""
+_WAIT_S = 0.2
+
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +47,14 @@ class Begin:
 
 
 class OneMachine:
-    """Decide alone."""
+    """The launcher of a run on one machine: it decides alone."""
 
     def __init__(self, *, size: int, max_restarts: int, port: int | None = None) -> None:
         self._port = port
         self._policy = RestartPolicy(size=size, max_restarts=max_restarts, port_is_fixed=port is not None)
 
     def begin(self, stopped: Callable[[], bool]) -> Begin | None:
-        """Return the next attempt; None if the user has stopped the run."""
+        """Return the next attempt; None if the user stopped the run."""
         if stopped():
             return None
         size, port = self._policy.size, self._port if self._port is not None else free_ports(1)[0]
@@ -125,7 +68,7 @@ class OneMachine:
 
 
 class SeveralMachines:
-    """Follow the coordinator in the first machine's launcher."""
+    """The launcher of one of several machines: it follows the coordinator on the first."""
 
     def __init__(self, nodes: Nodes, *, num_local: int, connect_s: float, lost_s: float) -> None:
         self._nodes, self._num_local, self._lost_s = nodes, num_local, lost_s
@@ -145,8 +88,7 @@ class SeveralMachines:
         self._told = self._stop = False
 
     def begin(self, stopped: Callable[[], bool]) -> Begin | Outcome | None:
-        """Wait until all machines are ready for an attempt; return the outcome if the run ends instead, and None if the
-        user has stopped it meanwhile."""
+        """Wait until all machines are ready; return an outcome if the run ends instead, None if the user stopped it."""
         self._told = self._stop = False
         message = self._await("go", "end", stopped=stopped)
         if message is None:
@@ -166,7 +108,7 @@ class SeveralMachines:
         )
 
     def should_stop(self, failed: bool) -> bool:
-        """Return whether another machine has failed; report it when a rank here has."""
+        """Return whether another machine has failed; tell the coordinator if a rank here has."""
         if failed and not self._told:
             self._channel.send({"failed": self._attempt})
             self._told = True
@@ -179,7 +121,7 @@ class SeveralMachines:
         return self._stop
 
     def decide(self, report: Report) -> AttemptDecision:
-        """Return the decision of the coordinator, once the ranks of every machine have ended."""
+        """Return the coordinator's decision after the ranks of all machines have ended."""
         self._channel.send({"report": report.to_json(limit=REPORT_LIMIT)})
         message = self._await("again", "end")
         if message is None:
@@ -202,7 +144,7 @@ class SeveralMachines:
             ) from error
 
     def _await(self, *kinds: str, stopped: Callable[[], bool] = lambda: False) -> Message | None:
-        """Return the next message of these kinds; None when the first machine is lost, or the user has stopped us."""
+        """Return the next message of these kinds; None when the first machine is lost or the user stopped the run."""
         while self._channel.silent_s() <= self._lost_s and not stopped():
             try:
                 message = self._channel.inbox.get(timeout=_WAIT_S)
@@ -226,3 +168,59 @@ class SeveralMachines:
 def _outcome(message: Message) -> Outcome:
     lines = tuple(str(line) for line in message.get("lines") or ())
     return Outcome(code=int(message.get("end", EXIT_OUR_FAULT)), lines=lines)
+
+
+class Channel:
+    """A connection to another launcher. `inbox` holds its messages; heartbeats only show that it is alive."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.settimeout(None)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connected
+        self._sending = threading.Lock()
+        self.inbox: queue.Queue[Message] = queue.Queue()
+        self.closed = False
+        self._clock = ActiveClock()  # machines suspended together have not lost each other
+        self._heard = self._clock.now()
+        for act in (self._receive, self._beat):
+            threading.Thread(target=act, daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Send a message. A lost connection raises nothing here; see `silent_s`."""
+        line = json.dumps(message).encode() + b"\n"
+        assert len(line) <= LONGEST_LINE, f"a message of {len(line):,} bytes"
+        with self._sending:
+            try:
+                self._socket.sendall(line)
+            except OSError:
+                self.closed = True
+
+    def silent_s(self) -> float:
+        """Return the seconds since the last message or heartbeat; infinity once the other side has closed."""
+        if self.closed and self.inbox.empty():
+            return float("inf")
+        return self._clock.now() - self._heard
+
+    def close(self) -> None:
+        self.closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _receive(self) -> None:
+        """Read lines until the other side closes or sends anything else."""
+        try:
+            with contextlib.suppress(OSError, ValueError), self._socket.makefile("rb") as lines:
+                while (line := lines.readline(LONGEST_LINE)).endswith(b"\n"):
+                    self._heard = self._clock.now()
+                    message = parse_json(line)
+                    if isinstance(message, dict) and message:
+                        self.inbox.put(message)
+        finally:
+            self.closed = True
+
+    def _beat(self) -> None:
+        while not self.closed:
+            self.send({})
+            self._clock.now()
+            time.sleep(BEAT_S)

@@ -1,4 +1,4 @@
-"""Listen on a run's first machine, and reach it from the others.
+"""Listen on the first machine of a run, connect to it from the others, and find free ports.
 
 Debian's installer maps a host's own name to 127.0.1.1: a first machine that listened there would be unreachable, and a
 machine with a copied /etc/hosts would connect to itself.
@@ -18,7 +18,7 @@ _RETRY_S = 0.2
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether a numeric address, or the name localhost, means the machine itself."""
+    """Return whether the address is loopback: numeric, or the name localhost."""
     if address == "localhost":
         return True
     try:
@@ -28,7 +28,7 @@ def is_loopback(address: str) -> bool:
 
 
 def plain_address(address: str) -> str:
-    """Return a numeric address without its interface, IPv4 mapped to IPv6 as IPv4; any other text unchanged."""
+    """Return a numeric address without its interface, IPv4-mapped IPv6 as IPv4; return other text unchanged."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -43,8 +43,8 @@ def resolve(name: str, port: int) -> list[tuple[Any, ...]]:
 
 
 def listen(name: str, port: int, *, several: bool, backlog: int = 1024) -> socket.socket:
-    """Listen at the address of the first machine only. With `several` machines and a name that leads to loopback here,
-    listen at all addresses: the others resolve the name to one of them."""
+    """Listen at the address of the first machine. With `several` machines and a name that resolves to loopback here,
+    listen on all interfaces: the others resolve the name to one of them."""
     problem = OSError(f"{name} has no address")
     for family, kind, protocol, _, address in resolve(name, port):
         if several and is_loopback(str(address[0])) and not is_loopback(name):
@@ -66,10 +66,10 @@ def check_master(name: str, *, node_rank: int) -> None:
     """Raise a UserError on a machine that would connect to itself instead of the first one."""
     own = socket.gethostname().partition(".")[0]
     if node_rank == 0 or is_loopback(name) or name.partition(".")[0] == own:
-        return  # several launchers on one machine, for a trial, use localhost or its name
+        return  # a trial with several launchers on one machine uses localhost or its name
     if (address := leads_back(name)) is not None:
         raise UserError(
-            f"{name} is the first machine of the run (MASTER_ADDR), but leads back to {own}, which is not the first one.",
+            f"{name} is the first machine of the run (MASTER_ADDR), but it leads back to {own}, which is not the first one.",
             why=f"the name resolves to {address} here, so that {own} would connect to itself.",
             do=f"set MASTER_ADDR to an address of {name} that the other machines reach, such as 10.0.0.1, or remove the "
             f"line with {address} from /etc/hosts",
@@ -77,7 +77,7 @@ def check_master(name: str, *, node_rank: int) -> None:
 
 
 def leads_back(name: str) -> str | None:
-    """Return the loopback address of a name that has no other; None if it has one, or cannot be resolved."""
+    """Return the loopback address of a name without any other; None if it has another or cannot be resolved."""
     try:
         first = str(resolve(name, 0)[0][4][0])
     except OSError:
@@ -86,18 +86,18 @@ def leads_back(name: str) -> str | None:
 
 
 def reach(name: str, port: int, *, limit_s: float, node_rank: int) -> socket.socket:
-    """Connect to the first machine as soon as it listens; raise an OSError with the reason after `limit_s`."""
+    """Connect to the first machine once it listens; raise an OSError with the reason after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
             found = socket.create_connection((name, port), timeout=max(0.1, deadline - time.monotonic()))
             if found.getpeername() != found.getsockname():
                 return found
-            found.close()  # connected to itself: nobody listens yet, and the system chose the same port for this end
+            found.close()  # connected to itself: nobody listens yet, and the system chose the same port for both ends
         except OSError as error:
             if time.monotonic() + _RETRY_S > deadline:
                 back = leads_back(name) if node_rank else None
-                more = f"; {name} leads to {back}, which is this machine itself" if back else ""
+                more = f"; {name} resolves to {back}, which is this machine" if back else ""
                 raise OSError(f"nothing answered within {limit_s:g} s ({error}){more}.") from error
         time.sleep(_RETRY_S)
 

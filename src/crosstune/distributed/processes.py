@@ -25,7 +25,7 @@ from crosstune.distributed.attempts import Failure, Report
 from crosstune.distributed.environment import LAUNCH_FOLDER, LAUNCHER
 
 PATIENCE_S = 5.0
-"""Time for the others to save and exit after one process failed."""
+"""Time for the other processes to save and exit after one failed."""
 GRACE_S = 30.0
 """Time between SIGTERM and SIGKILL."""
 POLL_S = 0.05
@@ -41,22 +41,21 @@ class Processes:
     folder: Path
     first_rank: int = 0
     signals: list[int] = field(default_factory=list)
-    """The signals that we received, in order."""
+    """The signals that the launcher received, in order."""
     members: list[subprocess.Popen[bytes]] = field(default_factory=list)
     failures: list[int] = field(default_factory=list)
-    """Places of members that failed, in the order in which we noticed."""
+    """Indices of failed members, in the order of their failures."""
     ended: set[int] = field(default_factory=set)
-    """Places of members that we stopped."""
+    """Indices of members that the launcher stopped."""
     hung: list[str] = field(default_factory=list)
-    """Lines of the launcher's own watchdog about a rank that hangs."""
+    """The launcher watchdog's lines about a rank that hangs."""
 
     def start(self, command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> None:
-        """Start one process for each mapping of environment variables. Rank 0 has our terminal."""
+        """Start a process for each set of environment variables. Rank 0 has our terminal."""
         added = {LAUNCHER: str(os.getpid()), LAUNCH_FOLDER: str(self.folder)}
         for place, own in enumerate(variables):
-            with contextlib.ExitStack() as stack:
-                quiet = self.first_rank + place > 0
-                log = stack.enter_context(self._log(place).open("wb")) if quiet else None
+            is_quiet = self.first_rank + place > 0
+            with self._log(place).open("wb") if is_quiet else contextlib.nullcontext() as log:
                 self.members.append(
                     subprocess.Popen(
                         command,
@@ -64,10 +63,10 @@ class Processes:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
-                        start_new_session=True,  # they receive Ctrl-C once, from us
+                        start_new_session=True,  # Ctrl-C reaches them once, through us
                     )
                 )
-        for number in list(self.signals):  # received while they were started
+        for number in list(self.signals):  # received during the start
             self.send(number)
 
     def codes(self) -> list[int | None]:
@@ -78,13 +77,15 @@ class Processes:
 
         After a failure the others get `PATIENCE_S`, then SIGTERM, and SIGKILL after `GRACE_S`. A second Ctrl-C or a
         port in use shortens this; a hang (`hangs` names the rank) or a failure on another machine kills them sooner.
-        `should_stop` is told whether a process failed here, and tells whether one failed elsewhere.
+        `should_stop(failed_here)` returns whether another machine failed.
         """
         ending_at: float | None = None
         while None in self.codes():
             self._note_failures()
             elsewhere = should_stop(bool(self.failures))
-            again = self.signals.count(signal.SIGINT) > 1  # schedulers send several signals for one stop
+            again = (
+                self.signals.count(signal.SIGINT) > 1
+            )  # only Ctrl-C: schedulers send several signals for one stop
             self.hung = list(hangs())
             if self.hung or EXIT_HUNG in self.codes():
                 self.end(signal.SIGKILL)
@@ -100,7 +101,7 @@ class Processes:
         self._note_failures()
 
     def report(self) -> Report:
-        """Return how the processes ended."""
+        """Return the exit codes and failures, after `wait`."""
         codes = {self.first_rank + place: code or 0 for place, code in enumerate(self.codes())}
         host = socket.gethostname()
         if self.hung:
@@ -143,7 +144,7 @@ class Processes:
 
     def _tail(self, place: int) -> list[str]:
         if self.first_rank + place == 0:
-            return []  # it has printed them
+            return []  # printed already
         with self._log(place).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read().decode("utf-8", errors="replace").splitlines()

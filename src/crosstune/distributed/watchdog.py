@@ -1,7 +1,7 @@
 """End a run when a rank hangs, and name the rank, its host and its place in the code.
 
-A thread in each rank posts the rank's current work and how long its main thread has not moved. Every rank reads the posts of
-the others; so does the launcher, which also notices when all of them are stopped.
+A thread in each rank posts its current work and the time since its main thread last moved. All ranks and the launcher read
+the posts; the launcher also notices when all ranks are stopped.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from crosstune.process.active_time import ActiveClock
 from crosstune.process.ranks import Activity, Board, BoardLost, Ranks, RankState
 
 _COLLECTIVE = ("torch/distributed/", "torch/autograd/graph.py", "_engine/group.py", "_engine/sharding/")
-"""Parts of file names in which a rank waits for the others."""
+"""Path fragments of code that waits for other ranks."""
 _OWN = ("crosstune/", "torch/distributed/")
+"""Path fragments of code that is named as the place of a rank."""
 STOP_S = 2.0
-"""Time for the threads to end with the training."""
+"""Time for the watchdog's threads to end after the training."""
 _LOST_S = 10.0
-"""Time for a rank to notice by itself that the board's process is gone."""
+"""Time for a rank to notice by itself that rank 0, which holds the board, is gone."""
 
 
 class FolderBoard:
@@ -59,7 +60,7 @@ class FolderBoard:
 
 
 class HangDetector:
-    """Find the rank that hangs, from the states that all ranks posted."""
+    """Find the rank that hangs from the posted states of all ranks."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -92,7 +93,7 @@ class HangDetector:
 
 
 class Watchdog:
-    """The thread that watches this rank, and through the shared board all others."""
+    """Threads that watch this rank and, through the shared board, all others."""
 
     def __init__(
         self,
@@ -106,12 +107,12 @@ class Watchdog:
         self._ranks, self._activity = ranks, activity
         self._own, self._shared = own, shared
         self.poll_s = min(1.0, limit_s / 20)
-        # A little before the limit, at which the collective itself gives up without naming anybody.
+        # Just before the limit, at which the collective gives up without naming a rank.
         self._detector = HangDetector(limit_s - 3 * self.poll_s)
         self._limit_s = limit_s
         self._main = threading.main_thread().ident
         self._place: object = None
-        self._clock = ActiveClock()  # a job that is suspended as a whole has no rank that hangs
+        self._clock = ActiveClock()  # a suspended job does not hang
         self._moved = self._answered = self._clock.now()
         self._beat = 0
         self._latest: RankState | None = None
@@ -126,7 +127,7 @@ class Watchdog:
             self._threads[-1].start()
 
     def stop(self) -> bool:
-        """Stop watching; return whether the threads have ended. One may wait for a store that does not answer."""
+        """Stop watching; return whether the threads have ended: one may wait for a store that does not answer."""
         self._done.set()
         until = time.monotonic() + STOP_S
         for thread in self._threads:
@@ -151,7 +152,7 @@ class Watchdog:
         )
 
     def _exchange(self) -> None:
-        """Post to the shared board and read it, in a separate thread: the board may be in a stopped process."""
+        """Post to the shared board and read it. A separate thread, because the board may be in a stopped process."""
         assert self._shared is not None
         while not self._done.wait(self.poll_s):
             try:
@@ -186,7 +187,7 @@ class Watchdog:
             line = f"rank 0{host} is stopped or its machine is down: it has not answered for {silent_s:.0f} s.{was}"
             self._end([line], EXIT_HUNG)
         elif silent_s > 3 * self.poll_s:
-            return  # the board does not answer, so its last states prove nothing about other ranks
+            return  # the board is late, so its last states prove nothing about other ranks
         elif lines := self._detector.verdict(self._states, now):
             self._end(lines, EXIT_HUNG)
 
@@ -199,20 +200,20 @@ class Watchdog:
         if self._ranks.rank in (0, first):
             print("\n".join(f"crosstune: {line}" for line in lines), file=sys.stderr, flush=True)
         else:
-            time.sleep(1.0)  # one process tells it
+            time.sleep(1.0)  # one process prints it
         os._exit(code)
 
 
 class LauncherWatch:
-    """The launcher's check of the ranks on its machine; it also notices when all of them are stopped."""
+    """The launcher's check of the ranks on its machine; it also notices when all are stopped."""
 
     def __init__(self, board: Board, *, limit_s: float, clock: Callable[[], float] | None = None) -> None:
         self._board, self._clock = board, clock or ActiveClock().now
-        self._detector = HangDetector(limit_s + 1.0)  # after the ranks, which see more
+        self._detector = HangDetector(limit_s + 1.0)  # after the ranks, which know more
         self._next = 0.0
 
     def verdict(self) -> list[str]:
-        """Return the lines that name a hung rank; looks at the board about once a second."""
+        """Return the lines that name a hung rank; read the board at most twice a second."""
         now = self._clock()
         if now < self._next:
             return []
@@ -225,7 +226,7 @@ def _places(frame: FrameType | None) -> list[tuple[int, int]]:
 
 
 def _where(frame: FrameType | None) -> str:
-    """Return the innermost function of ours or of torch.distributed, with the one it called, and its line."""
+    """Return the innermost function of crosstune or torch.distributed, the one it called, and its line."""
     for one, line in traceback.walk_stack(frame) if frame else ():
         path = one.f_code.co_filename.replace(os.sep, "/")
         if any(part in path for part in _OWN):

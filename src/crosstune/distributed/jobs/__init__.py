@@ -1,1 +1,1 @@
-"""Jobs of several machines: checked, written for a scheduler, submitted, and supervised where no scheduler does it."""
+"""Jobs on several machines: check them, write them for a scheduler, submit them; supervise those on Ray and over ssh."""

@@ -1,7 +1,7 @@
 """Run a command for a program on another machine: forward the signals it names, and stop when it is gone.
 
-`python -m crosstune.distributed.jobs.attached COMMAND...` reads names of signals from standard input, one per line. The
-input ends when the program, or the connection to it, is gone. `AttachedProcess` is the other side.
+`python -m crosstune.distributed.jobs.attached COMMAND...` reads signal names from standard input, one per line. The input
+ends with the program or the connection to it. `AttachedProcess` is the program's side.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GRACE_S = 60.0
 
 
 class AttachedProcess:
-    """A process that runs `main`, here or at the other end of ssh. Its output is kept in `lines` unless it is shown."""
+    """A process that runs `main`, here or over ssh. Its output is kept in `lines` unless `shown`."""
 
     def __init__(
         self, command: Sequence[str], *, shown: bool = False, max_lines: int, **options: Any
@@ -40,7 +40,7 @@ class AttachedProcess:
         self._reader.start()
 
     def poll(self) -> int | None:
-        """Return the exit code, once all output is read; None while it runs."""
+        """Return the exit code once all output is read; None while it runs."""
         code = self._process.poll()
         if code is not None:
             self._reader.join(timeout=5.0)
@@ -54,7 +54,7 @@ class AttachedProcess:
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Kill it; the input of its command ends."""
+        """Kill it; the input of its command ends, so the command stops."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -65,6 +65,7 @@ class AttachedProcess:
 
 
 def main(command: Sequence[str]) -> int:
+    """Run the command with forwarded signals; return its exit code as a shell would."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def pass_on(number: int, frame: FrameType | None = None) -> None:

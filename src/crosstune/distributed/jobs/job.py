@@ -1,4 +1,4 @@
-"""Describe a job on several machines, fill its templates, submit it; refuse one that could not be started again."""
+"""Describe a training on several machines as a job, check that it can be restarted, fill its template and submit it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,7 @@ from crosstune.core.names import load_plugin, plugin_names
 from crosstune.core.safe_text import holds_secret
 from crosstune.distributed.jobs.option import COMMON, JobOption
 
+SCHEDULERS = "crosstune.distributed.jobs.schedulers"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables that a machine's launcher must not inherit."""
 _CHECKPOINT_NAME = re.compile(r"step-\d+/?$|\.tar$")
@@ -43,22 +44,22 @@ class Job:
     """The flags of `crosstune train`."""
     python: str | None = None
     folder: Path = field(default_factory=Path)
-    """The folder in which the run starts, the same on all machines."""
+    """The working directory of the run, the same on all machines."""
     config_file: Path | None = None
     config_text: str = ""
     """The content of the run's configuration file."""
     has_time_limit: bool = False
-    """True if --time_limit may end the run early, with the exit code of a stop."""
+    """Whether --time_limit may end the run early, with the exit code of a stop."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The scheduler's own options."""
+    """The values of the scheduler's options."""
 
-    def variables(self, *, node: int | None = None) -> dict[str, str]:
-        """Return the variables that a machine's launcher reads, without the address of the first machine."""
-        known = {"NNODES": str(self.num_nodes), "NPROC_PER_NODE": str(self.num_local)}
-        return known | ({"NODE_RANK": str(node)} if node is not None else {})
+    def variables(self, *, node: int) -> dict[str, str]:
+        """Return the variables of a machine's launcher, except MASTER_ADDR and MASTER_PORT."""
+        values = {"NNODES": self.num_nodes, "NODE_RANK": node, "NPROC_PER_NODE": self.num_local}
+        return {name: str(value) for name, value in values.items()}
 
     def train_words(self, *, config_file: str | None = None) -> list[str]:
-        """Return the words after `crosstune train`; the configuration file may lie elsewhere on the machines."""
+        """Return the words after `crosstune train`; `config_file` is the path on the machines if it differs."""
         file = config_file or (str(self.config_file.absolute()) if self.config_file else None)
         return [*(("--config", file) if file else ()), *self.flags]
 
@@ -69,100 +70,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """The start of a job, or its end where we waited for it."""
+    """The result of a start: a submitted job, or the end of one that we supervised."""
 
     code: int = 0
     lines: tuple[str, ...] = ()
-    """The event, and the commands that follow it."""
+    """What happened, and the commands to follow the job."""
     failed: bool = False
-    """True if the lines describe an error."""
-
-
-def fill(template: str, **values: Any) -> str:
-    """Fill a template of `templates`. Its filters quote words: `sh` for a shell, `yaml` for YAML."""
-    environment = Environment(
-        loader=PackageLoader("crosstune.distributed.jobs"),
-        undefined=StrictUndefined,
-        autoescape=False,  # the filters quote
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters |= {
-        "sh": shlex.quote,
-        "yaml": lambda text: yaml.safe_dump(
-            text, default_style='"', allow_unicode=True, width=math.inf
-        ).strip(),
-    }
-    return environment.get_template(template).render(**values)
-
-
-def submit(command: Sequence[str], text: str, *, where: str, do: str, cwd: Path | None = None) -> str:
-    """Give a text to a scheduler's command; return its output. `where` tells what to do without the command, `do` what
-    to do when it refuses."""
-    if shutil.which(command[0]) is None:
-        raise UserError(f"Cannot submit the job: there is no {command[0]} on this machine.", do=where)
-    done = subprocess.run(command, input=text, text=True, capture_output=True, check=False, cwd=cwd)
-    if done.returncode:
-        raise UserError(
-            f"{command[0]} refused the job.",
-            why=done.stderr.strip() or f"exit code {done.returncode}",
-            do=do,
-        )
-    return done.stdout
-
-
-def check_request(config: Config, *, size: int) -> list[UserError]:
-    """Return the problems of a training that a scheduler may start several times."""
-    problems = []
-    if config.world_size not in (-1, size):
-        problems.append(
-            UserError(
-                f"--world_size is {config.world_size}, but --nnodes and --nproc_per_node make {size} processes.",
-                do="leave --world_size out",
-            )
-        )
-    if config.overwrite:
-        problems.append(
-            UserError(
-                "--overwrite does not go with launch.",
-                why="the scheduler may start the job again, and each start would set the run aside and begin anew.",
-                do="choose another --name",
-            )
-        )
-    if (config.resume == "none" and "resume" in config.sources) or _CHECKPOINT_NAME.search(config.resume):
-        problems.append(
-            UserError(
-                f"--resume {config.resume} does not go with launch.",
-                why="the scheduler may start the job again, and must find its newest checkpoint then.",
-                do="leave --resume out, or give the folder of a run; `crosstune train --resume` continues an archive or an "
-                "older checkpoint on one machine",
-            )
-        )
-    if config.backend == "mlx":
-        problems.append(
-            UserError("launch starts torch processes, and --backend is mlx.", do="start MLX with mlx.launch")
-        )
-    if config.emulate is not None:
-        problems.append(UserError("launch does not emulate.", do="use `crosstune train --emulate` here"))
-    return problems
-
-
-def restartable_flags(config: Config, words: Sequence[str], *, name: str) -> tuple[str, ...]:
-    """Return the flags for train with a fixed name and `--resume auto`, unless they name a run to resume. Options from
-    this shell's environment, which the machines lack, become flags."""
-    own = {option.env for option in options_by_name().values() if option.env}
-    from_shell = [name for name, source in config.sources.items() if source in own]
-    added = [word for option in from_shell for word in (f"--{option}", str(getattr(config, option)))]
-    if config.resume in ("none", "auto"):
-        if config.name is None:
-            added += ["--name", name]
-        if config.resume == "none":
-            added += ["--resume", "auto"]
-    return (*words, *added)
-
-
-SCHEDULERS = "crosstune.distributed.jobs.schedulers"
+    """Whether the lines describe an error."""
 
 
 def scheduler_names() -> list[str]:
@@ -194,69 +108,127 @@ def make_job(
 ) -> Job:
     """Return the job; raise one ConfigError with all problems."""
     problems: list[UserError] = []
-    taken = load_scheduler(scheduler).OPTIONS
     values: dict[str, Any] = {}
     for option, names in options_of_schedulers().items():
         raw = given.get(option.name)
-        if raw is not None and scheduler not in names:
-            problems.append(
-                UserError(
-                    f"--{option.name} is an option of {' and '.join(names)}.",
-                    do=f"leave it out with --on {scheduler}",
-                )
-            )
-        elif scheduler in names:
+        if scheduler in names:
             try:
                 values[option.name] = option.read(raw)
             except UserError as error:
                 problems.append(error)
+        elif raw is not None:
+            only = f"--{option.name} is an option of {' and '.join(names)}."
+            problems.append(UserError(only, do=f"leave it out with --on {scheduler}"))
     raise_all(problems)
     num_gpus, num_local = values["gpus"], values["nproc_per_node"]
     if num_gpus is None:
         num_gpus = 0 if config.backend == "cpu" else num_local or 1
-    text = file.read_text(encoding="utf-8") if file is not None else ""  # load_config has read it before
-    if holds_secret(text):
-        problems.append(
-            UserError(
-                f"{file} holds a password or an access token.",
-                do="set it as an environment variable of the machines instead",
-            )
-        )
     job = Job(
         name=name,
         num_nodes=values["nnodes"],
         num_local=num_local or num_gpus or 1,
         num_gpus=num_gpus,
-        flags=restartable_flags(config, words, name=name),
+        flags=_restartable_flags(config, words, name=name),
         python=values["python"],
         folder=folder,
-        config_text=text,
+        config_text=file.read_text(encoding="utf-8") if file is not None else "",
         config_file=file,
         has_time_limit=config.time_limit is not None,
-        options={option.name: values[option.name] for option in taken},
+        options=values,
     )
-    problems += _check_devices(job, config)
-    problems += check_request(config, size=job.num_nodes * job.num_local)
-    problems += load_scheduler(scheduler).check(job)
-    raise_all(problems)
+    raise_all([*_problems(job, config), *load_scheduler(scheduler).check(job)])
     return job
 
 
-def _check_devices(job: Job, config: Config) -> list[UserError]:
+def _restartable_flags(config: Config, words: Sequence[str], *, name: str) -> tuple[str, ...]:
+    """Return the flags for train with a fixed name and `--resume auto`, unless they name a run to resume. Options from
+    this shell's environment, which the machines lack, become flags."""
+    own = {option.env for option in options_by_name().values() if option.env}
+    from_shell = [option for option, source in config.sources.items() if source in own]
+    added = [word for option in from_shell for word in (f"--{option}", str(getattr(config, option)))]
+    if config.resume in ("none", "auto"):
+        if config.name is None:
+            added += ["--name", name]
+        if config.resume == "none":
+            added += ["--resume", "auto"]
+    return (*words, *added)
+
+
+def _problems(job: Job, config: Config) -> Iterator[UserError]:
+    """Yield the problems of a training that a scheduler may start several times."""
+    if holds_secret(job.config_text):
+        yield UserError(
+            f"{job.config_file} holds a password or an access token.",
+            do="set it as an environment variable of the machines instead",
+        )
     if config.backend == "cpu" and job.num_gpus:
-        return [
-            UserError(
-                f"--gpus {job.num_gpus} does not go with --backend cpu.",
-                why="the job would reserve GPUs that it does not use.",
-                do=f"leave --gpus out, and give --nproc_per_node {job.num_local} for the processes of each machine",
-            )
-        ]
-    if job.num_gpus == 0 or job.num_gpus >= job.num_local:
-        return []
-    return [
-        UserError(
+        yield UserError(
+            f"--gpus {job.num_gpus} does not go with --backend cpu.",
+            why="the job would reserve GPUs that it does not use.",
+            do=f"leave --gpus out, and give --nproc_per_node {job.num_local} for the processes of each machine",
+        )
+    if 0 < job.num_gpus < job.num_local:
+        yield UserError(
             f"--gpus {job.num_gpus} is too few for --nproc_per_node {job.num_local}.",
             why="each process needs its own GPU.",
-            do="give as many GPUs as processes, or --gpus 0 for processors only",
+            do="give as many GPUs as processes, or --gpus 0 to train on CPUs",
         )
-    ]
+    size = job.num_nodes * job.num_local
+    if config.world_size not in (-1, size):
+        yield UserError(
+            f"--world_size is {config.world_size}, but --nnodes and --nproc_per_node make {size} processes.",
+            do="leave --world_size out",
+        )
+    if config.overwrite:
+        yield UserError(
+            "--overwrite does not go with launch.",
+            why="the scheduler may start the job again, and each start would set the run aside and start over.",
+            do="choose another --name",
+        )
+    if (config.resume == "none" and "resume" in config.sources) or _CHECKPOINT_NAME.search(config.resume):
+        yield UserError(
+            f"--resume {config.resume} does not go with launch.",
+            why="the scheduler may start the job again, and it must resume from its newest checkpoint then.",
+            do="leave --resume out, or give the folder of a run; `crosstune train --resume` continues an archive or an "
+            "older checkpoint on one machine",
+        )
+    if config.backend == "mlx":
+        yield UserError(
+            "launch starts torch processes, and --backend is mlx.", do="start MLX with mlx.launch"
+        )
+    if config.emulate is not None:
+        yield UserError("launch does not emulate.", do="use `crosstune train --emulate` here")
+
+
+def fill(template: str, **values: Any) -> str:
+    """Fill a file of `templates`. Its filters quote text: `sh` for a shell, `yaml` for YAML."""
+    environment = Environment(
+        loader=PackageLoader("crosstune.distributed.jobs"),
+        undefined=StrictUndefined,
+        autoescape=False,  # the filters quote
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "sh": shlex.quote,
+        "yaml": lambda text: yaml.safe_dump(
+            text, default_style='"', allow_unicode=True, width=math.inf
+        ).strip(),
+    }
+    return environment.get_template(template).render(**values)
+
+
+def submit(command: Sequence[str], text: str, *, where: str, do: str, cwd: Path | None = None) -> str:
+    """Pipe a text into a scheduler's command; return its output. `where` advises when the command is missing, `do` when
+    it fails."""
+    if shutil.which(command[0]) is None:
+        raise UserError(f"Cannot submit the job: there is no {command[0]} on this machine.", do=where)
+    done = subprocess.run(command, input=text, text=True, capture_output=True, check=False, cwd=cwd)
+    if done.returncode:
+        raise UserError(
+            f"{command[0]} refused the job.",
+            why=done.stderr.strip() or f"exit code {done.returncode}",
+            do=do,
+        )
+    return done.stdout

@@ -1,4 +1,4 @@
-"""Supervise the machines of a job: end all when one fails, forward signals, start again from the last checkpoint."""
+"""Supervise the launchers of a job: forward signals, end all when one fails, restart from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from crosstune.process.this_process import handling
 PATIENCE_S = 5.0
 """Time for the other machines to end by themselves after one failed."""
 GRACE_S = 60.0
-"""Time between SIGTERM and the hard end."""
+"""Time between SIGTERM and the kill."""
 POLL_S = 0.2
 SETTLE_S = 3.0
-"""Wait before a new start: the rest of a lost machine ends meanwhile, and releases the run folder."""
+"""Wait before a restart: processes left on a lost machine end meanwhile and release the run folder."""
 LOST = 255
-"""The exit code of a lost machine, as of ssh."""
+"""The exit code of a lost machine; ssh uses it for a broken connection."""
 
 
 class Node(Protocol):
@@ -46,17 +46,17 @@ class Node(Protocol):
         ...
 
     def close(self) -> None:
-        """End it at once."""
+        """Kill it."""
         ...
 
 
 Start = Callable[[Callable[[], bool]], Sequence[Node]]
-"""Start the launcher of every machine. It may wait for room until its argument tells that the user has stopped the job: then
-it returns no machine."""
+"""Start the launcher of every machine. It may wait for resources; it returns no node once its argument is true: the user has
+stopped the job."""
 
 
 def run_nodes(start: Start, *, restarts: int) -> Started:
-    """Run a job to its end; start it again after a failure, but not after a signal or a wrong request."""
+    """Run a job to its end; restart it after a failure, but not after a signal or a wrong request."""
     attempt = 0
     signals: list[signal.Signals] = []
     with handling(lambda number, frame: signals.append(signal.Signals(number))):
@@ -82,7 +82,7 @@ def run_nodes(start: Start, *, restarts: int) -> Started:
 
 
 def _wait(nodes: Sequence[Node], signals: Sequence[signal.Signals]) -> Started:
-    """Wait for all machines, and forward signals. After a failure the others get some time, then SIGTERM, then are ended."""
+    """Wait for all machines and forward signals. After a failure the others get `PATIENCE_S`, then SIGTERM, then a kill."""
     codes: dict[int, int] = {}
     failures: list[int] = []
     num_sent, ending_at, asked_to_end = 0, math.inf, False

@@ -1,4 +1,4 @@
-"""Declare the options of `crosstune launch` that several schedulers share; others stand beside their scheduler."""
+"""Declare and read the options of `crosstune launch`: here the shared ones, in `schedulers/` those of one scheduler."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ Check = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class JobOption:
+    """An option of `crosstune launch`."""
+
     name: str
     metavar: str
     text: str
@@ -74,7 +76,7 @@ NUM_GPUS = JobOption(
 PYTHON = JobOption(
     "python",
     "FILE",
-    "Python of the machines that has crosstune (default: the one that runs this command; in a container: python)",
+    "Python with crosstune on the machines (default: the one that runs this command; in a container: python)",
     check=lambda value: None if value.strip() and value.isprintable() else "the path of a Python interpreter",
 )
 CPUS = JobOption("cpus", "N", "CPU cores to reserve on each machine", type=int)
@@ -87,7 +89,7 @@ MEMORY = JobOption(
 RESTARTS = JobOption(
     "restarts",
     "N",
-    "start all processes again, from the last checkpoint, up to N times after a failure (default: 3)",
+    "restart all processes from the last checkpoint after a failure, up to N times (default: 3)",
     type=int,
     low=0,
     high=1000,

@@ -1,4 +1,4 @@
-"""Run a machine's launcher inside a Ray actor. It must not import ray: Ray runs it by its name."""
+"""Run a machine's launcher inside a Ray actor. Ray imports this module by name on the machine; it needs no ray."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MAX_LINES = 10_000
 
 
 class NodeActor:
-    """One launcher, started, watched and signalled by the driver. It ends with this actor."""
+    """One launcher, controlled by the driver of the job. It ends with this actor."""
 
     _launcher: AttachedProcess
 
     def free_port(self, address: str) -> int:
-        """Return a port of this machine that nobody listens on."""
+        """Return a free port of this machine."""
         return free_ports(1, address=address)[0]
 
     def start(self, command: Sequence[str], variables: Mapping[str, str], folder: str) -> None:
@@ -41,10 +41,10 @@ class NodeActor:
             ) from error
 
     def poll(self) -> tuple[int | None, list[str]]:
-        """Return the exit code, None while it runs, and the lines since the last call."""
+        """Return the exit code (None while it runs) and the lines since the last call."""
         code, waiting = self._launcher.poll(), self._launcher.lines
         return code, [waiting.popleft() for _ in range(len(waiting))]
 
     def send(self, name: str) -> None:
-        """Send the launcher the signal of this name."""
+        """Send the launcher a signal by name."""
         self._launcher.send(name)

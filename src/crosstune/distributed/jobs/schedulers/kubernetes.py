@@ -1,8 +1,9 @@
-"""Kubernetes: write an indexed Job, one pod per machine, and a headless Service that gives the first pod a name."""
+"""Kubernetes: an indexed Job with one pod per machine, and a headless Service that gives the first pod a name."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from crosstune.core.errors import EXIT_STOPPED, EXIT_USER_MUST_ACT, UserError
 from crosstune.distributed.jobs.job import Job, Started, fill, submit
@@ -44,30 +45,26 @@ GPU_RESOURCE = JobOption(
 OPTIONS = (IMAGE, NAMESPACE, VOLUME, SECRET, GPU_RESOURCE, CPUS, MEMORY, PORT, RESTARTS)
 
 LONGEST_NAME = 52
-"""Of 63 characters in a host name; the rest is for the index and what Kubernetes adds."""
+"""A host name has at most 63 characters; Kubernetes appends the index and a suffix."""
 CONFIG_FOLDER = "/etc/crosstune"
 
 
-def check(job: Job) -> list[UserError]:
+def check(job: Job) -> Iterator[UserError]:
     """Refuse a job without an image or a volume."""
-    problems = []
     if job.options["image"] is None:
-        problems.append(
-            UserError("--on kubernetes needs --image.", do="name a container image that has crosstune in it")
+        yield UserError(
+            "--on kubernetes needs --image.", do="name a container image that has crosstune in it"
         )
     if job.options["volume"] is None:
-        problems.append(
-            UserError(
-                "--on kubernetes needs --volume CLAIM:PATH.",
-                why="a pod that is started again elsewhere must find its checkpoints, and all pods the same folder.",
-                do="name a claim that can be mounted by several machines (access mode ReadWriteMany)",
-            )
+        yield UserError(
+            "--on kubernetes needs --volume CLAIM:PATH.",
+            why="all pods need the same folder, and a pod that is restarted elsewhere its checkpoints.",
+            do="name a claim that several machines can mount (access mode ReadWriteMany)",
         )
-    return problems
 
 
 def write(job: Job) -> str:
-    """Return the manifest of a job."""
+    """Return the manifest."""
     claim, _, path = job.options["volume"].partition(":")
     command = job.command(
         python="python", config_file=f"{CONFIG_FOLDER}/run.yaml" if job.config_text else None
@@ -94,7 +91,7 @@ def write(job: Job) -> str:
 
 
 def start(job: Job) -> Started:
-    """Submit a job with kubectl."""
+    """Submit the job with kubectl."""
     name = object_name(job.name)
     where = f" --namespace {job.options['namespace']}" if job.options["namespace"] else ""
     delete = f"kubectl delete job,service,configmap --ignore-not-found {name}{where}"
@@ -116,7 +113,7 @@ def start(job: Job) -> Started:
 
 
 def object_name(name: str) -> str:
-    """Return the name of a run as a DNS label that starts with a letter."""
+    """Turn the name of a run into a DNS label that starts with a letter."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not label or not label[0].isalpha():
         label = f"run-{label}".rstrip("-")

@@ -1,4 +1,4 @@
-"""Ray: place one launcher per bundle on an existing cluster; Ray finds the machines, torch trains in the processes."""
+"""Ray: place one launcher per bundle of an existing cluster. Ray only finds the machines; torch connects the processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from crosstune.distributed.jobs.ray_actor import NodeActor
 ADDRESS = JobOption(
     "address",
     "ADDRESS",
-    "address of the Ray cluster (default: the one of this machine)",
+    "address of the Ray cluster (default: the cluster of this machine)",
     default="auto",
     check=matches(
         r"[A-Za-z0-9][A-Za-z0-9.:/_-]*|\[[0-9A-Fa-f:.]+\]:[0-9]+", "auto, or HOST:PORT of the head"
@@ -29,12 +29,13 @@ ADDRESS = JobOption(
 OPTIONS = (ADDRESS, CPUS, RESTARTS)
 NUM_LINES = 15
 ANSWER_S = 30.0
-"""Time for an actor to answer; one that does not is lost."""
-TOLD_EVERY_S = 15.0
+"""Time for an actor to answer before it counts as lost."""
+NOTICE_EVERY_S = 15.0
+"""Seconds between two lines about waiting for resources."""
 
 
 def check(job: Job) -> list[UserError]:
-    return []
+    return []  # Ray needs no option
 
 
 def bundle(job: Job) -> dict[str, float]:
@@ -62,7 +63,7 @@ def write(job: Job) -> str:
 
 
 def start(job: Job) -> Started:
-    """Connect to the cluster, place the launchers, and stay until they end."""
+    """Connect to the cluster, place the launchers, and wait for their end."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(
             "--on ray needs Ray, which is not installed.",
@@ -87,14 +88,14 @@ def start(job: Job) -> Started:
 
 
 class _Cluster:
-    """The part of a Ray cluster that a job holds."""
+    """The bundles of a Ray cluster that a job holds."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.group: Any = None
 
     def start(self, stopped: Callable[[], bool]) -> Sequence[Node]:
-        """Place an actor in each bundle, and have it start its machine's launcher; return none if stopped before."""
+        """Place an actor in each bundle and start its machine's launcher; return no node if stopped before."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
 
@@ -120,7 +121,7 @@ class _Cluster:
         return nodes
 
     def release(self) -> None:
-        """Give the bundles back; their actors end."""
+        """Release the bundles; their actors end."""
         from ray.util import remove_placement_group
 
         if self.group is not None:
@@ -128,7 +129,7 @@ class _Cluster:
             self.group = None
 
     def _place(self, wanted: dict[str, float], stopped: Callable[[], bool]) -> bool:
-        """Wait until the cluster has room for all bundles; return whether it has."""
+        """Wait until the cluster has room for all bundles; return False if stopped before."""
         import ray
         from ray.util import placement_group
 
@@ -137,7 +138,7 @@ class _Cluster:
         while not self.group.wait(timeout_seconds=1):
             if stopped():
                 return False
-            if time.monotonic() - told_at > TOLD_EVERY_S:
+            if time.monotonic() - told_at > NOTICE_EVERY_S:
                 told_at = time.monotonic()
                 have = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
                 line = f"waiting for {self.job.num_nodes} bundles of {wanted}; the cluster has {have} in all"
@@ -173,7 +174,7 @@ class _Cluster:
 
 
 class _RayNode:
-    """The launcher of one bundle. The output of the first one is printed; the others' is kept for errors."""
+    """The launcher of one bundle. The output of the first is printed, the other output is kept for errors."""
 
     def __init__(self, actor: Any, place: int, host: str) -> None:
         self.actor, self.place, self.host = actor, place, host
@@ -188,17 +189,13 @@ class _RayNode:
             return LOST
         try:
             code, lines = ray.get(self.actor.poll.remote(), timeout=ANSWER_S)
-        except (
-            ray.exceptions.ActorUnavailableError,
-            ray.exceptions.RayActorError,
-            ray.exceptions.GetTimeoutError,
-        ) as error:
-            if isinstance(
-                error, ray.exceptions.ActorUnavailableError
-            ):  # Ray does not know yet whether it is gone
-                self._silent_since = min(self._silent_since, time.monotonic())
-                if time.monotonic() - self._silent_since < ANSWER_S:
-                    return None
+        except ray.exceptions.ActorUnavailableError as error:  # Ray does not know yet whether it is gone
+            self._silent_since = min(self._silent_since, time.monotonic())
+            if time.monotonic() - self._silent_since < ANSWER_S:
+                return None
+            self.lose(error)
+            return LOST
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             self.lose(error)
             return LOST
         self._silent_since = math.inf

@@ -1,4 +1,4 @@
-"""SLURM: write a batch script that starts one launcher per machine, and requeues itself when it is preempted."""
+"""SLURM: a batch script that starts one launcher per machine, and requeues itself after a preemption."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONSTRAINT = JobOption("constraint", "FEATURE", "features the machines must have
 TIME = JobOption(
     "time",
     "LIMIT",
-    "time limit of one start, such as 4:00:00; the job continues after it",
+    "time limit of one start, such as 4:00:00; the job is requeued and continues after it",
     check=matches(
         r"[0-9]+(-[0-9]+(:[0-9]+){0,2}|(:[0-9]+){0,2})", "minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS"
     ),
@@ -26,7 +26,7 @@ TIME = JobOption(
 GRACE = JobOption(
     "grace",
     "SECONDS",
-    "how long before the time limit the run saves and stops (default: 120)",
+    "seconds before the time limit at which the run saves and stops (default: 120)",
     type=int,
     low=10,
     high=3600,
@@ -39,14 +39,14 @@ SBATCH = JobOption(
     "any other option of sbatch, such as reservation=night (may be repeated)",
     repeats=True,
     check=matches(
-        r"[a-z][a-z-]*(=[^\s\"'\\#`$;]+)?", "the long name of an sbatch option, and =VALUE if it takes one"
+        r"[a-z][a-z-]*(=[^\s\"'\\#`$;]+)?", "the long name of an sbatch option, and =VALUE if it needs one"
     ),
 )
 OPTIONS = (PARTITION, ACCOUNT, QOS, CONSTRAINT, TIME, GRACE, CPUS, MEMORY, LOGS, BEFORE, SBATCH)
 
 
 def check(job: Job) -> list[UserError]:
-    """Refuse folders that sbatch would not read as they are: it expands % and interprets quotes and backslashes."""
+    """Refuse folders that sbatch would misread: it expands % and interprets quotes and backslashes."""
     return [
         UserError(
             f"The folder {path} cannot be written into a batch script.",
@@ -59,7 +59,7 @@ def check(job: Job) -> list[UserError]:
 
 
 def write(job: Job) -> str:
-    """Return the batch script of a job."""
+    """Return the batch script."""
     chosen = job.options
     wanted = {name: chosen[name] for name in ("partition", "account", "qos", "constraint", "time")}
     wanted |= {"gpus-per-node": job.num_gpus, "cpus-per-task": chosen["cpus"], "mem": chosen["memory"]}
@@ -79,7 +79,7 @@ def write(job: Job) -> str:
 
 
 def start(job: Job) -> Started:
-    """Submit a job to sbatch."""
+    """Submit the job with sbatch."""
     if (logs := job.options["logs"]) is not None:
         (job.folder / logs).mkdir(parents=True, exist_ok=True)
     out = submit(
@@ -106,12 +106,12 @@ def _job_name(job: Job) -> str:
 
 
 def _log(job: Job) -> str:
-    """Return the start of the logs' paths."""
+    """Return the common prefix of the logs' paths."""
     return str((job.options["logs"] or Path()) / _job_name(job))
 
 
 def _lines(command: list[str]) -> list[list[str]]:
-    """Return the words of a command by line, an option with its value on each."""
+    """Split a command into lines, each with one option and its value."""
     lines: list[list[str]] = [[]]
     for word in command:
         if word.startswith("--") and lines[-1]:

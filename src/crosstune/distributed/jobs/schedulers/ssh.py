@@ -1,4 +1,4 @@
-"""ssh: start each machine's launcher over ssh, and stay with it; or print the lines to type."""
+"""ssh: start each machine's launcher over ssh and supervise it, or print the lines to type."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from crosstune.core.errors import EXIT_USER_MUST_ACT, UserError, raise_all, shown
@@ -30,7 +31,7 @@ OPTIONS = (HOSTS, HOSTFILE, ADDRESS, PORT, BEFORE, RESTARTS)
 _HOST = re.compile(
     r"(?:[A-Za-z0-9_][\w.-]*@)?(?P<name>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?"
 )
-# Do not ask for a password, which nobody would see; end a connection that hangs after a minute.
+# No password prompt, which nobody would see; a connection that hangs ends after a minute.
 _WORDS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 LOGIN_S = 20
 """Seconds for a machine to answer."""
@@ -38,38 +39,33 @@ NUM_LINES = 15
 _HOSTS_LIMIT = 2**20
 
 
-def check(job: Job) -> list[UserError]:
+def check(job: Job) -> Iterator[UserError]:
     """Refuse a job without machines, or with another number of them."""
     if (job.options["hosts"] is None) == (job.options["hostfile"] is None):
-        return [
-            UserError(
-                "--on ssh needs the machines.",
-                do="give --hosts first,second,..., or --hostfile with one per line",
-            )
-        ]
+        yield UserError(
+            "--on ssh needs the machines.",
+            do="give either --hosts first,second,..., or --hostfile with one per line",
+        )
+        return
     try:
         hosts = _hosts(job)
     except UserError as error:
-        return [error]
-    problems = [
-        UserError(
-            f"{shown(host)} is not a machine.", do="write [user@]host[:port], or a name of ~/.ssh/config"
-        )
-        for host in hosts
-        if not _HOST.fullmatch(host)
-    ]
-    if len(hosts) != job.num_nodes:
-        problems.append(
-            UserError(
-                f"--nnodes is {job.num_nodes}, but {len(hosts)} machine{'s are' if len(hosts) != 1 else ' is'} named.",
-                do="name as many machines as --nnodes says",
+        yield error
+        return
+    for host in hosts:
+        if not _HOST.fullmatch(host):
+            yield UserError(
+                f"{shown(host)} is not a machine.", do="write [user@]host[:port], or a name of ~/.ssh/config"
             )
+    if len(hosts) != job.num_nodes:
+        yield UserError(
+            f"--nnodes is {job.num_nodes}, but {len(hosts)} machine{'s are' if len(hosts) != 1 else ' is'} named.",
+            do="name as many machines as --nnodes says",
         )
-    return problems
 
 
 def write(job: Job) -> str:
-    """Return the lines that a person would type, one terminal each."""
+    """Return the lines to type, one terminal each."""
     lines = [f"# {job.num_nodes} machines: type each line in a separate terminal. They wait for each other."]
     if job.num_nodes > 1:
         lines.append("# Ctrl-C in any of them stops the run with a checkpoint; the same lines continue it.")
@@ -79,22 +75,22 @@ def write(job: Job) -> str:
 
 
 def start(job: Job) -> Started:
-    """Start the launchers of all machines, and stay until they end."""
+    """Start the launchers of all machines, and wait for their end."""
     if shutil.which("ssh") is None:
         raise UserError(
             "Cannot start the job: there is no ssh on this machine.",
-            do="install an ssh client, or add --print and type the lines where there is one",
+            do="install an ssh client, or add --print and type the lines on a machine that has one",
         )
-    raise_all(_unreachable(job))
+    raise_all(list(_unreachable(job)))
     return run_nodes(
         lambda stopped: [_SshNode(job, place, host) for place, host in enumerate(_hosts(job))],
         restarts=job.options["restarts"],
     )
 
 
-def _unreachable(job: Job) -> list[UserError]:
-    """Log in to every machine at once, and return the problems: otherwise an unreachable machine would count as lost and
-    be started again and again."""
+def _unreachable(job: Job) -> Iterator[UserError]:
+    """Log in to all machines at the same time, and yield the problems: an unreachable machine would otherwise count as
+    lost and be restarted."""
     command = f"cd {shlex.quote(str(job.folder))}"
     started = {
         host: subprocess.Popen(
@@ -105,32 +101,26 @@ def _unreachable(job: Job) -> list[UserError]:
         )
         for host in _hosts(job)
     }
-    problems = []
     for host, process in started.items():
         _, said = process.communicate()
         why = " ".join(said.decode(errors="replace").split()) or f"exit code {process.returncode}"
         if process.returncode == LOST:
-            problems.append(
-                UserError(
-                    f"ssh cannot log in to {host}.",
-                    why=why,
-                    do=f"make `{shlex.join(['ssh', *_target(host), 'true'])}` work without a "
-                    "question: its name, its key, its address in ~/.ssh/config",
-                )
+            yield UserError(
+                f"ssh cannot log in to {host}.",
+                why=why,
+                do=f"make `{shlex.join(['ssh', *_target(host), 'true'])}` work without a prompt: check the host's name, "
+                "address and key in ~/.ssh/config",
             )
         elif process.returncode:
-            problems.append(
-                UserError(
-                    f"{host} does not have the folder {job.folder}.",
-                    why=why,
-                    do="start the run in a folder that all machines share under the same path",
-                )
+            yield UserError(
+                f"{host} does not have the folder {job.folder}.",
+                why=why,
+                do="start the run in a folder that all machines share under the same path",
             )
-    return problems
 
 
 class _SshNode(AttachedProcess):
-    """The launcher of one machine, over ssh. The output of the first one is shown."""
+    """The launcher of one machine, over ssh. The output of the first machine is shown."""
 
     def __init__(self, job: Job, place: int, host: str) -> None:
         self.host = host

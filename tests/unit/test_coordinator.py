@@ -98,7 +98,7 @@ def test_a_machine_that_is_gone_ends_the_run(tmp_path: Path) -> None:
 def test_a_machine_that_does_not_come_is_named(tmp_path: Path) -> None:
     [port] = free_ports(1)
     code, said = start(0, "pass", tmp_path, port, connect_s=1.0).end()
-    assert code == 2 and "NODE_RANK 1 did not come within 1 s" in said
+    assert code == 2 and "NODE_RANK 1 did not connect within 1 s" in said
 
 
 def test_two_machines_with_the_same_number_are_refused(tmp_path: Path) -> None:
