@@ -12,7 +12,7 @@ from crosstune.cli.commands.runs import comparison_lines
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.report.charts import overlay_charts
-from crosstune.report.comparison import Comparison, compare_runs, render_comparison, shared_prompts
+from crosstune.report.comparison import Comparison, compare_runs, shared_prompts, write_comparison
 
 Captured = pytest.CaptureFixture[str]
 
@@ -135,8 +135,8 @@ def test_runs_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
     assert compare_runs(["one", str(other)], parent=runs).names == ["runs/one", "other/one"]
 
 
-def test_the_page_escapes_everything(compared: Comparison) -> None:
-    page = Page(render_comparison(compared))
+def test_the_page_escapes_everything(compared: Comparison, tmp_path: Path) -> None:
+    page = Page(write_comparison(compared, tmp_path / "page.html").read_text(encoding="utf-8"))
     assert page.open == [] and page.count("script") == 1 and HOSTILE in page.text
     assert page.count("img") == page.count("i") == 0
 

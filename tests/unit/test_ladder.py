@@ -108,9 +108,9 @@ def test_on_a_loaded_cpu_processor_time_is_compared() -> None:
     base = (loaded(80, cpu_rate=100), loaded(120, cpu_rate=101))
     faster = against(loaded(60, cpu_rate=130), loaded(115, cpu_rate=131), base=base)
     verdict = judge(faster, promise=SameBits(), gain="speed", goal="speed")
-    assert verdict.kept and faster.speed == pytest.approx(130.5 / 100.5) and "processor time" in verdict.why
+    assert verdict.kept and faster.speed == pytest.approx(130.5 / 100.5) and "CPU time" in verdict.why
     several = against(loaded(60, cpu_rate=999, on_one_cpu=False), loaded(90, cpu_rate=999), base=base)
-    assert not several.by_cpu_time, "the processor time of one process of several is not the speed"
+    assert not several.by_cpu_time, "the CPU time of one process of several is not the speed"
 
 
 def test_steps_that_are_not_finite_are_not_kept() -> None:
@@ -175,7 +175,7 @@ def test_the_criteria_say_when_there_is_too_little_to_go_by(tmp_path: Path) -> N
     faster = against(trial(rate=140, peak=600), trial(rate=141, peak=600))
     found = {c.what.split()[0]: c for c in check_criteria(faster, trial(), validated=tmp_path)}
     assert (found["speed"].met, found["memory"].met, found["loss"].met) == ("yes", "yes", "yes")
-    assert found["no"].met == "cannot say" and "too few" in found["no"].measured
+    assert found["all"].met == "cannot say" and "too few" in found["all"].measured
     assert found["several"].measured == "2 processes trained"
     assert found["checkpoints"].met == "no"
     rising = check_criteria(None, trial(LOSSES[::-1]), validated=tmp_path)
@@ -203,7 +203,7 @@ def test_a_folder_is_continued_by_the_same_request_alone(tmp_path: Path) -> None
     assert "--overwrite" in damaged.value.do
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
-    with pytest.raises(UserError, match="no ladder"):
+    with pytest.raises(UserError, match="not a ladder"):
         check_same_ladder(tmp_path / "mine", {})
 
 

@@ -21,7 +21,7 @@ from crosstune.core.errors import UserError
 from crosstune.data.checks.portrait import MOST_CHARACTERS, _cut
 from crosstune.recipes.sft import SftRecipe
 from crosstune.report import RunFiles, load_run, write_report
-from crosstune.report.comparison import compare_runs, render_comparison
+from crosstune.report.comparison import compare_runs, write_comparison
 from crosstune.report.files import number
 from crosstune.report.formatting import (
     change_between,
@@ -192,7 +192,7 @@ def test_the_page_shows_the_numbers(tmp_path: Path) -> None:
         "−98.7 %, better",
         "+95.0 points, better",
         "634,880",
-        "240,840 carry loss",
+        "240,840 supervised",
         "38,211 tok/s",
         "25 % of 8.00 GiB",
         "3.5 % of 139 M",
@@ -329,7 +329,7 @@ def test_wrong_types_never_stop_a_page(tmp_path: Path) -> None:
         for name, rows in lines.items():
             write_lines(folder / name, [damaged(row, source) for row in rows])
         assert render_page(folder).open == []
-        Page(render_comparison(compare_runs([str(folder), str(other)], parent=tmp_path)))
+        write_comparison(compare_runs([str(folder), str(other)], parent=tmp_path), tmp_path / "page.html")
         read_listed(folder, changed=0.0)
 
 
@@ -440,7 +440,7 @@ def test_totals_without_a_summary() -> None:
     ]
     run = RunFiles(folder=Path("run"), plan={"num_steps": 8}, metrics=steps, events=events)
     shown = {total.label: (total.value.text, total.detail) for total in totals(run)}
-    assert shown["Steps"] == ("2", "of 8 planned") and shown["Tokens"] == ("400", "40 carry loss")
+    assert shown["Steps"] == ("2", "of 8 planned") and shown["Tokens"] == ("400", "40 supervised")
     assert shown["Speed"][0] == "200 tok/s" and shown["Peak memory"][0] == "2.00 GiB"
     loss, match = evaluations(run)
     assert loss.before and loss.after and loss.change and match.change
@@ -482,12 +482,12 @@ def test_number_formats() -> None:
 
 def test_the_summary_in_sentences(tmp_path: Path) -> None:
     run = evaluated(OVERFITTING, summary={"status": "finished", "steps": 40, "result_step": 20})
-    assert "The result has the weights of step 20, the best evaluation." in lead_sentences(run, end_of(run))
+    assert "The result has the weights of step 20, which evaluated best." in lead_sentences(run, end_of(run))
     summary = {"status": "finished", "eval_before": {"loss": 6.2710}, "eval_after": {"loss": 6.2701}}
     run = RunFiles(folder=Path("runs/a"), summary=summary)
     assert "On held-out data the loss hardly changed from 6.27." in lead_sentences(run, end_of(run))
     words = render_page(make_run(tmp_path / "run", without=("events.jsonl", "summary.json"))).words()
-    assert "Nothing held out was evaluated; training loss fell from 3.00 to 0.0750." in words
+    assert "No held-out data was evaluated; the training loss fell from 3.00 to 0.0750." in words
 
 
 def test_the_page_opens_with_an_answer_that_became_right() -> None:

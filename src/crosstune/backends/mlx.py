@@ -11,8 +11,8 @@ SPEC = BackendSpec(
     device="gpu",
     preference=40,
     collective="ring",
-    # Everything that a command buffer uses stays in memory until the buffer completes. On CUDA, MLX puts a gigabyte or
-    # more into one, a quarter of a step's memory or more; on Metal it commits buffers earlier.
+    # A command buffer keeps the arrays it uses in memory until it completes. On CUDA, MLX puts a gigabyte or more into
+    # one, a quarter of a step's memory; on Metal it commits buffers earlier.
     environment_on={"Linux": {"MLX_MAX_MB_PER_BUFFER": "100"}},
     install=(
         "It needs MLX: pip install 'crosstune[mlx]' on a Mac with Apple silicon, "

@@ -1,4 +1,4 @@
-"""AMD GPUs through PyTorch, where their device name is also `cuda`."""
+"""AMD GPUs through PyTorch, which also names them `cuda`."""
 
 from __future__ import annotations
 

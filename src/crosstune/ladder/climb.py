@@ -1,4 +1,5 @@
-"""Climb the ladder: measure the baseline, try each rung on top of the kept changes, and measure both ends again."""
+"""Climb a ladder: check its request, measure the baseline, try each rung on top of the kept changes, and compare the
+final options with the original ones."""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ from crosstune.ladder.trial import Trial, Trials
 from crosstune.planner.gather import gather
 from crosstune.report.files import mapping, number
 
-REQUEST = "request.json"
+REQUEST, STATE = "request.json", "ladder.json"
 NOT_CARRIED = ("name", "output_dir", "overwrite", "resume", "num_epochs", "max_steps", "profile")
-"""Options that trials leave out; the last three return in train.yaml."""
+"""Options that trials drop; the last three return in train.yaml."""
 _PLACE = ("name", "output_dir", "overwrite")
 """Options that do not change what a ladder measures."""
 
 
 def check_request(config: Config) -> None:
-    """Check the options as `train` does before its first step, and refuse those that no trial can have."""
+    """Check the options as `train` does, and refuse those that a trial cannot have."""
     from crosstune.runs.check_request import check_plan
     from crosstune.runs.resume import names_path
 
@@ -61,7 +62,7 @@ def make_request(config: Config, *, rungs: Sequence[str], steps: int, goal: str)
 
 
 def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
-    """Raise unless the folder is new, holds the same request, or one that measured nothing."""
+    """Write the request; raise a UserError if the folder holds trials of another one."""
     path = folder / REQUEST
     if path.is_file():
         try:
@@ -81,7 +82,7 @@ def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
                 do="use another --name, or --overwrite true to begin again",
             )
     elif folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder} exists and is no ladder.", do="use another --name")
+        raise UserError(f"{folder} exists and is not a ladder.", do="use another --name")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, dict(request))
 
@@ -95,13 +96,12 @@ def _differing(before: Mapping[str, Any], request: Mapping[str, Any]) -> list[st
     ]
 
 
-STATE = "ladder.json"
 Outcome = Literal["kept", "rolled back", "does not apply"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One change of a rung, and its outcome."""
+    """One change that was tried, and its outcome."""
 
     rung: str
     title: str
@@ -140,6 +140,8 @@ class Climbed:
 
 @dataclass(kw_only=True)
 class Ladder:
+    """The state of a climb: the options kept so far and the steps."""
+
     asked: Mapping[str, Any]
     """Options of the baseline."""
     rungs: Sequence[str]
@@ -147,11 +149,12 @@ class Ladder:
     goal: Goal = "speed"
     on_step: Callable[[Step], None] = lambda step: None
     on_trial: Callable[[str, int], None] = lambda name, left: None
-    """Called before each trial with its name and how many are left at most."""
+    """Called before each trial with its name and the most trials left."""
     kept: dict[str, Any] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
 
     def climb(self) -> Climbed:
+        """Try all rungs, then compare both ends and validate the final options with checkpoints."""
         baseline = self._baseline()
         known = all_rungs()
         for place, name in enumerate(self.rungs):
@@ -176,7 +179,7 @@ class Ladder:
         return {**self._base(), **self.kept}
 
     def _baseline(self) -> Trial:
-        """Run the original options once; take over the batch size that `--batch_size auto` found."""
+        """Run the original options once, and adopt the batch size that `--batch_size auto` found."""
         self.on_trial("baseline", len(TURNS) * (len(self.rungs) + 1) + 2)
         trial = self.trials.run("baseline", self._base())
         if not trial.finished:
@@ -203,8 +206,8 @@ class Ladder:
         except NotApplicable as reason:
             note("does not apply", str(reason))
             return
-        for number_, change in enumerate(changes, start=1):
-            verdict, comparison = self._try_change(f"{name}-{number_}", rung, change, left=left)
+        for place, change in enumerate(changes, start=1):
+            verdict, comparison = self._try_change(f"{name}-{place}", rung, change, left=left)
             note("kept" if verdict.kept else "rolled back", verdict.why, change=change, comparison=comparison)
             if not verdict.kept:
                 break
@@ -230,11 +233,9 @@ class Ladder:
         )
 
     def _situation(self, baseline: Trial) -> Situation:
-        options = self._now()
-        recorded = self._recorded(baseline)
-        data = mapping(mapping(recorded.get("data")).get("train"))
+        data = mapping(mapping(self._recorded(baseline).get("data")).get("train"))
         examples, tokens = number(data.get("examples")) or 0.0, number(data.get("tokens")) or 0.0
-        plan = _plan(options)
+        plan = _plan(self._now())
         return Situation(
             config=plan.config,
             plan=plan,

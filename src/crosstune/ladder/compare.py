@@ -1,4 +1,4 @@
-"""Compare a change with the baseline: alternating trials, their speed, memory and losses, and a verdict."""
+"""Compare a change with the baseline in alternating trials, judge it, and check the criteria of the whole ladder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from crosstune.ladder.trial import Trial, Trials, middle
 from crosstune.report.files import number
 
 SMALLEST_GAIN = 0.02
-"""A gain of speed below this is not worth an option."""
+"""The smallest gain of speed that is worth an option."""
 SMALLEST_SAVING = 0.05
-"""Likewise for memory."""
+"""The smallest saving of memory that is worth an option."""
 UNSTEADY = 0.15
-"""Trials of the same options that differ by more than this: something else uses the machine."""
+"""A larger difference between trials of the same options means that something else uses the machine."""
 TURNS = ("base", "new", "new", "base")
+SPEED_WANTED, MEMORY_WANTED, FINITE_STEPS_WANTED = 0.25, 0.30, 1000
+"""The criteria of the optimisation guide."""
+Answer = Literal["yes", "no", "cannot say"]
 Goal = Literal["speed", "memory"]
 
 
@@ -46,7 +49,7 @@ class Comparison:
 
     @property
     def by_cpu_time(self) -> bool:
-        """Whether to compare processor time: on a busy CPU, where it varies less than wall time."""
+        """Whether to compare CPU time: on a busy CPU, where it varies less than wall time."""
         trials = [*self.base, *self.new]
         if self.time_spread <= UNSTEADY or not all(trial.tokens_per_cpu_s for trial in trials):
             return False
@@ -65,7 +68,7 @@ class Comparison:
 
     @property
     def time_spread(self) -> float:
-        """Likewise for wall time."""
+        """The largest relative difference of wall-time speed between trials of the same options."""
         return max(_spread([trial.tokens_per_s for trial in side]) for side in (self.base, self.new))
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +84,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
+    """Whether a change is kept, and why."""
+
     kept: bool
     why: str
 
@@ -93,7 +98,7 @@ def compare(
     new: Mapping[str, Any],
     on_trial: Callable[[str], None] = lambda name: None,
 ) -> Comparison:
-    """Run baseline and change by turns (A B B A), so that a drift of the machine favours neither. Stop at a failure."""
+    """Run baseline and change in the order A B B A, so that drift of the machine favours neither. Stop at a failure."""
     sides: dict[str, list[Trial]] = {"base": [], "new": []}
     for turn, side in enumerate(TURNS):
         trial_name = f"{name}-{turn + 1}-{side}"
@@ -105,7 +110,7 @@ def compare(
 
 
 def judge(comparison: Comparison, *, promise: LossPromise, gain: Gain, goal: Goal) -> Verdict:
-    """Decide whether a change is kept: it keeps its promise about the loss, and it helps."""
+    """Keep a change if it keeps its promise about the loss and helps."""
     if (failed := comparison.failed) is not None:
         words = {"out_of_memory": "out of memory", "too_slow": "too slow"}.get(failed.status, "failed")
         return Verdict(False, f"{words}: {failed.error}")
@@ -118,7 +123,7 @@ def judge(comparison: Comparison, *, promise: LossPromise, gain: Gain, goal: Goa
 
 
 def broken_promise(comparison: Comparison, promise: LossPromise) -> str:
-    """Return how the losses of the change break a promise; empty if they keep it."""
+    """Describe how the losses break the promise; empty if they keep it."""
     if isinstance(promise, AsGood):
         return _worse(comparison, promise)
     own = max((_difference(comparison.base[0], trial) for trial in comparison.base[1:]), default=0.0)
@@ -160,7 +165,7 @@ def _tail(trial: Trial, metric: str, *, until: float) -> float:
 
 
 def _difference(one: Trial, other: Trial) -> float:
-    """Return the largest relative difference of the losses of two trials; infinite if they cannot be compared."""
+    """Return the largest relative difference of two trials' losses; infinity if they cannot be compared."""
     a, b = one.values("loss"), other.values("loss")
     if len(a) != len(b):
         return math.inf
@@ -179,7 +184,7 @@ def _weigh(comparison: Comparison, *, gain: Gain, goal: Goal) -> Verdict:
         else ""
     )
     if comparison.by_cpu_time:
-        unsteady += f", so processor time was compared; it differs by {spread:.0%}"
+        unsteady += f", so CPU time was compared; it differs by {spread:.0%}"
     faster, slower = speed > 1 + noise, speed < 1 - noise
     smaller, larger = memory < 1 - SMALLEST_SAVING, memory > 1 + SMALLEST_SAVING
     if gain == "safety":
@@ -200,19 +205,17 @@ def _spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / max(middle(values), 1e-12) if len(values) > 1 else 0.0
 
 
-SPEED_WANTED, MEMORY_WANTED, FINITE_STEPS_WANTED = 0.25, 0.30, 1000
-Answer = Literal["yes", "no", "cannot say"]
-
-
 @dataclass(frozen=True)
 class Criterion:
+    """A criterion, the measurement, and whether it is met."""
+
     what: str
     measured: str
     met: Answer
 
 
 def check_criteria(ends: Comparison | None, validation: Trial, *, validated: Path) -> list[Criterion]:
-    """Return the criteria of the optimisation guide with their measurements."""
+    """Measure the criteria of the optimisation guide."""
     return [
         _speed(ends),
         _memory(ends),
@@ -228,7 +231,7 @@ def _speed(ends: Comparison | None) -> Criterion:
     if ends is None or ends.failed is not None:
         return Criterion(what, "nothing was kept" if ends is None else "failed", "no")
     is_sure = ends.spread < abs(ends.speed - 1 - SPEED_WANTED)
-    by = " by processor time" if ends.by_cpu_time else ""
+    by = " by CPU time" if ends.by_cpu_time else ""
     measured = f"{_change(ends.speed)}{by} (trials differ by {ends.spread:.0%})"
     return Criterion(what, measured, _answer(ends.speed >= 1 + SPEED_WANTED) if is_sure else "cannot say")
 
@@ -249,10 +252,10 @@ def _change(ratio: float) -> str:
 
 
 def _finite(ends: Comparison | None, validation: Trial) -> Criterion:
-    """Count the steps of all trials with the final options."""
+    """Count non-finite steps in all trials with the final options."""
     trials = [*(ends.new if ends else ()), validation]
     steps, bad = sum(len(trial.rows) for trial in trials), sum(trial.num_nonfinite for trial in trials)
-    what = f"no gradient that is not finite in {FINITE_STEPS_WANTED:,} steps"
+    what = f"all gradients finite in {FINITE_STEPS_WANTED:,} steps"
     if bad or steps >= FINITE_STEPS_WANTED:
         return Criterion(what, f"{bad} in {steps:,} steps", _answer(not bad))
     return Criterion(what, f"0 in {steps:,} steps, too few to say", "cannot say")
@@ -274,7 +277,7 @@ def _processes(validation: Trial, validated: Path) -> Criterion:
     world = read_object(validated / "plan.json").get("world_size")
     if isinstance(world, int) and world > 1:
         return Criterion(what, f"{world} processes trained", "yes")
-    return Criterion(what, "not tried: the options have one process; see --world_size", "cannot say")
+    return Criterion(what, "not tried: the options use one process; see --world_size", "cannot say")
 
 
 def _checkpoints(validation: Trial, validated: Path) -> Criterion:

@@ -1,4 +1,4 @@
-"""Define a rung of the ladder: a change of the options, and its promise about the loss."""
+"""Define a rung: changes of options to try, the gain they are for, and their promise about the loss."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Situation:
     config: Config
     plan: Plan
     mean_tokens: float
-    """Mean number of tokens of an example in the measured steps; 0 if the recipe does not say."""
+    """Mean number of tokens of an example; 0 if the recipe does not record it."""
     longest_tokens: int
-    """Tokens of the longest example; 0 if the recipe does not say."""
+    """Tokens of the longest example; 0 if the recipe does not record it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class SameBits:
 
 @dataclass(frozen=True, kw_only=True)
 class Within:
-    """Every loss differs by at most `bound`, relative to the baseline's."""
+    """The relative difference of every loss is at most `bound`."""
 
     bound: float
 
@@ -50,8 +50,8 @@ class Within:
 
 @dataclass(frozen=True, kw_only=True)
 class AsGood:
-    """At equal supervised tokens, the metric is at most `bound` worse, relative to the baseline's. For changes that put
-    other rows into a step or change the loss itself."""
+    """At equal supervised tokens, the metric is worse by at most the fraction `bound`. For changes of the rows in a step
+    or of the loss itself."""
 
     bound: float
     metric: str = "loss"
@@ -71,9 +71,9 @@ class Rung:
 
     title: str
     order: int
-    """Rungs are tried from the lowest number on."""
+    """Rungs are tried in ascending order."""
     gain: Gain
-    """What it is for. A rung for safety is kept unless it breaks its promise or costs speed or memory."""
+    """Its purpose. A rung for safety is kept unless it breaks its promise or costs speed or memory."""
     promise: LossPromise
     propose: Callable[[Situation], Sequence[Change]]
-    """Return changes to try one on top of the other, until one does not help; raise NotApplicable if there is none."""
+    """Return changes to try one on top of the other until one does not help; raise NotApplicable without any."""

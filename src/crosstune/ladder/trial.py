@@ -1,4 +1,4 @@
-"""Run a short training in a child process, and read its measurements."""
+"""Run short trainings in child processes, and read their measurements."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from crosstune.files.run_lock import is_held
 from crosstune.report.files import RunFiles, load_run, number
 
 SLOWEST_LEFT_OUT = 0.1
-"""Share of the measured steps that are dropped as too slow: another process had the machine."""
-FEWEST_TO_CHOOSE_FROM = 5
+"""Fraction of the measured steps that is dropped: the slowest, while another process had the machine."""
+FEWEST_TO_DROP_FROM = 5
+"""Measured steps below which none is dropped."""
 TAIL_LINES = 8
+_NOT_IN_JSON = ("warmup", "rows", "on_one_cpu")
 Status = Literal["finished", "out_of_memory", "failed", "too_slow"]
-# `crosstune` in a process that ends with the ladder, whose process id is the first word.
+# Run `crosstune` in a process that ends with the ladder; the first argument is the ladder's process id.
 _FOLLOWING = """
 import runpy, sys
 from crosstune.distributed.launch import follow
@@ -38,7 +40,7 @@ runpy.run_module("crosstune", run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One short training and its figures."""
+    """One short training and its measurements."""
 
     name: str
     status: Status
@@ -51,7 +53,7 @@ class Trial:
     peak_bytes: int = 0
     num_nonfinite: int = 0
     on_one_cpu: bool = False
-    """True if one process computed everything on the CPU."""
+    """Whether one process computed everything on the CPU."""
 
     @property
     def finished(self) -> bool:
@@ -59,53 +61,45 @@ class Trial:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens over time in the steps after the warm-up, without the slowest ones."""
+        """Tokens per second in the steps after the warm-up, without the slowest."""
         return self._rate("step_s")
 
     @property
     def tokens_per_cpu_s(self) -> float:
-        """Likewise over processor time, which other processes hardly change; 0 with several processes or a device."""
+        """Tokens per second of CPU time, which other processes hardly change; 0 with several processes or a device."""
         return self._rate("cpu_s") if self.on_one_cpu else 0.0
 
     def _rate(self, spent: str) -> float:
         measured = sorted(self.rows[self.warmup :], key=lambda row: number(row.get(spent)) or 0.0)
-        dropped = math.ceil(len(measured) * SLOWEST_LEFT_OUT) if len(measured) >= FEWEST_TO_CHOOSE_FROM else 0
+        dropped = math.ceil(len(measured) * SLOWEST_LEFT_OUT) if len(measured) >= FEWEST_TO_DROP_FROM else 0
         kept = measured[: len(measured) - dropped]
         seconds = sum(number(row.get(spent)) or 0.0 for row in kept)
         return sum(number(row.get("tokens")) or 0.0 for row in kept) / seconds if seconds else 0.0
 
     def values(self, metric: str) -> list[float]:
-        """Return a metric of every step, NaN where a step has none."""
+        """Return a metric of every step, NaN where it is missing."""
         found = (number(row.get(metric)) for row in self.rows)
         return [math.nan if value is None else value for value in found]
 
     def to_json(self) -> dict[str, Any]:
-        names = (
-            "name",
-            "status",
-            "error",
-            "seconds",
-            "tokens_per_s",
-            "tokens_per_cpu_s",
-            "peak_bytes",
-            "num_nonfinite",
-        )
-        return {name: getattr(self, name) for name in names} | {"losses": self.values("loss")}
+        fields = {name: value for name, value in vars(self).items() if name not in _NOT_IN_JSON}
+        rates = {"tokens_per_s": self.tokens_per_s, "tokens_per_cpu_s": self.tokens_per_cpu_s}
+        return fields | rates | {"losses": self.values("loss")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Run trainings below one folder; a trial that has finished before is read instead."""
+    """Run trials below one folder; a trial that finished before is read instead."""
 
     folder: Path
     steps: int
     warmup: int
     limit_s: float
-    """Longer trials are ended."""
+    """Seconds after which a trial is ended."""
     should_stop: Callable[[], bool] = lambda: False
 
     def run(self, name: str, options: Mapping[str, Any], **more: Any) -> Trial:
-        """Train `steps` steps with the options; `more` are options of this trial alone."""
+        """Train `steps` steps with the options; `more` are options of this trial only."""
         folder = self.folder / name
         asked = {**options, **self._fixed(name), **more}
         self._wait_for_leftover(folder)
@@ -122,7 +116,7 @@ class Trials:
         return self._read(name, code=code, seconds=time.monotonic() - begun, log=log)
 
     def _wait_for_leftover(self, folder: Path) -> None:
-        """Wait for a trial that outlived a killed ladder and still writes into its folder."""
+        """Wait for a trial of a killed ladder that still writes into its folder."""
         ends_at = time.monotonic() + self.limit_s
         while is_held(folder) and time.monotonic() < ends_at:
             if self.should_stop():
@@ -145,7 +139,7 @@ class Trials:
         }
 
     def _wait(self, command: list[str], log: Path) -> int | None:
-        """Return the exit code of a command, None if it was ended for its time. Raise KeyboardInterrupt on a stop."""
+        """Return the exit code of a command; None if it exceeded `limit_s`. Raise KeyboardInterrupt on a stop."""
         with log.open("wb") as out:
             child = subprocess.Popen(
                 command,
@@ -206,7 +200,7 @@ class Trials:
 
     def _why(self, code: int | None, log: Path, run: RunFiles) -> str:
         if code is None:
-            return f"it took longer than {self.limit_s:g} s and was ended"
+            return f"it ran longer than {self.limit_s:g} s and was ended"
         if code == 0:
             return f"it ended after {len(run.metrics)} of {self.steps} steps"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
@@ -222,5 +216,5 @@ def _failure(code: int | None, run: RunFiles) -> Status:
 
 
 def middle(values: Sequence[float]) -> float:
-    """Return the median; NaN of nothing."""
+    """Return the median; NaN without values."""
     return statistics.median(values) if values else math.nan

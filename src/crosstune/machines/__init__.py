@@ -1,1 +1,1 @@
-"""This computer or another one as data: probed, diagnosed, or read from a profile."""
+"""Descriptions of machines: probed, diagnosed, or read from a profile."""

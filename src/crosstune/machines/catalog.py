@@ -1,4 +1,4 @@
-"""Make profiles of common machines from a few bundled ones: other devices, other memory, several devices."""
+"""Derive profiles of common machines from the bundled ones: other devices, other memory, several devices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def split_count(name: str) -> tuple[str, int]:
 
 
 def with_devices(machine: Machine, count: int) -> Machine:
-    """Return the machine with this many of its GPU, and as much host memory for each."""
+    """Return the machine with `count` GPUs, and its host memory once per GPU."""
     backends = {
         name: replace(report, devices=report.devices * count)
         if report.devices and report.device != "cpu" and not report.unified_memory
@@ -63,7 +63,7 @@ def with_devices(machine: Machine, count: int) -> Machine:
 
 
 def make_gpu(name: str, like: Machine) -> Machine:
-    """Return a machine of the table: `like` with another GPU."""
+    """Return `like` with another GPU and host memory of the table."""
     title, device_gib, host_gib = _GPUS[name]
     report = like.backends["cuda"]
     device = replace(
@@ -84,7 +84,7 @@ def make_gpu(name: str, like: Machine) -> Machine:
 
 
 def make_apple(name: str, like: Machine) -> Machine:
-    """Return an Apple machine; Metal recommends two thirds of its memory up to 36 GB and three quarters above."""
+    """Return an Apple machine. Metal recommends two thirds of its memory up to 36 GB, three quarters above."""
     chip, _, size = name.removeprefix("apple-").rpartition("-")
     title = f"Apple {chip.replace('-', ' ').title()}"
     total = int(size.removesuffix("gb")) * GIB

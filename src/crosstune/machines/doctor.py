@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from crosstune.machines.probe import preference, probe_machine, recommend
 
 NUM_STEPS = 3
 TOLERANCE = 1e-3
-"""The largest relative difference from the fp32 loss on the CPU that counts as agreement."""
+"""Largest relative difference from the fp32 loss on the CPU."""
 TIME_LIMIT_S = 300
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The result of one short training job."""
+    """The result of one short training."""
 
     backend: str
     ran: bool
@@ -36,6 +36,8 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
+    """The probed machine, the short trainings, and advice."""
+
     machine: Machine
     checks: tuple[Check, ...]
     advice: tuple[str, ...]
@@ -76,7 +78,7 @@ def _check_all(machine: Machine, on_progress: Callable[[str], None]) -> list[Che
 
 
 def _train_briefly(backend: str, on_progress: Callable[[str], None]) -> Check:
-    """Train a tiny model for three steps in fp32, in a child process that a driver may crash."""
+    """Train a tiny model for three steps in fp32, in a child process, since a driver may crash."""
     on_progress(f"training {NUM_STEPS} steps on {backend}")
     with tempfile.TemporaryDirectory(prefix="crosstune-doctor-") as folder:
         flags = {
@@ -91,17 +93,11 @@ def _train_briefly(backend: str, on_progress: Callable[[str], None]) -> Check:
             "lr": 1e-3,
             "output_dir": folder,
             "name": "check",
+            "skip_eval": "true",
+            "save_model": "false",
         }
-        arguments = [f"--{name}={value}" for name, value in flags.items()]
-        command = [
-            sys.executable,
-            "-m",
-            "crosstune",
-            "train",
-            *arguments,
-            "--skip_eval",
-            "--save_model=false",
-        ]
+        command = [sys.executable, "-m", "crosstune", "train"]
+        command += [f"--{name}={value}" for name, value in flags.items()]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False)
         except subprocess.TimeoutExpired:
@@ -114,10 +110,9 @@ def _train_briefly(backend: str, on_progress: Callable[[str], None]) -> Check:
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    named = [line.removeprefix("crosstune: ") for line in lines if line.startswith("crosstune: ")]
-    if named:
-        return named[0]
-    return lines[-1] if lines else f"ended with code {done.returncode}"
+    named = [line for line in lines if line.startswith("crosstune: ")]
+    found = [*named[:1], *lines[-1:], f"ended with code {done.returncode}"]
+    return found[0].removeprefix("crosstune: ")
 
 
 def _compare(check: Check, reference: Check | None) -> Check:
@@ -125,10 +120,4 @@ def _compare(check: Check, reference: Check | None) -> Check:
         return check
     pairs = list(zip(check.losses, reference.losses, strict=True))
     difference = max(abs(loss - expected) / abs(expected) for loss, expected in pairs)
-    return Check(
-        backend=check.backend,
-        ran=True,
-        losses=check.losses,
-        difference=difference,
-        agrees=difference <= TOLERANCE,
-    )
+    return replace(check, difference=difference, agrees=difference <= TOLERANCE)

@@ -1,4 +1,4 @@
-"""Make the report of a machine: probe this one, or read a bundled profile or a file of `crosstune doctor`."""
+"""Describe a machine: probe this one, or read a profile or a file of `crosstune doctor`; and give advice for it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from crosstune.machines.catalog import (
 )
 
 PACKAGES = ("crosstune", "torch", "transformers", "peft", "mlx", "mlx-lm", "numpy")
-"""Packages whose versions are recorded, in addition to the quantizers' libraries."""
+"""Packages with recorded versions, in addition to the quantizers' libraries."""
 ROOMY_GPU_BYTES = 24 * GIB
-"""Above this a GPU holds common models in 16 bits; otherwise a 4-bit base is recommended."""
+"""GPU memory above which a 16-bit base is recommended, otherwise a 4-bit one."""
 
 _PROFILES = Path(__file__).parent / "profiles"
 
 
 def probe_machine(*, backends: Sequence[str] | None = None, quantizers: Sequence[str] = ()) -> Machine:
-    """Probe all backends, or the given ones, on this machine, and `quantizers`, whose libraries are imported."""
+    """Probe all backends or the given ones, and `quantizers`, whose libraries are imported."""
     specs = backend_specs()
     for name in backends or ():
         if name not in specs:
@@ -55,14 +55,14 @@ def probe_machine(*, backends: Sequence[str] | None = None, quantizers: Sequence
 
 
 def probe_backend(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport:
-    """Return the report of a backend, made by its engine's probe."""
+    """Run the probe of the backend's engine."""
     probe = importlib.import_module(f"crosstune.{spec.engine}_engine.probe").probe
     report: BackendReport = probe(spec, quantizers=quantizers)
     return report
 
 
 def bundled_profiles() -> list[str]:
-    """Return the names of the profiles that are files."""
+    """Return the names of the profile files."""
     return sorted(path.stem for path in _PROFILES.glob("*.json"))
 
 
@@ -88,7 +88,7 @@ def load_machine(name_or_path: str) -> Machine:
     raise UserError(
         f"Unknown machine '{name_or_path}'.",
         why="it is neither a bundled profile nor a file.",
-        do=f"{hint}`crosstune plan --machine list` prints the profiles, and the suffix -x4 stands for four "
+        do=f"{hint}`crosstune plan --machine list` prints the profiles, and the suffix -x4 means four "
         "GPUs. Make a file with: crosstune doctor --json > machine.json",
     )
 
@@ -111,7 +111,7 @@ def fastest_backend(machine: Machine) -> str:
 
 
 def typical_machine(backend: str) -> Machine | None:
-    """Return the first profile with the backend, preferably as its fastest; None if there is none."""
+    """Return a profile with the backend, preferably as its fastest; None if there is none."""
     machines = [found for found in map(load_machine, bundled_profiles()) if backend in found.available()]
     return min(machines, key=lambda found: fastest_backend(found) != backend, default=None)
 

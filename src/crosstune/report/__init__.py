@@ -1,4 +1,4 @@
-"""Read runs from the files in their folders: list them, compare them, and write pages about them."""
+"""Read run folders: list runs, compare them, and write pages about them."""
 
 from crosstune.report.files import RunFiles, load_run
 from crosstune.report.page import render, write_report

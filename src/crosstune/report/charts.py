@@ -1,4 +1,4 @@
-"""Build the charts of runs as data: series of points, marks, and the format of their values."""
+"""Build the charts of runs as data: series of points, marks, and the format of values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from crosstune.report.series import (
 )
 
 LEAST_LOG_RATIO = 3.0
-"""A logarithmic axis is offered where the highest value is at least this multiple of the lowest."""
+"""Smallest ratio of highest to lowest value for which a logarithmic axis is offered."""
 NUM_COLOURS = 7
 MOST_BINS = 200
 _STEP_CHARTS = (
@@ -46,7 +46,7 @@ _STEP_CHARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve. `colour` is an index into the page's palette; `look` distinguishes curves without colour."""
+    """One curve. `colour` is an index into the palette of the page; `look` distinguishes curves without colour."""
 
     label: str
     points: Sequence[Point]
@@ -67,6 +67,8 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
+    """A chart of one or several series over steps, tokens or milliseconds."""
+
     title: str
     series: Sequence[Series]
     marks: Sequence[Mark] = ()
@@ -74,11 +76,11 @@ class Chart:
     divisor: float = 1.0
     """The axis shows the values divided by this."""
     show: Callable[[float], Shown] = show_number
-    """Format of a value in the read-out."""
+    """Format of a value under the pointer."""
     x_label: str = "step"
     y_label: str = ""
     span: tuple[float, float] | None = None
-    """The range of steps, when several charts share one."""
+    """The range of the x-axis, where it is not that of the points."""
     from_zero: bool = False
     is_log: bool = False
     shape: Literal["small", "wide", "square", "single"] = "small"
@@ -87,16 +89,20 @@ class Chart:
     description: str = ""
     """Text alternative; derived from the values if empty."""
     shows_figures: bool = True
-    """Whether the last, lowest and highest value of the first series stand beside the title."""
+    """Whether to show the last, lowest and highest value of the first series next to the title."""
 
     @property
     def logarithmic(self) -> Chart | None:
-        """The same chart over a logarithmic axis; None where it would show nothing more."""
+        """The same chart with a logarithmic axis; None where the values span too little."""
         values = self.values
-        is_wide = self.shape == "wide" and values and min(values) > 0
-        return (
-            replace(self, is_log=True) if is_wide and max(values) >= LEAST_LOG_RATIO * min(values) else None
-        )
+        if (
+            self.shape != "wide"
+            or not values
+            or max(values) < LEAST_LOG_RATIO * min(values)
+            or min(values) <= 0
+        ):
+            return None
+        return replace(self, is_log=True)
 
     @property
     def values(self) -> list[float]:
@@ -109,7 +115,7 @@ class Chart:
 
     @property
     def num_gaps(self) -> int:
-        """The number of steps of the first series whose value is not finite."""
+        """The number of non-finite values of the first series."""
         return sum(value is None for _, value in self.series[0].points)
 
     @property
@@ -124,14 +130,14 @@ class Chart:
         last = points[-1][1]
         found = [("last", Shown(NOT_FINITE) if last is None else self.show(last))]
         found += [("lowest", self.show(min(values))), ("highest", self.show(max(values)))]
-        # The title already shows the unit; a value so small that it has another unit keeps its own.
+        # The title already shows the unit; a small value in another unit keeps it.
         return [
             (name, shown._replace(text=shown.text.removesuffix(self.unit).rstrip())) for name, shown in found
         ]
 
 
 def run_charts(run: RunFiles) -> list[Chart]:
-    """Return the charts of a run over one range of steps, so that they line up; some may have no finite value."""
+    """Return the charts of a run over the same range of steps; some may have no finite value."""
     evaluated = evaluation_points(run)
     steps = [step for points in evaluated.values() for step, _ in points]
     span = (0.0, max([*steps, float(run.last_step)]))
@@ -173,7 +179,7 @@ def _with_smoothed(points: list[Point]) -> list[Series]:
 
 
 def _metric_chart(title: str, name: str, series: Sequence[Series], **more: Any) -> Chart:
-    """Return a chart in the format of a metric. A title that ends in a space is completed with the metric's label."""
+    """Return a chart in the format of a metric. A title that ends in a space is followed by the metric's label."""
     display = display_of(name, [value for each in series for value in finite_values(each.points)])
     return Chart(
         title=f"{title}{display.label}" if title.endswith(" ") else title,
@@ -207,7 +213,7 @@ def _loss_chart(run: RunFiles) -> Chart:
 
 
 def overlay_charts(runs: Sequence[RunFiles], names: Sequence[str]) -> list[Chart]:
-    """Return charts with a curve for each run; a chart without a finite value is left out."""
+    """Return charts with a curve for each run, without charts that have no finite value."""
     span = (0.0, max(float(run.last_step) for run in runs))
     evaluated = [evaluation_points(run) for run in runs]
 

@@ -45,14 +45,18 @@ Figure = tuple[str, list[float | None], Callable[[float], Shown], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
+    """One line of a comparison: a cell for each run."""
+
     label: str
     cells: list[Shown]
     best: int | None = None
-    """The run with the best value, where one is better than the others."""
+    """Index of the run with the best value; None if there is no better one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
+    """Runs with their differing options and their results."""
+
     runs: list[RunFiles]
     names: list[str]
     options: list[Row]
@@ -74,12 +78,12 @@ class Comparison:
 
 
 def compare_runs(targets: Sequence[str], *, parent: Path) -> Comparison:
-    """Return the comparison of runs given by their paths, or by their names in `parent`."""
+    """Compare runs given by path, or by name in `parent`."""
     folders = [_find(target, parent) for target in targets]
     kept = list({folder.resolve(): folder for folder in folders}.values())
     notes = list[str]()
     if len(kept) < len(folders):
-        notes.append("a run that was named twice is shown once")
+        notes.append("a run named twice is shown once")
     if len(kept) < 2:
         raise _too_few(kept, parent)
     if len(kept) > MOST_RUNS:
@@ -96,7 +100,7 @@ def compare_runs(targets: Sequence[str], *, parent: Path) -> Comparison:
     data = [mapping(run.plan.get("data")).get("identity") for run in runs]
     if len(set(map(str, data))) > 1 and len(recipes) == 1:
         same_losses = False
-        notes.append("the data differs, so losses are compared on different examples")
+        notes.append("the data differs: the losses are of different examples")
     results = _result_rows(runs, same_losses=same_losses)
     return Comparison(runs=runs, names=names, options=_option_rows(runs), results=results, notes=notes)
 
@@ -120,7 +124,7 @@ def _too_few(kept: Sequence[Path], parent: Path) -> UserError:
 
 
 def _names(runs: Sequence[RunFiles]) -> list[str]:
-    """Return the names of the folders, with their parents where two have the same name."""
+    """Return the names of the folders, with their parents where two names are equal."""
     folders = [run.folder for run in runs]
     counts = Counter(folder.name for folder in folders)
     return [each.name if counts[each.name] == 1 else str(Path(*each.parts[-2:])) for each in folders]
@@ -131,7 +135,7 @@ def _options(run: RunFiles) -> Mapping[str, Any]:
 
 
 def _option_rows(runs: Sequence[RunFiles]) -> list[Row]:
-    """Return the options, and the facts of model, data and machine, in which the runs differ."""
+    """Return the options and the facts about model, data and machine that differ."""
     tables = [dict(_flat(_options(run))) | _facts(run) for run in runs]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = []
@@ -145,7 +149,7 @@ def _option_rows(runs: Sequence[RunFiles]) -> list[Row]:
 
 
 def _facts(run: RunFiles) -> dict[str, Any]:
-    """Return the facts of model, data and machine. Hashes are shortened, as only equality matters."""
+    """Return facts about model, data and machine, with shortened hashes: only equality matters."""
     plan, machine = run.plan, mapping(run.plan.get("machine"))
     facts: dict[str, Any] = {
         "planned steps": plan.get("num_steps"),
@@ -182,8 +186,7 @@ def _size_of_files(files: Mapping[str, Any]) -> str | None:
 
 
 def _result_rows(runs: Sequence[RunFiles], *, same_losses: bool) -> list[Row]:
-    """Return the results side by side. A figure that no run has is left out. Without `same_losses`, no loss or evaluation
-    is the best."""
+    """Return the results that at least one run has. Without `same_losses`, no loss or evaluation is marked as best."""
     statuses = [
         status_of(run.summary, run.events, running=is_running(run.folder), problems=run.problems)
         for run in runs
@@ -208,7 +211,7 @@ def _result_rows(runs: Sequence[RunFiles], *, same_losses: bool) -> list[Row]:
 
 def _qualities(runs: Sequence[RunFiles]) -> list[Figure]:
     best = [best_evaluation(run) for run in runs]
-    # The smoothed loss: that of a single step is noise.
+    # Smoothed: the loss of a single step is noise.
     final = [_last(smoothed_points(run, "loss")) or number(run.summary.get("final_loss")) for run in runs]
     figures: list[Figure] = [
         ("training loss at the end", final, show_number, -1),
@@ -239,18 +242,15 @@ def _last(points: Sequence[Point]) -> float | None:
 
 def write_comparison(found: Comparison, target: Path) -> Path:
     """Write the comparison as a page with overlaid curves."""
-    write_page(target, render_comparison(found))
-    return target
-
-
-def render_comparison(found: Comparison) -> str:
-    return fill(
+    page = fill(
         "compare.html.jinja",
         found=found,
         charts=overlay_charts(found.runs, found.names),
         prompts=shared_prompts(found),
         written=show_time(datetime.now().astimezone()),
     )
+    write_page(target, page)
+    return target
 
 
 def shared_prompts(found: Comparison) -> list[SampleRow]:

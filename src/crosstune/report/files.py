@@ -1,4 +1,4 @@
-"""Read the files of a run folder, tolerating missing and damaged ones; tell whether a process is writing them."""
+"""Read the files of a run folder, tolerating missing and damaged ones, and find out whether the run is active."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunFiles:
     summary: Mapping[str, Any] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
-    """The reasons that existing files could not be read."""
+    """Why existing files could not be read."""
     num_repeated_steps: int = 0
     """Rows dropped because the run was resumed from an earlier step."""
     read_time: float = 0.0
@@ -65,7 +65,7 @@ class RunFiles:
 
 
 def load_run(run_dir: Path) -> RunFiles:
-    """Read what the run has written so far; it may be finished, killed or still running."""
+    """Read a run folder; the run may be finished, killed or active."""
     folder = run_dir.absolute()
     if not folder.exists():
         raise missing_run(run_dir)
@@ -100,7 +100,7 @@ def load_run(run_dir: Path) -> RunFiles:
 
 
 def rewind(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows ordered by step. A row of a resumed run replaces all earlier rows from its step on."""
+    """Return the rows ordered by step. A row replaces earlier rows of its step and later: the run was resumed there."""
     kept: list[tuple[float, Mapping[str, Any]]] = []
     for row in rows:
         step = number(row.get("step"))
@@ -156,7 +156,7 @@ def read_mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
 
 
 def is_running(folder: Path) -> bool | None:
-    """Return whether a process is at work on a run; None where that cannot be known.
+    """Return whether a process holds the run; None if that cannot be known.
 
     A summary newer than the plan belongs to an ended run: resuming writes the plan again.
     """
@@ -174,8 +174,7 @@ def _changed(path: Path) -> float | None:
 
 
 def last_rows(path: Path, *, limit: int) -> list[dict[str, Any]]:
-    """Return the rows in the last `limit` bytes of a JSON Lines file, without damaged and half-written ones. A missing or
-    unreadable file has none."""
+    """Return the intact rows in the last `limit` bytes of a JSON Lines file; none if it cannot be read."""
     try:
         file = open_plain(path)
     except UnreadableFile:

@@ -26,7 +26,7 @@ _HIGHER_IS_BETTER = _SHARES | frozenset(
 _OUT_OF_100 = frozenset({"bleu", "chrf"})
 _SPELLING = {"bleu": "BLEU", "chrf": "chrF"}
 _CONTROLS = frozenset({"shuffled", "zero"})
-"""Words of metrics that are measured with wrong inputs, for comparison: no direction is better."""
+"""Words in the names of control metrics, measured with wrong inputs: no direction is better."""
 
 
 class Shown(NamedTuple):
@@ -44,13 +44,13 @@ def show_number(value: float, *, digits: int = 3) -> Shown:
     elif size >= 1e9 or size < 1e-4:
         text = _short_exponent(f"{value:.{digits - 2}e}")
     else:
-        decimals = max(0, digits - 1 - _exponent(size))
-        text = f"{value:,.{decimals}f}"
+        exponent = int(f"{size:e}".partition("e")[2])
+        text = f"{value:,.{max(0, digits - 1 - exponent)}f}"
     return Shown(_signed(text), repr(value))
 
 
 def show_setting(value: float) -> Shown:
-    """Format a chosen value, such as a learning rate, the way people type it."""
+    """Format a chosen value, such as a learning rate, as people type it."""
     text = f"{value:.4g}" if value == 0 or abs(value) >= 1e-3 else _short_exponent(f"{value:.3e}")
     return Shown(_signed(text), repr(value))
 
@@ -110,7 +110,7 @@ def show_time(moment: datetime) -> Shown:
 
 
 def read_time(value: Any) -> datetime | None:
-    """Parse an ISO time; return None when it is not one. A time without a zone is UTC."""
+    """Parse an ISO time, UTC without a zone; return None for anything else."""
     if not isinstance(value, str):
         return None
     try:
@@ -121,7 +121,7 @@ def read_time(value: Any) -> datetime | None:
 
 
 def show_option(value: Any) -> Shown:
-    """Format an option's value as the user would write it: no rounding, no thousands separators."""
+    """Format an option's value as the user writes it: no rounding, no thousands separators."""
     if value is None:
         return Shown("not set")
     if isinstance(value, str):
@@ -146,8 +146,8 @@ def show_named(name: str, value: Any) -> Shown:
 
 
 def label_of(name: str) -> str:
-    """Return an identifier with spaces instead of underscores."""
-    return name.replace("_", " ").strip() or name
+    """Return an identifier as words: `num_steps` becomes `steps`."""
+    return name.removeprefix("num_").replace("_", " ").strip() or name
 
 
 def is_flat(value: Any) -> bool:
@@ -157,10 +157,6 @@ def is_flat(value: Any) -> bool:
     return not isinstance(value, (list, tuple)) or not any(
         isinstance(item, (Mapping, list, tuple)) for item in value
     )
-
-
-def _exponent(size: float) -> int:
-    return int(f"{size:e}".partition("e")[2])
 
 
 def _short_exponent(text: str) -> str:
@@ -186,9 +182,9 @@ class MetricDisplay:
     """Axes show values divided by this."""
     from_zero: bool = False
     points: float = 0.0
-    """For a metric with a maximum: the number of points of the value 1. Its change is shown in points."""
+    """For a metric with a maximum: points per unit; its change is shown in points."""
     better: int = 0
-    """1 when higher is better, -1 when lower is better, 0 when the name does not say."""
+    """1 if higher is better, -1 if lower is better, 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,12 +193,12 @@ class Change:
 
     amount: Shown
     verdict: str
-    """better, worse, unchanged, or empty when the metric's name does not say which direction is better."""
+    """better, worse, unchanged, or empty if the better direction is unknown."""
     rising: bool
 
 
 def display_of(name: str, values: Sequence[float]) -> MetricDisplay:
-    """Choose label, format and direction of improvement of a metric by its name."""
+    """Choose the label, format and better direction of a metric by its name."""
     label = " ".join(_SPELLING.get(word, word) for word in label_of(name).split())
     if name == "lr":
         return MetricDisplay(label=label, show=show_setting, from_zero=True)
@@ -233,7 +229,7 @@ def display_of(name: str, values: Sequence[float]) -> MetricDisplay:
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Return loss and exact match first, the others in their given order."""
+    """Return loss and exact match first, the others in the given order."""
     names = list(names)
     first = [name for name in _FIRST_METRICS if name in names]
     return first + [name for name in names if name not in first]

@@ -1,4 +1,4 @@
-"""Collect the test of a judge: metrics beside baselines, scatter, confusion and calibration, and the worst disagreements."""
+"""Collect the test of a judge: metrics and baselines, scatter, confusion, calibration, and the worst disagreements."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ TITLES = {
     "rouge_l": "ROUGE-L",
 }
 LOWER_IS_BETTER = frozenset({"mae", "rmse", "ece"})
-
-
 METRICS_FILE, PREDICTIONS_FILE = "test_metrics.json", "test_predictions.json"
 MOST_POINTS = 2000
 MOST_CHARACTERS = 400
@@ -68,7 +66,7 @@ def collect_judge_test(folder: Path) -> dict[str, Any] | None:
 
 
 def _lead(columns: Mapping[str, Mapping[str, Any]]) -> str:
-    """Compare the main metric of the judge with that of its best baseline."""
+    """Compare the judge with its best baseline in the main metric."""
     main = "mae" if _value(columns["judge"], "mae") is not None else "accuracy"
     found = {name: value for name, each in columns.items() if (value := _value(each, main)) is not None}
     own = found.pop("judge", None)
@@ -99,8 +97,7 @@ def _cell(report: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 
 def _confusion(table: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, list[tuple[int, int]]]]]:
-    """Return the labels in use, and for each expected one the counts of the predicted ones with their share of the row
-    in tenths."""
+    """Return the labels in use, and for each expected label the count of each predicted one and its share in tenths."""
     labels = [str(label) for label in listed(table.get("labels"))]
     counts = [[int(number(count) or 0) for count in listed(row)] for row in listed(table.get("counts"))]
     if {len(counts), *map(len, counts)} != {len(labels)}:
@@ -118,7 +115,7 @@ def _confusion(table: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, lis
 
 
 def _scatter(folder: Path) -> Chart | None:
-    """Return the predicted over the expected scores; None for pairs."""
+    """Return a scatter plot of predicted and expected scores; None for pairwise verdicts."""
     try:
         rows = parse_json(read_plain_text(folder / PREDICTIONS_FILE, limit=_LIMIT_BYTES))
     except (UnreadableFile, ValueError):
@@ -131,10 +128,8 @@ def _scatter(folder: Path) -> Chart | None:
         return None
     points = known[:: -(-len(known) // MOST_POINTS)]
     return Chart(
-        title="Scores of the judge over people's",
-        series=[
-            Series(label="items", points=points, look="scatter", colour=2, radii=[2.5] * len(points)),
-        ],
+        title="Scores: judge against people",
+        series=[Series(label="items", points=points, look="scatter", colour=2, radii=[2.5] * len(points))],
         shape="square",
         x_label="people",
         y_label="judge",
@@ -158,12 +153,12 @@ def _calibration(report: Mapping[str, Any]) -> Chart | None:
     radii = [3 + 6 * (max(0.0, count) / most) ** 0.5 for _, _, count in known]
     points = [(first, second) for first, second, _ in known]
     return Chart(
-        title="Calibration: right verdicts over confidence",
+        title="Calibration: correct verdicts over confidence",
         series=[Series(label="bins", points=points, look="scatter", colour=2, radii=radii)],
         shape="square",
         span=(0.0, 1.0),
         x_label="confidence",
-        y_label="right verdicts",
+        y_label="correct verdicts",
         from_zero=True,
         shows_figures=False,
         description=f"Accuracy over confidence in {len(known)} bins; a larger dot is more items",

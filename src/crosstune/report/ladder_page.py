@@ -1,4 +1,4 @@
-"""Render the result of a ladder as a page: speed and memory after each rung, the losses, and the criteria."""
+"""Render a ladder as a page: speed and memory after each rung, the losses, and the criteria."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LADDER_FILE, PAGE_FILE = "ladder.json", "ladder.html"
 
 
 def write_ladder_page(folder: Path, *, command: str) -> Path:
-    """Write `ladder.html` beside `ladder.json`; `command` trains with the options found."""
+    """Write `ladder.html` next to `ladder.json`; `command` trains with the final options."""
     target = folder / PAGE_FILE
     write_page(target, render_ladder(read_object(folder / LADDER_FILE), name=folder.name, command=command))
     return target
@@ -46,8 +46,8 @@ def render_ladder(found: Mapping[str, Any], *, name: str, command: str) -> str:
 
 
 def waterfall(rungs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return each rung with the speed and memory after it, as multiples of the original. A rung that was rolled back has
-    the values that it would have led to."""
+    """Return each rung with speed and memory after it, relative to the original. A rung that was rolled back has the values
+    that it would have reached."""
     rows: list[dict[str, Any]] = []
     reached = {"speed": 1.0, "memory": 1.0}
     for rung in rungs:
@@ -65,7 +65,7 @@ def waterfall(rungs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for key in reached:
         widest = max([1.0, *(row[key] or 0.0 for row in rows)])
         for row in rows:
-            # The width of the bar and the place of the original's line, in percent.
+            # The width of the bar and the position of the original's line, in percent.
             row[f"{key}_bar"] = (100 * (row[key] or 0.0) / widest, 100 / widest)
     return rows
 
@@ -80,7 +80,7 @@ def _figures(ends: Mapping[str, Any]) -> list[tuple[str, Shown]]:
         return []
     rate, over = "tokens_per_s", "speed"
     if ends.get("by_cpu_time"):
-        rate, over = "tokens_per_cpu_s", "speed by processor time"
+        rate, over = "tokens_per_cpu_s", "speed by CPU time"
     return [
         (f"original {over}", show_rate(_middle(base, rate))),
         (f"final {over}", show_rate(_middle(new, rate))),

@@ -13,7 +13,7 @@ from crosstune.report.formatting import MINUS, NOT_FINITE
 from crosstune.report.series import Point, finite_values, kept_indices
 
 FEW_POINTS = 12
-"""Up to this many points, each is also drawn as a dot."""
+"""Most points of a curve that are also drawn as dots."""
 MOST_LOG_TICKS = 8
 
 
@@ -76,7 +76,7 @@ def step_axis(low: float, high: float, *, num_ticks: int = 6) -> Axis:
 
 
 def _round_step(rough: float) -> float:
-    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is at least `rough`."""
+    """Round up to 1, 2, 2.5 or 5 times a power of ten."""
     power = math.floor(math.log10(rough))
     steps = (_scaled(size, power) for size in (1.0, 2.0, 2.5, 5.0, 10.0))
     return next(step for step in steps if step >= rough * (1 - 1e-9))
@@ -91,7 +91,7 @@ def tick_label(value: float, *, gap: float) -> str:
     """Format a tick with only as many decimals as distinguish it from its neighbours."""
     if abs(value) < gap / 1000:
         return "0"
-    # Small steps between large values, as on an axis that zooms in, read better without exponents.
+    # Small steps between large values read better without exponents.
     if gap >= 1e9 or abs(value) >= 1e15 or gap < 1e-6 or (gap < 1e-3 and abs(value) <= 50 * gap):
         digits = max(0, math.floor(math.log10(abs(value))) - math.floor(math.log10(gap)) + 1)
         mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
@@ -106,7 +106,7 @@ def tick_label(value: float, *, gap: float) -> str:
 
 
 def layout(chart: Chart) -> dict[str, Any]:
-    """Return the places of the chart's parts in percent of the plot, as `chart.svg.jinja` draws them."""
+    """Return the positions of the chart's parts in percent of the plot, for `chart.svg.jinja`."""
     down, across = _axes(chart)
     drawn = _thinned([series for series in chart.series if finite_values(series.points)])
 
@@ -118,10 +118,7 @@ def layout(chart: Chart) -> dict[str, Any]:
 
     is_square = chart.shape == "square"
     x_labels = across.labels() if is_square else [f"{tick:,.0f}" for tick in across.ticks]
-    curves, bars = (
-        [each for each in drawn if each.look != "bars"],
-        [each for each in drawn if each.look == "bars"],
-    )
+    curves = [each for each in drawn if each.look != "bars"]
     lines = [each for each in curves if each.look != "scatter"]
     return {
         "label": chart.description or describe(chart),
@@ -136,7 +133,7 @@ def layout(chart: Chart) -> dict[str, Any]:
             (each, _path([(x(at), None if v is None else y(v)) for at, v in each.points])) for each in lines
         ],
         "dots": [(each, [(x(at), y(v), r) for at, v, r in _dots(each)]) for each in curves],
-        "bars": [(each, _bars(each, chart, across, y)) for each in bars],
+        "bars": [(each, _bars(each, chart, across, y)) for each in drawn if each.look == "bars"],
     }
 
 
@@ -150,7 +147,7 @@ def describe(chart: Chart) -> str:
     gaps = f"; {chart.num_gaps} steps without a finite value" if chart.num_gaps else ""
     gaps += "".join(f"; {mark.label} at {chart.x_label} {mark.at:,.0f}" for mark in chart.marks)
     unit = f" in {chart.unit}" if chart.unit else ""
-    return f"{chart.title}{unit} {span}: {numbers or 'nothing finite'}{gaps}."
+    return f"{chart.title}{unit} {span}: {numbers or 'no finite value'}{gaps}."
 
 
 def _axes(chart: Chart) -> tuple[Axis, Axis]:
@@ -165,7 +162,7 @@ def _axes(chart: Chart) -> tuple[Axis, Axis]:
 
 
 def _thinned(series: Sequence[Series]) -> list[Series]:
-    """Downsample every curve; curves over the same steps keep the same points, so that read-outs line up."""
+    """Downsample every curve; curves over the same steps keep the same steps, so that they are read out together."""
     steps = [step for step, _ in series[0].points]
     shared = kept_indices(series[0].points)
     drawn = []
@@ -191,8 +188,8 @@ def _path(points: Sequence[Point]) -> str:
 
 
 def _dots(series: Series) -> list[tuple[float, float, float]]:
-    """Return place, value and radius of the dots: of all points if they are few, else of points between two gaps, which
-    have no line."""
+    """Return position, value and radius of the dots: all points if they are few, else points between two gaps, which no
+    line connects."""
     dot_every_point = series.look in ("marked", "scatter") or len(series.points) <= FEW_POINTS
     values = [None, *(value for _, value in series.points), None]
     radii = series.radii or [3.0] * len(series.points)
@@ -218,7 +215,7 @@ def _bars(
 
 
 def _readout(chart: Chart, drawn: Sequence[Series], across: Axis, y: Callable[[float], float]) -> str:
-    """Return as JSON the values that the page's script shows under the pointer: step, height in the plot, text."""
+    """Return the values for the page's script as JSON: step, height in the plot, text."""
     series = [
         {
             "label": each.label,

@@ -1,4 +1,4 @@
-"""Suggest commands after a run: use its result, continue it, or fix a problem."""
+"""Suggest commands after a run: use its result, continue it, or improve it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from crosstune.report.outcome import End
 from crosstune.report.series import best_evaluation, evaluation_losses
 
 STILL_FALLING = 0.98
-"""More steps may help when the last evaluation is the best and below this multiple of the one before."""
+"""More steps may help if the last evaluation loss is below this multiple of the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Next:
+    """A suggested command."""
+
     label: str
     command: str
     why: str = ""
 
 
 def use_result(summary: Mapping[str, Any], folder: Path, *, options: Any) -> Iterator[Next]:
-    """Yield the commands that use the result of a finished run: the recipe's own, or those of a language model."""
+    """Yield commands that use the result: the recipe's own, or the usual ones of a language model."""
     run = shlex.quote(shown_path(folder))
     if own := next_commands(shown_path(folder), options):
         yield from (Next(label=label, command=command) for label, command in own)
@@ -37,7 +39,7 @@ def use_result(summary: Mapping[str, Any], folder: Path, *, options: Any) -> Ite
     yield Next(label="chat", command=f"crosstune chat {run}", why="a conversation")
     if Path(str(summary.get("result"))).name == "adapter":
         yield Next(
-            label="merge", command=f"crosstune merge {run}", why="one model without a separate adapter"
+            label="merge", command=f"crosstune merge {run}", why="the adapter into its base, as one model"
         )
     yield Next(label="export", command=f"crosstune export {run} --to gguf", why="for llama.cpp and Ollama")
 
@@ -55,7 +57,7 @@ def next_steps(run: RunFiles, end: End) -> list[Next]:
     if summary.get("result"):
         found += use_result(summary, run.folder, options=run.plan.get("options"))
     compare = f"crosstune compare {folder} OTHER --out compare.html"
-    return [*found, Next(label="compare", command=compare, why="what differs from another run")]
+    return [*found, Next(label="compare", command=compare, why="with another run")]
 
 
 def _continue(run: RunFiles, folder: str) -> Next:
@@ -70,25 +72,25 @@ def _advice(run: RunFiles, folder: str) -> Iterator[Next]:
     """Yield suggestions from the evaluation curve."""
     best = best_evaluation(run)
     if best is None:
-        why = "nothing held out was evaluated, so it is unknown whether the model improved"
+        why = "no held-out data was evaluated, so it is unknown whether the model improved"
         yield Next(label="evaluate", command="crosstune train ... --eval_dataset FILE", why=why)
     elif best.overfits:
-        why = f"evaluation was best at step {best.step:,.0f} and rose afterwards"
+        why = f"the evaluation loss was lowest at step {best.step:,.0f} and rose afterwards"
         yield Next(label="stop early", command="crosstune train ... --early_stopping 3", why=why)
     elif best.is_last and _still_falls(run):
-        why = "evaluation still fell at the last step"
+        why = "the evaluation loss was still falling at the end"
         command = f"crosstune train --resume {folder} {_twice_as_long(run)}"
         if run.summary.get("checkpoint"):
             yield Next(label="train longer", command=command, why=why)
 
 
 def _twice_as_long(run: RunFiles) -> str:
-    """Return the options that double the length of a run, in epochs or steps as it was requested."""
+    """Return the options that double the length of the run, in epochs or steps as requested."""
     options = mapping(run.plan.get("options"))
     epochs, steps = number(options.get("num_epochs")), number(options.get("max_steps"))
     if epochs and (steps is None or steps < 0):
         return f"--num_epochs {2 * epochs:g}"
-    return f"--num_epochs 0 --max_steps {2 * run.last_step}"  # limited by steps alone
+    return f"--num_epochs 0 --max_steps {2 * run.last_step}"  # limited by steps only
 
 
 def _still_falls(run: RunFiles) -> bool:

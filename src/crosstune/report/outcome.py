@@ -1,4 +1,4 @@
-"""Determine the outcome of a run: status, evaluation before and after training, totals, and a summary in sentences."""
+"""Determine the outcome of a run: status, metrics before and after training, totals, and a summary in sentences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from crosstune.report.run_list import status_of
 from crosstune.report.series import best_evaluation, evaluation_step, finite_values, step_points
 
 QUIET_S = 600.0
-"""A run counts as killed when it wrote nothing for this long and for ten times its slowest step."""
+"""A run without a lock counts as killed after this silence, or ten times its slowest step if longer."""
 _METHODS = {
     "full": "all of its weights",
     "lora": "LoRA adapters",
@@ -34,10 +34,12 @@ _METHODS = {
     "llama_pro": "new blocks (Llama-Pro)",
 }
 MOST_METRICS = 2
-"""Evaluated metrics in the lead; the cards below show all."""
+"""Metrics in the summary; the cards of the page show all."""
 
 
 class End(NamedTuple):
+    """The status of a run, and its reason."""
+
     status: str
     """finished, stopped, failed, running or damaged."""
     detail: str = ""
@@ -56,18 +58,20 @@ class MetricChange:
 
 
 class Total(NamedTuple):
+    """A total of the run, with a detail."""
+
     label: str
     value: Shown
     detail: str = ""
 
 
 def end_of(run: RunFiles) -> End:
-    """Return the status of a run. Without a recorded end or a lock, infer it from the time of the last write."""
+    """Return the status of a run; without a recorded end or a lock, infer it from the last write."""
     status = status_of(run.summary, run.events, running=is_running(run.folder), problems=run.problems)
     if status == "running":
         return End(status, "This page shows the steps so far.")
     if status == "killed":
-        return End("stopped", "No end is recorded, and no process runs it: it was killed.")
+        return End("stopped", "No end is recorded and no process holds the run: it was killed.")
     if status == "unknown":
         return _unrecorded_end(run)
     event = next((_last(run, kind) for kind in (Failed, Stopped) if kind.kind == status), {})
@@ -90,7 +94,7 @@ def _last(run: RunFiles, event: type[Event]) -> Mapping[str, Any]:
 
 
 def evaluations(run: RunFiles) -> list[MetricChange]:
-    """Return every evaluated metric before training and for the result: at its step, or at the last evaluation."""
+    """Return every evaluated metric before training and for the result: at the result's step, or the last evaluation."""
     before = mapping(run.summary.get("eval_before")) or _metrics_when(run, "before")
     after, after_label = _result_evaluation(run) or _last_evaluation(run)
     names = ordered(dict.fromkeys([*before, *after]))
@@ -116,7 +120,7 @@ def _metrics_when(run: RunFiles, when: str) -> Mapping[str, Any]:
 
 
 def _result_evaluation(run: RunFiles) -> tuple[Mapping[str, Any], str] | None:
-    """Return the metrics of the best step if the result has its weights, and not those of the last step."""
+    """Return the metrics of the best step if the result has its weights instead of the last ones."""
     best, last = mapping(run.summary.get("best")), mapping(run.summary.get("last"))
     step = number(best.get("step"))
     if step is None or step != run.summary.get("result_step") or step == last.get("step"):
@@ -162,7 +166,7 @@ def totals(run: RunFiles) -> list[Total]:
     found = [Total("Steps", show_count(done), f"of {planned:,.0f} planned" if planned else "")]
     tokens, supervised = summed(run, "tokens"), summed(run, "supervised_tokens")
     if tokens is not None:
-        detail = "" if supervised is None else f"{show_count(supervised).text} carry loss"
+        detail = "" if supervised is None else f"{show_count(supervised).text} supervised"
         found.append(Total("Tokens", show_count(tokens), detail))
     rate, seconds = number(run.summary.get("tokens_per_s")), summed(run, "step_s")
     if rate is not None:
@@ -212,12 +216,12 @@ def devices(run: RunFiles) -> list[Mapping[str, Any]]:
 
 
 def lead_sentences(run: RunFiles, end: End) -> list[str]:
-    """Return what was trained, how the metrics changed, and which weights are the result."""
+    """Describe what was trained, how the metrics changed, and which weights are the result."""
     return [sentence for sentence in (_trained(run, end), _changed(run), _result(run)) if sentence]
 
 
 def _trained(run: RunFiles, end: End) -> str:
-    verb = {"finished": "Trained", "running": "Training"}.get(end.status, "Began to train")
+    verb = {"finished": "Trained", "running": "Training"}.get(end.status, "Started training")
     parts = [f"{verb} {_model(run)}"]
     data = mapping(run.plan.get("data"))
     if name := data.get("dataset") or run.asked.get("dataset"):
@@ -252,13 +256,13 @@ def _model(run: RunFiles) -> str:
 
 
 def _changed(run: RunFiles) -> str:
-    """Say how the evaluated metrics changed; without an evaluation, the training loss."""
+    """Describe the change of the evaluated metrics; without an evaluation, of the training loss."""
     found = [text for row in evaluations(run) if (text := _change_text(row))]
     if found:
         return f"On held-out data {' and '.join(found[:MOST_METRICS])}."
     loss = training_loss(run)
-    said = _change_text(loss, label="training loss") if loss is not None else ""
-    return f"Nothing held out was evaluated{'; ' * bool(said)}{said}."
+    said = _change_text(loss, label="the training loss") if loss is not None else ""
+    return f"No held-out data was evaluated{'; ' * bool(said)}{said}."
 
 
 def _change_text(row: MetricChange, *, label: str = "") -> str:
@@ -279,7 +283,9 @@ def _result(run: RunFiles) -> str:
     if best is None or best.is_last:
         return ""
     if run.summary.get("result_step") == best.step:
-        return f"The result has the weights of step {best.step:,.0f}, the best evaluation."
+        return f"The result has the weights of step {best.step:,.0f}, which evaluated best."
     return (
-        f"Evaluation was best at step {best.step:,.0f}; the model overfits after it." if best.overfits else ""
+        f"The evaluation loss was lowest at step {best.step:,.0f}; the model overfits after it."
+        if best.overfits
+        else ""
     )

@@ -22,14 +22,14 @@ from crosstune.report.template import fill, write_page
 REPORT_FILE = "report.html"
 MOST_EVENTS = 400
 MISSING_MEANS = {
-    "config.yaml": "the requested options are taken from the plan.",
+    "config.yaml": "the requested options come from the plan.",
     "plan.json": "the resolved options, the data and the machine are unknown.",
     "metrics.jsonl": "no steps are recorded.",
     "events.jsonl": "no evaluations, samples, checkpoints or warnings are recorded.",
     "summary.json": "the run did not finish; totals are summed over its steps.",
 }
 DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, UserError)
-"""Errors from values of a wrong type or range in the files of a run."""
+"""Errors caused by values of a wrong type or range in the files of a run."""
 
 
 def write_report(run_dir: Path) -> Path:
@@ -40,7 +40,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render(run: RunFiles) -> str:
-    """Return the whole page as HTML. A section with damaged records is left out with a warning."""
+    """Return the page as HTML. A section with damaged records is replaced by a warning."""
     problems = list(run.problems)
 
     def section(title: str, build: Callable[[], Any], default: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Collect the profile of a run: the time of each phase of a step, and the share of the device's limits."""
+"""Collect the profile of a run: the time of each phase of a step, and how close it comes to the device's limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def collect_profile(run: RunFiles) -> dict[str, Any] | None:
         return None
     steps = len(listed(result.get("steps")))
     return {
-        "title": f"{_time(step_s).text} a step, the mean of {steps} recorded steps",
+        "title": f"{_time(step_s).text} per step, the mean of {steps} recorded steps",
         "phases": _phases(phases),
         "figures": _figures(result, step_s),
         "operators": [_operator(mapping(each)) for each in listed(result.get("operators"))[:MOST_OPERATORS]],
@@ -33,7 +33,7 @@ def collect_profile(run: RunFiles) -> dict[str, Any] | None:
 
 
 def _phases(phases: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each phase, with its place in the bar in percent."""
+    """Return a row for each phase, with its position in the bar in percent."""
     rows, start = list[dict[str, Any]](), 0.0
     for place, (name, phase) in enumerate(phases.items()):
         share = number(mapping(phase).get("share")) or 0.0
@@ -46,7 +46,7 @@ def _phases(phases: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _figures(result: Mapping[str, Any], step_s: float) -> list[tuple[str, Shown]]:
-    """Return how busy the device was, beside its limits."""
+    """Return the utilisation of the device and its measured limits."""
     limits, found = mapping(result.get("limits")), list[tuple[str, Shown]]()
     busy, cores = number(result.get("device_busy_share")), number(result.get("cores_busy"))
     flops, share = number(result.get("flops")), number(result.get("limit_share"))
@@ -59,14 +59,14 @@ def _figures(result: Mapping[str, Any], step_s: float) -> list[tuple[str, Shown]
     if share is not None:
         found.append(("Share of the limit", show_share(share)))
     if (matrix := number(limits.get("flops_per_s"))) is not None:
-        found.append(("Measured limit of products", _rate(matrix, f"FLOP/s in {limits.get('dtype')}")))
+        found.append(("Measured limit of matrix products", _rate(matrix, f"FLOP/s in {limits.get('dtype')}")))
     if (memory := number(limits.get("bytes_per_s"))) is not None:
         found.append(("Measured limit of memory", _rate(memory, "B/s")))
     return found
 
 
 def _time(seconds: float) -> Shown:
-    """Format the time of a part of a step: in milliseconds below a second."""
+    """Format a duration, in milliseconds below a second."""
     if seconds >= 1:
         return show_seconds(seconds)
     return Shown(f"{show_number(1000 * seconds).text} ms", f"{seconds!r} seconds")

@@ -1,4 +1,4 @@
-"""List the runs of a folder with their figures, reading little of each: there may be thousands."""
+"""List the runs of a folder, reading little of each: there may be thousands."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from crosstune.report.files import is_running, last_rows, mapping, number, read_
 
 _STEPS_BYTES = 1 << 16
 _EVENTS_BYTES = 1 << 20
-"""Bytes read from the ends of metrics.jsonl and events.jsonl, of runs without a summary."""
+"""Bytes read from the end of metrics.jsonl and events.jsonl of a run without a summary."""
 RECORDED = ("finished", "stopped", "failed")
 """Statuses in summary.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListedRun:
+    """A run in the list."""
+
     name: str
     folder: str
     status: str
@@ -63,7 +65,7 @@ def run_folders(parent: Path) -> list[tuple[Path, float]]:
 
 
 def _last_write(folder: Path) -> float | None:
-    """Return when the record of a run was last written; None if there is none."""
+    """Return the time of the last write to a run's files; None without any."""
     times = list[float]()
     for name in RUN_FILES:
         try:
@@ -74,7 +76,7 @@ def _last_write(folder: Path) -> float | None:
 
 
 def read_listed(folder: Path, *, changed: float, now: float | None = None) -> ListedRun:
-    """Return the figures of a run. Damaged files are named in `problems`, and their figures are missing."""
+    """Read a run for the list. `problems` names damaged files; their values are missing."""
     problems = list[str]()
     plan = read_mapping(folder / "plan.json", problems)
     summary = read_mapping(folder / "summary.json", problems)
@@ -113,7 +115,7 @@ def status_of(
     running: bool | None,
     problems: Sequence[str],
 ) -> str:
-    """Return the state of a run: running, finished, stopped, failed, killed, damaged or unknown."""
+    """Return the status of a run: running, finished, stopped, failed, killed, damaged or unknown."""
     if running:
         return "running"
     recorded = summary.get("status")

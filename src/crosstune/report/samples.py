@@ -1,4 +1,4 @@
-"""Collect the answers to the same prompts at several evaluations, and mark the words that changed."""
+"""Collect the answers to the same prompts at several evaluations, and mark the changed words."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_PROMPTS = 40
 MOST_CHARACTERS = 6000
 MOST_FRAMES = 200
 MOST_WORDS = 600
-"""Longer texts are not compared: the time grows with the product of their lengths."""
+"""Longer texts are not compared: the time is quadratic."""
 _WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 
 Key = tuple[str, int]
@@ -35,17 +35,19 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
+    """An answer at one evaluation, with its differences."""
+
     text: str | None
     """None when this evaluation did not include the prompt."""
     mark: str = ""
-    """`match`, `no match`, or empty when the answer is not compared with a reference."""
+    """`match`, `no match`, or empty without a comparison with a reference."""
     hint: str = ""
     frames: list[str] = field(default_factory=list)
-    """The states of the answer while it was generated, the last one its text."""
+    """States of the answer during its generation; the last is its text."""
     pieces: list[Piece] = field(default_factory=list)
-    """The text in pieces, changed words marked: against the column before, in the first column against the next."""
+    """The text in pieces with changed words marked: against the previous column, in the first column against the next."""
     is_same: bool = False
-    """Whether it equals the answer in the column before."""
+    """Whether it equals the answer in the previous column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ def collect_samples(run: RunFiles) -> Samples:
     best = best_evaluation(run)
     moments = _choose(recorded, best=best, run=run)
     tables = [dict(_keyed(event["samples"])) for event in moments]
-    # Free text matches no reference exactly: answers are compared where that is the metric.
+    # Free text never matches a reference exactly: compare answers only where exact match is measured.
     compares = [METRIC in mapping(event.get("metrics")) for event in moments]
     keys = list(dict.fromkeys(key for table in tables for key in table))
     rows = [_row(key, tables, compares) for key in keys]
@@ -91,7 +93,7 @@ def collect_samples(run: RunFiles) -> Samples:
 def _choose(
     recorded: Sequence[Mapping[str, Any]], *, best: Best | None, run: RunFiles
 ) -> list[Mapping[str, Any]]:
-    """Return the evaluation before training, the best one, a few evenly spaced ones during it, and the one after."""
+    """Choose the evaluations before and after training, the best one, and a few evenly spaced ones between them."""
     before = [event for event in recorded if event.get("when") == "before"][-1:]
     after = [event for event in recorded if event.get("when") == "after"][-1:]
     during = [event for event in recorded if event.get("when") not in ("before", "after")]
@@ -136,7 +138,7 @@ def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]], compares: 
 
 
 def compare_answers(answers: Sequence[Answer]) -> list[Answer]:
-    """Mark the words of each answer that the one before it lacks; in the first one, those that the next lacks."""
+    """Mark the words of each answer that the previous one lacks; in the first answer, words that the next one lacks."""
     found = []
     for place, answer in enumerate(answers):
         others = [*answers[:place][::-1], *answers[place + 1 :]]
@@ -174,7 +176,7 @@ def _cut(text: str) -> str:
 
 
 def changed_pieces(text: str, other: str) -> list[Piece]:
-    """Split a text into pieces, those that the other text lacks marked. A text too long to compare is one piece."""
+    """Split a text into pieces and mark those that the other text lacks. A long text stays one piece."""
     words, others = _WORDS.findall(text), _WORDS.findall(other)
     if not text:
         return []
@@ -190,7 +192,7 @@ def changed_pieces(text: str, other: str) -> list[Piece]:
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
-    """Join changed pieces that only a space or punctuation separates: scattered highlights are hard to read."""
+    """Join changed pieces separated only by space or punctuation: scattered highlights are hard to read."""
     found = list[Piece]()
     for place, piece in enumerate(pieces):
         between = 0 < place < len(pieces) - 1 and not piece.changed and not re.search(r"\w", piece.text)
@@ -203,7 +205,7 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
 
 
 def lead_sample(samples: Samples) -> SampleRow | None:
-    """Return the row that shows the effect of training best, with its first and its last answer."""
+    """Return the row that best shows the effect of training, with its first and last answer."""
     rows = [row for row in samples.rows if row.answers[0].text is not None and row.answers[-1].text]
     if not rows or len(samples.columns) < 2:
         return None
@@ -212,7 +214,7 @@ def lead_sample(samples: Samples) -> SampleRow | None:
 
 
 def _interest(row: SampleRow) -> tuple[bool, bool, int]:
-    """Rank a row: an answer that became right first, then one that changed, then the shortest."""
+    """Rank a row: an answer that became correct, then one that changed, then the shortest."""
     first, last = row.answers[0], row.answers[-1]
-    became_right = last.mark == "match" and first.mark != "match"
-    return became_right, first.text != last.text, -len(row.prompt) - len(last.text or "")
+    became_correct = last.mark == "match" and first.mark != "match"
+    return became_correct, first.text != last.text, -len(row.prompt) - len(last.text or "")

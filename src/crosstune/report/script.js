@@ -84,7 +84,7 @@
     });
   };
 
-  // Replay how an answer was generated: once when it is first seen, and again at the button.
+  // Replay the generation of an answer when it is first seen, and again with a button.
   const replay = (text) => {
     const frames = JSON.parse(text.dataset.frames);
     const last = text.textContent;

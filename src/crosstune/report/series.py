@@ -1,4 +1,4 @@
-"""Extract series of values over steps, smooth and downsample them, and find the best evaluation and overfitting."""
+"""Extract values over steps, smooth and downsample them, and find the best evaluation and overfitting."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from crosstune.loop.progress import WORSE, best_step
 from crosstune.report.files import RunFiles, mapping, number
 
 Point = tuple[float, float | None]
-"""A step and its value; None when the value was not finite."""
+"""A step and its value; None for a non-finite value."""
 
 NUM_BUCKETS = 120
 SMOOTHED_SHARE = 20
-"""The smoothing window covers one part in this many of all points."""
+"""The smoothing window is this fraction of the points: 1 / 20."""
 FEWEST_TO_SMOOTH = 12
 GAP = 0.1
-"""Overfitting is likely where the training loss is lower by more than this share of the evaluation loss."""
+"""Overfitting is likely where the training loss is below the evaluation loss by more than this fraction of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
+    """The best evaluation of a run."""
+
     step: float
     loss: float
     is_last: bool
-    """Whether no later evaluation exists."""
+    """Whether it is the last evaluation."""
     overfits: bool
     """Whether the last evaluation is clearly worse."""
     last_loss: float
@@ -35,6 +37,8 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True)
 class Overfitting:
+    """The first evaluation of likely overfitting, and the losses at the last one."""
+
     step: float
     train: float
     """The smoothed training loss at the last evaluation."""
@@ -42,7 +46,7 @@ class Overfitting:
 
 
 def step_points(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
-    """Return the values of one key. A row without the key is skipped; a null value is a gap."""
+    """Return the values of one key, without rows that lack it; a null value is a gap."""
     return [(float(row["step"]), number(row[key])) for row in rows if key in row]
 
 
@@ -52,15 +56,14 @@ def smoothed_points(run: RunFiles, key: str) -> list[Point]:
 
 
 def task_metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the metrics that a task adds to the rows of metrics.jsonl. They are fractions; the count that
-    a recipe adds is a whole number."""
+    """Return the names of the metrics that a task adds to metrics.jsonl: floats, unlike the counts of a recipe."""
     known = StepMetrics.__annotations__
     added = (name for row in rows for name, value in row.items() if isinstance(value, float))
     return [name for name in dict.fromkeys(added) if name not in known]
 
 
 def evaluation_points(run: RunFiles) -> dict[str, list[Point]]:
-    """Return every evaluated metric over the steps. For a step evaluated twice, the last value counts."""
+    """Return every evaluated metric over steps; the last value for a step that was evaluated twice."""
     found: dict[str, dict[float, float | None]] = {}
     for event in run.events_of(Evaluated):
         step = evaluation_step(event, run)
@@ -77,7 +80,7 @@ def evaluation_step(event: Mapping[str, Any], run: RunFiles) -> float:
 
 
 def evaluation_losses(run: RunFiles) -> list[Point]:
-    """Return the evaluation losses over steps; from the summary if the events are lost."""
+    """Return the evaluation losses over steps, from the summary if events.jsonl is lost."""
     found = evaluation_points(run).get("loss", [])
     if finite_values(found):
         return found
@@ -87,7 +90,7 @@ def evaluation_losses(run: RunFiles) -> list[Point]:
 
 
 def best_evaluation(run: RunFiles) -> Best | None:
-    """Return the lowest evaluation loss after at least one step; None without one."""
+    """Return the lowest evaluation loss after step 0; None without one."""
     losses = {int(step): loss for step, loss in evaluation_losses(run) if step and loss is not None}
     step = best_step(losses)
     if step is None:
@@ -103,7 +106,7 @@ def best_evaluation(run: RunFiles) -> Best | None:
 
 
 def overfitting(run: RunFiles) -> Overfitting | None:
-    """Return the first evaluation from which on the training loss stays clearly below it; None without one."""
+    """Return the evaluation after which the training loss stays clearly below the evaluation loss; None without one."""
     smoothed = dict(smoothed_points(run, "loss"))
     found: Overfitting | None = None
     for step, loss in evaluation_losses(run):

@@ -1,4 +1,4 @@
-"""Build the tables about a run: options, data, machine, plan against measurements, and events."""
+"""Build the tables of the page: options, data, machine, planned and measured figures, and events."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from crosstune.report.outcome import devices, duration
 
 Fact = tuple[str, Shown]
 Row = dict[str, Any]
-"""A row of a table, as the templates read it."""
+"""A row of a table for the templates."""
 _NOTABLE = (Warned, Failed, Stopped, Interrupted, NonFinite, CheckpointFailed, Moved, TrackingFailed)
 NOTABLE_KINDS = frozenset(event.kind for event in _NOTABLE)
 SHOWN_APART = frozenset({"lengths", "example", "identity"})
-"""Fields of a recipe's description of its data that have their own place on the page."""
+"""Fields of the data's description that the page shows elsewhere."""
 
 
 def header_facts(run: RunFiles) -> list[Fact]:
@@ -78,7 +78,7 @@ def header_facts(run: RunFiles) -> list[Fact]:
 
 
 def _continued(start: Any) -> str | None:
-    """Describe the checkpoint that the last process of the run resumed from."""
+    """Describe the checkpoint that the run resumed from."""
     if not isinstance(start, Mapping) or "step" not in start:
         return None
     return f"from step {start['step']}, trained on {start.get('backend', '?')}"
@@ -113,7 +113,7 @@ def adjustment_rows(run: RunFiles) -> list[Row]:
             "used": show_option(item.get("used")),
             "reason": str(item.get("reason", "")),
         }
-        # In an event, `kind` is the kind of event, and `sort` the kind of adjustment.
+        # In an event, `kind` is the kind of event and `sort` the kind of adjustment.
         rows.setdefault(
             tuple(row.values()), row | {"kind": str(item.get("sort") or item.get("kind", "change"))}
         )
@@ -121,7 +121,7 @@ def adjustment_rows(run: RunFiles) -> list[Row]:
 
 
 def data_tables(data: Mapping[str, Any]) -> tuple[list[Fact], Row | None, list[tuple[str, str]]]:
-    """Split a recipe's description of its data into plain values, one table of its parts, and the rest as text."""
+    """Split the data's description into plain values, one table of its parts, and the rest as text."""
     data = {name: value for name, value in data.items() if name not in SHOWN_APART}
     facts = [(label_of(name), show_named(name, value)) for name, value in data.items() if is_flat(value)]
     parts = {
@@ -145,7 +145,7 @@ def data_tables(data: Mapping[str, Any]) -> tuple[list[Fact], Row | None, list[t
 
 
 def masked_example(data: Mapping[str, Any]) -> Row | None:
-    """Return an example of the data in pieces, those that carry loss marked; None if none is recorded."""
+    """Return an example in pieces, each with whether it is supervised; None if no example is recorded."""
     found = mapping(data.get("example"))
     pieces = [
         (str(piece.get("text", "")), piece.get("supervised") is True)
@@ -208,7 +208,7 @@ def reproduce_command(run: RunFiles) -> str:
 
 
 def plan_against_measured(run: RunFiles) -> list[Row]:
-    """Return each planned figure beside the measured one; figures that the plan does not have are left out."""
+    """Return each planned figure with the measured one."""
     plan, summary = run.plan, run.summary
     estimate = mapping(plan.get("estimate"))
     steps = number(summary.get("steps"))
@@ -280,7 +280,7 @@ def _event_time(seconds: float | None, start: datetime | None) -> Shown:
 
 
 def _event_text(event: Mapping[str, Any]) -> str:
-    """Return the event's message, or its values as a list when it has none."""
+    """Return the event's message; without one, its values."""
     for name in ("message", "error", "reason"):
         if event.get(name) and not is_adjustment(event):
             return str(event[name])

@@ -1,4 +1,4 @@
-"""Fill the templates of pages and charts: self-contained, escaped, with a policy that forbids every request."""
+"""Fill the templates of pages and charts: self-contained, escaped, with a policy that forbids requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def draw(chart: Chart) -> Markup:
 
 @cache
 def _environment() -> Environment:
-    """Return the templates' environment, kept because compiling them takes most of the time of a page."""
+    """Return the environment of the templates; compiling them is most of the time of a page."""
     environment = Environment(
         loader=FunctionLoader(_asset),
         autoescape=True,

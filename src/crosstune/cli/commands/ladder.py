@@ -220,7 +220,7 @@ def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None
     else:
         ends = found.ends
         rates = [middle([ends.rate(trial) for trial in side]) for side in (ends.base, ends.new)]
-        unit = "tokens per second of processor time" if ends.by_cpu_time else "tok/s"
+        unit = "tokens per second of CPU time" if ends.by_cpu_time else "tok/s"
         peaks = [middle([float(trial.peak_bytes) for trial in side]) for side in (ends.base, ends.new)]
         output.line(
             f"result   {len(kept)} kept: {rates[1]:,.0f} {unit} instead of {rates[0]:,.0f} (x {ends.speed:.2f}), "

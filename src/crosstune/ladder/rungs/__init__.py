@@ -1,4 +1,4 @@
-"""The rungs of the ladder: those that only set options in a table here, the others in a file each, found by name."""
+"""The rungs of the ladder. A table here holds rungs that only set options; every other rung is a file, found by name."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ _RUNGS: Mapping[str, tuple[int, str, Gain, LossPromise, Change]] = {
 
 
 def _why_not(name: str, now: Situation) -> str:
-    """Return why a rung does not apply; empty if it does."""
+    """Return why a rung of the table does not apply; empty if it does."""
     config, plan, backend = now.config, now.plan, now.plan.backend
     sharded = plan.world_size > 1 and shards_weights(config.sharding_strategy)
     limits, missing = limits_of(config), missing_compiler(backend.name)
     ends_a_hang = SHORTEST_S <= limits.collective_s <= LONGEST_S and limits.heartbeat_s <= LONGEST_S
     reasons: dict[str, dict[str, object]] = {
         "time_limits": {
-            "one process waits for no other": plan.world_size == 1,
+            "there is only one process": plan.world_size == 1,
             f"the timeout of a collective is {limits.collective_s:g} s already": ends_a_hang,
         },
-        "data_loading": {"always on: a thread prepares micro-batches ahead of the step": True},
+        "data_loading": {"it is always on: a thread prepares micro-batches ahead of the step": True},
         "attention": {
             "{} is used already ({})".format(*plan.attention): config.use_flash_attention is not False,
             f"no fused kernel ran on {backend.name} here": not backend.has_flash_attention,
@@ -82,7 +82,7 @@ def _why_not(name: str, now: Situation) -> str:
         "compile": {
             "torch.compile belongs to torch; MLX compiles its steps itself on a GPU": plan.engine != "torch",
             "the blocks are compiled already": config.torch_compile,
-            "the fast layers have their own kernels": config.kernels == "fast",
+            "the fast layers bring their own kernels": config.kernels == "fast",
             "sharded weights are not compiled": sharded,
             f"torch.compile needs {missing} on {backend.name}": missing,
         },
@@ -117,7 +117,9 @@ def _why_not(name: str, now: Situation) -> str:
             "one process has the whole model": plan.world_size == 1,
             "the processes are replicas already": not sharded,
         },
-        "checkpoint_rotation": {f"the newest {config.keep_last_n} are kept": config.keep_last_n <= 3},
+        "checkpoint_rotation": {
+            f"only the newest {config.keep_last_n} are kept already": config.keep_last_n <= 3
+        },
     }
     return next((reason for reason, holds in reasons.get(name, {}).items() if holds), "")
 
@@ -132,7 +134,7 @@ def _propose(name: str, change: Change) -> Callable[[Situation], list[Change]]:
 
 
 def all_rungs() -> dict[str, Rung]:
-    """Return the rungs by name, in the order in which they are tried."""
+    """Return the rungs by name, in the order of their trials."""
     found = {
         name: Rung(title=title, order=order, gain=gain, promise=promise, propose=_propose(name, change))
         for name, (order, title, gain, promise, change) in _RUNGS.items()
@@ -140,6 +142,6 @@ def all_rungs() -> dict[str, Rung]:
     for name in plugin_names(__name__):
         rung = getattr(load_plugin(__name__, name, kind="rung"), "RUNG", None)
         if not isinstance(rung, Rung):
-            raise UserError(f"The rung {name} defines no RUNG.", do="see docs/add-a-rung.md")
+            raise UserError(f"The rung {name} defines no RUNG.", do="see docs/internals/add-a-rung.md")
         found[name] = rung
     return dict(sorted(found.items(), key=lambda item: (item[1].order, item[0])))

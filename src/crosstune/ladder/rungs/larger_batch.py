@@ -1,9 +1,8 @@
-"""Compute more rows at a time with as many rows in a step."""
+"""Use larger micro-batches with the same rows per step."""
 
 from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 
-MOST = 4
-"""Doublings that are tried."""
+MOST_DOUBLINGS = 4
 
 
 def propose(now: Situation) -> list[Change]:
@@ -11,7 +10,7 @@ def propose(now: Situation) -> list[Change]:
     if now.config.rows_per_step:
         raise NotApplicable("--rows_per_step sets how a step is divided")
     changes: list[Change] = []
-    while micro_batches % 2 == 0 and len(changes) < MOST:
+    while micro_batches % 2 == 0 and len(changes) < MOST_DOUBLINGS:
         batch, micro_batches = batch * 2, micro_batches // 2
         changes.append({"batch_size": batch, "gradient_accumulation_steps": micro_batches})
     if not changes:

@@ -1,10 +1,10 @@
-"""Pack examples into full rows, with about as many examples in a step as before."""
+"""Pack examples into full rows, with about the same number of examples per step."""
 
 from crosstune.ladder.rung import AsGood, Change, NotApplicable, Rung, Situation
 
 ROUNDED_TO = 64
 FULL_ENOUGH = 0.8
-"""Share of tokens in a batch that are not padding from which packing gains nothing."""
+"""Mean over longest length from which packing gains nothing."""
 
 
 def propose(now: Situation) -> list[Change]:

@@ -1,9 +1,9 @@
-"""Compute in 16 bits where the device is faster in them."""
+"""Compute in 16 bits where the device is faster."""
 
 from crosstune.ladder.rung import AsGood, Change, NotApplicable, Rung, Situation
 
 WORTHWHILE = 1.1
-"""Speed of a bf16 product over an fp32 one from which a trial is worth its time."""
+"""Speed of bf16 over fp32 matrix products from which a trial is worth its time."""
 
 
 def propose(now: Situation) -> list[Change]:

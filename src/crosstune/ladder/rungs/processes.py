@@ -3,7 +3,7 @@
 from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 
 CORES_EACH = 2
-"""Cores that a process on a CPU needs to be worth starting."""
+"""CPU cores per process."""
 
 
 def propose(now: Situation) -> list[Change]:
