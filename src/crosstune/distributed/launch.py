@@ -1,4 +1,8 @@
-"""Start the ranks of a run on this machine, and restart them from the newest checkpoint after a failure."""
+"""Start the ranks of a run on this machine, and restart them from the newest checkpoint after a failure.
+
+torch's elastic agent does not replace it: a restart there often fails on gloo with addresses of the failed attempt, a stopped
+process is waited for 30 s, and the agent knows neither checkpoints nor why a process stopped.
+"""
 
 from __future__ import annotations
 
