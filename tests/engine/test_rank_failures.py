@@ -1,4 +1,4 @@
-"""What one process of a sharded run cannot do ends all of them together, with its own error. Real ones, over gloo."""
+"""A failure of one rank ends all ranks with its error; replicas survive out of memory. Real processes over gloo."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ write, evaluate = save.write_checkpoint, TorchSession.evaluate
 losses = iter([5.0, 1.0, 3.0, 4.0])  # before, after each step
 
 def slowly(*arguments):
-    time.sleep(2)
+    time.sleep(0.7)
     return write(*arguments)
 
 save.write_checkpoint = slowly
@@ -161,19 +161,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_hook(folder: Path, code: str) -> None:
+@pytest.mark.parametrize(
+    "code", [BEST + DISK, RECOVERS + ALONE], ids=["slow or failing disk", "out of memory"]
+)
+def test_ranks_agree_when_one_fails(folder: Path, code: str) -> None:
     run_ranks([{"world": 2, "runs": []}], hook=f"FOLDER = {str(folder)!r}\n{PARTS}\n{code}")
-
-
-def test_the_result_is_of_one_step_when_its_checkpoint_is_written_slowly(folder: Path) -> None:
-    run_hook(folder, BEST)
-
-
-def test_a_full_disk_ends_every_process_with_the_error_of_the_first(folder: Path) -> None:
-    run_hook(folder, DISK)
-
-
-def test_out_of_memory_in_one_process_is_survived_by_replicas_and_is_the_error_of_a_sharded_run(
-    folder: Path,
-) -> None:
-    run_hook(folder, RECOVERS + ALONE)

@@ -83,7 +83,7 @@ while attempt == "0":
 def test_a_machine_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     code = "(folder / str(rank)).touch(); time.sleep(3600)"
     [port] = free_ports(1)
-    first, second = (start(node, code, tmp_path, port, collective_s=5.0) for node in (0, 1))
+    first, second = (start(node, code, tmp_path, port, collective_s=3.0) for node in (0, 1))
     while len(list(tmp_path.iterdir())) < 2:
         time.sleep(0.02)
         assert first.process.is_alive() and second.process.is_alive()
@@ -92,7 +92,7 @@ def test_a_machine_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     assert code_first == 1 and "the connection to machine 1" in said
     os.kill(second.pid, signal.SIGCONT)
     code_second, said = second.end()
-    assert code_second == 1 and "was lost" in said  # the word of the hub, or what it noticed itself
+    assert code_second == 1 and "was lost" in said  # told by the coordinator, or noticed by itself
 
 
 def test_a_machine_that_does_not_come_is_named(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_machine_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert code == 2 and "NODE_RANK 1 did not connect within 1 s" in said
 
 
-def test_two_machines_with_the_same_number_are_refused(tmp_path: Path) -> None:
+def test_machines_with_different_nnodes_are_refused(tmp_path: Path) -> None:
     [port] = free_ports(1)
     nodes = [start(0, "pass", tmp_path, port), start(1, "pass", tmp_path, port, nodes={"num_nodes": 3})]
     ends = [node.end() for node in nodes]
@@ -142,7 +142,7 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for(
 
 
 class Machine:
-    """The launcher of a machine as far as a hub sees it, with messages of the test's own."""
+    """The launcher of a machine as the coordinator sees it, with messages of the test."""
 
     def __init__(self, place: tuple[str, int], node: int) -> None:
         self.channel = Channel(socket.create_connection(place))
@@ -170,7 +170,7 @@ def report(rank: int) -> dict[str, Any]:
     ids=["codes", "other rank", "bytes", "long"],
 )
 def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of the hub's thread, for which all launchers would wait."""
+    """Instead of the coordinator's thread, for which all launchers would wait."""
     monkeypatch.setattr("crosstune.distributed.coordinator._HANG_UP_S", 0.1)
     place = ("127.0.0.1", free_ports(1)[0])
     nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
@@ -185,7 +185,7 @@ def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: py
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_in_the_hub_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_the_coordinator_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     place = ("127.0.0.1", free_ports(1)[0])
     nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
     before = set(threading.enumerate())

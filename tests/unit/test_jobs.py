@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from launching import BASE, printed, write_tool
 from crosstune.cli.commands.launch import make_parser
 from crosstune.config.load import make_config
 from crosstune.distributed.jobs.job import load_scheduler, make_job, scheduler_names
+from crosstune.distributed.jobs.schedulers.kubernetes import object_name
 
 NASTY = [
     "a b",
@@ -41,14 +43,14 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(scheduler: str, flags: list[str]) -> str:
-    """What is written for flags that train itself would refuse."""
+    """Return the text for flags that train itself would refuse."""
     own = make_parser().parse_args(shlex.split(BASE[scheduler]))
     job = make_job(own.on, vars(own), config=make_config(), words=flags, name="x", folder=Path.cwd())
     return str(load_scheduler(scheduler).write(job))
 
 
 def directives(script: str) -> dict[str, str]:
-    """The options that sbatch takes from a script: those before the first line that is no comment."""
+    """Return the options that sbatch reads from a script: before the first line that is no comment."""
     found = {}
     for line in script.splitlines():
         if line.strip() and not line.startswith("#"):
@@ -103,18 +105,11 @@ def test_every_scheduler_is_tried_here() -> None:
 def test_the_flags_of_train_arrive_with_a_name_and_a_resume(
     scheduler: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = printed(f"{BASE[scheduler]} --model_name ORG/X --lr 1e-3", capsys)
-    words = _train_words(scheduler, text)
+    words = _train_words(scheduler, printed(f"{BASE[scheduler]} --model_name ORG/X --lr 1e-3", capsys))
     assert words[:4] == ["--model_name", "ORG/X", "--lr", "1e-3"]
     assert words[4] == "--name" and words[5].endswith("-X") and words[6:] == ["--resume", "auto"]
-
-
-@pytest.mark.parametrize("scheduler", BASE)
-def test_flags_may_follow_two_dashes_and_keep_their_own_name(
-    scheduler: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = printed(f"{BASE[scheduler]} --lr 1e-3 -- --name mine --resume runs/mine", capsys)
-    assert _train_words(scheduler, text) == ["--lr", "1e-3", "--name", "mine", "--resume", "runs/mine"]
+    own = printed(f"{BASE[scheduler]} --lr 1e-3 -- --name mine --resume runs/mine", capsys)
+    assert _train_words(scheduler, own) == ["--lr", "1e-3", "--name", "mine", "--resume", "runs/mine"]
 
 
 @needs_bash
@@ -136,7 +131,8 @@ def _train_words(scheduler: str, text: str) -> list[str]:
     """The words after `train` as the program that reads the text gets them."""
     if scheduler == "kubernetes":
         job = list(yaml.safe_load_all(text))[-1]
-        command = [_expanded(word) for word in job["spec"]["template"]["spec"]["containers"][0]["command"]]
+        command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+        command = [word.replace("$$", "$") for word in command]  # as Kubernetes does
         assert command[:4] == ["python", "-m", "crosstune", "train"]
         return command[4:]
     if scheduler == "slurm":
@@ -149,11 +145,6 @@ def _train_words(scheduler: str, text: str) -> list[str]:
         )
     after = "--" if scheduler == "ray" else "train"
     return words[words.index(after) + 1 :]
-
-
-def _expanded(word: str) -> str:
-    """What Kubernetes makes of a word when no variable of that name exists: `$$` is `$`."""
-    return word.replace("$$", "$")
 
 
 @needs_bash
@@ -245,3 +236,81 @@ def test_the_line_for_ray_is_accepted_by_launch(capsys: pytest.CaptureFixture[st
     inner = shlex.split(submit[-1])
     again = printed(inner[inner.index("launch") + 1 :], capsys)
     assert again == text and "2 bundles of {'CPU': 8.0, 'GPU': 2.0}" in text
+
+
+def manifest(words: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(printed(words, capsys)))
+
+
+def test_the_manifest_of_kubernetes(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--gpus 8 --cpus 16 --memory 200G --namespace team --secret hub --secret wandb --restarts 2 --name 'My Run'"
+    service, job = manifest(f"{BASE['kubernetes']} {options}", capsys)
+    pod = job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert (service["kind"], service["spec"]["clusterIP"]) == ("Service", "None")
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]} == {"job-name": "my-run"}
+    assert job["metadata"]["namespace"] == service["metadata"]["namespace"] == "team"
+    spec = job["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+    assert spec["backoffLimit"] == 4 and pod["restartPolicy"] == "Never" and pod["subdomain"] == "my-run"
+    values = {item["name"]: item.get("value") for item in container["env"]}
+    assert values == {
+        "NNODES": "2",
+        "NPROC_PER_NODE": "8",
+        "MASTER_ADDR": "my-run-0.my-run",
+        "MASTER_PORT": "29500",
+        "NODE_RANK": None,
+    }
+    limits = {"nvidia.com/gpu": 8, "cpu": 16, "memory": "200Gi"}
+    assert container["resources"] == {"limits": limits, "requests": limits}
+    assert container["envFrom"] == [{"secretRef": {"name": "hub"}}, {"secretRef": {"name": "wandb"}}]
+    assert container["workingDir"] == "/workspace"
+    assert pod["volumes"][0] == {"name": "shared", "persistentVolumeClaim": {"claimName": "runs"}}
+
+
+@pytest.mark.parametrize(("flags", "stopped"), [("", "Ignore"), ("--time_limit 1h", "FailJob")])
+def test_what_kubernetes_does_with_exit_codes(
+    flags: str, stopped: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *_, job = manifest(f"{BASE['kubernetes']} {flags}", capsys)
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    codes = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in rules if "onExitCodes" in rule}
+    assert codes == {2: "FailJob", 3: stopped}
+
+
+def test_a_configuration_file_travels_in_the_manifest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text("lr: 1e-3\nname: from-file\n")
+    _, config, job = manifest(f"{BASE['kubernetes']} --config run.yaml --max_steps 5", capsys)
+    assert config["data"] == {"run.yaml": "lr: 1e-3\nname: from-file\n"}
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[4:] == ["--config", "/etc/crosstune/run.yaml", "--max_steps", "5", "--resume", "auto"]
+    assert job["metadata"]["name"] == config["metadata"]["name"] == "from-file"
+
+
+def test_the_manifest_fits_the_schema_of_kubernetes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="the test extra is not installed")
+    (tmp_path / "run.yaml").write_text("lr: 1e-3\n")
+    full = "--config run.yaml --gpus 8 --cpus 16 --memory 200G --namespace team --secret hub"
+    for document in manifest(f"{BASE['kubernetes']} {full}", capsys):
+        for version in ("1.31", "1.37"):
+            validator.validate(document, version, strict=True)
+    wrong = manifest(BASE["kubernetes"], capsys)[-1]
+    wrong["spec"]["completion"] = 2
+    with pytest.raises(validator.ValidationError):
+        validator.validate(wrong, version, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("My Run_2", "my-run-2"),
+        ("20261116-x", "run-20261116-x"),
+        ("a" * 80, "a" * 52),
+    ],
+)
+def test_the_name_of_a_run_as_a_host_name(name: str, expected: str) -> None:
+    assert object_name(name) == expected

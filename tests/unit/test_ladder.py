@@ -22,7 +22,7 @@ from crosstune.ladder.climb import check_request, check_same_ladder, make_reques
 from crosstune.ladder.compare import Comparison, broken_promise, check_criteria, judge
 from crosstune.ladder.rung import AsGood, NotApplicable, SameBits, Situation, Within
 from crosstune.ladder.rungs import all_rungs
-from crosstune.ladder.trial import _FOLLOWING, Trial, Trials
+from crosstune.ladder.trial import FOLLOWING, Trial, Trials
 from crosstune.planner.gather import gather
 
 LOSSES = [3.0, 2.5, 2.2, 2.0, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
@@ -232,7 +232,7 @@ def test_one_ladder_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
 
 def test_a_trial_does_not_outlive_its_ladder() -> None:
     not_its_parent = str(os.getppid())
-    words = [sys.executable, "-c", _FOLLOWING, not_its_parent, "train", "--model_name", "tiny-random"]
+    words = [sys.executable, "-c", FOLLOWING, not_its_parent, "train", "--model_name", "tiny-random"]
     assert subprocess.run(words, check=False).returncode == -signal.SIGTERM
 
 
@@ -250,12 +250,12 @@ def test_a_finished_trial_is_read_and_a_damaged_one_is_not(tmp_path: Path) -> No
     }
     for name, text in whole.items():
         (folder / name).write_text(text)
-    done = trials._read_done(folder, asked)
+    done = trials.read_finished(folder, asked)
     assert done is not None and done.values("loss") == [2.0, 1.0] and done.seconds == 3
-    assert trials._read_done(folder, {"lr": 0.2}) is None
+    assert trials.read_finished(folder, {"lr": 0.2}) is None
     for name, text in whole.items():
         (folder / name).write_bytes(text.encode()[:-4] + b"\xff{")
-        assert trials._read_done(folder, asked) is None, name
+        assert trials.read_finished(folder, asked) is None, name
         (folder / name).write_text(text)
 
 

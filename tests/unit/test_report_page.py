@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import random
 import re
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ from crosstune.report.next_steps import next_steps
 from crosstune.report.outcome import end_of, evaluations, lead_sentences, totals, training_loss
 from crosstune.report.run_list import read_listed
 from crosstune.report.samples import MOST_WORDS, changed_pieces, collect_samples, lead_sample
-from crosstune.report.tables import masked_example, plan_against_measured
+from crosstune.report.tables import adjustment_rows, event_rows, masked_example, plan_against_measured
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 HOSTILE = "<script>alert('x')</script> & \"quoted\" </pre><img src=//evil.example/x onerror=alert(1)>"
@@ -361,8 +360,9 @@ def test_an_adjustment_in_plan_and_events_is_shown_once(tmp_path: Path) -> None:
     later = adjustment | {"option": "batch_size", "asked": 8, "used": 4, "reason": "out of memory"}
     events = [item | {"kind": "adjustment", "sort": item["kind"]} for item in (adjustment, later)]
     write_lines(folder / "events.jsonl", events)
-    html = write_report(folder).read_text(encoding="utf-8")
-    assert html.count('<td class="why">') == 2 and "No warnings and no errors." in html
+    run = load_run(folder)
+    assert [row["option"] for row in adjustment_rows(run)] == ["backend", "batch_size"]
+    assert not any(row["notable"] for row in event_rows(run))
 
 
 @pytest.mark.parametrize(
@@ -375,10 +375,8 @@ def test_an_adjustment_in_plan_and_events_is_shown_once(tmp_path: Path) -> None:
     ids=lambda event: event["kind"],
 )
 def test_every_warning_is_among_the_warnings(event: dict[str, Any], tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
-    write_lines(folder / "events.jsonl", [{"time": 1.7e9} | event])
-    html = write_report(folder).read_text(encoding="utf-8")
-    assert "the CPU is slow" in html[html.index("Warnings and errors") :]
+    rows = event_rows(RunFiles(folder=tmp_path, events=[{"time": 1.7e9} | event]))
+    assert [row["text"] for row in rows if row["notable"]] == ["the CPU is slow"]
 
 
 def test_answers_are_marked_only_where_matches_are_measured(tmp_path: Path) -> None:
@@ -419,13 +417,6 @@ def test_the_end_of_a_run(
     assert end.status == status and said in end.detail
     slow = RunFiles(folder=Path("run"), metrics=[{"step": 1, "step_s": 1000.0}], **times)
     assert end_of(slow).status == "running"
-
-
-def test_the_last_write_is_that_of_the_newest_file(tmp_path: Path) -> None:
-    for name, moment in (("plan.json", 1000), ("metrics.jsonl", 2000)):
-        (tmp_path / name).write_text("{}")
-        os.utime(tmp_path / name, (moment, moment))
-    assert load_run(tmp_path).last_write_time == 2000
 
 
 def test_totals_without_a_summary() -> None:

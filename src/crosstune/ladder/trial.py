@@ -30,7 +30,7 @@ TAIL_LINES = 8
 _NOT_IN_JSON = ("warmup", "rows", "on_one_cpu")
 Status = Literal["finished", "out_of_memory", "failed", "too_slow"]
 # Run `crosstune` in a process that ends with the ladder; the first argument is the ladder's process id.
-_FOLLOWING = """
+FOLLOWING = """
 import runpy, sys
 from crosstune.distributed.launch import follow
 follow(int(sys.argv.pop(1)))
@@ -103,7 +103,7 @@ class Trials:
         folder = self.folder / name
         asked = {**options, **self._fixed(name), **more}
         self._wait_for_leftover(folder)
-        if (done := self._read_done(folder, asked)) is not None:
+        if (done := self.read_finished(folder, asked)) is not None:
             return done
         if folder.exists():
             remove_folder(folder)
@@ -112,7 +112,7 @@ class Trials:
         write_text(file, yaml.safe_dump(asked, sort_keys=False, allow_unicode=True))
         begun, log = time.monotonic(), self.folder / f"{name}.log"
         words = [str(os.getpid()), "train", "--config", str(file)]
-        code = self._wait([sys.executable, "-c", _FOLLOWING, *words], log)
+        code = self._wait([sys.executable, "-c", FOLLOWING, *words], log)
         return self._read(name, code=code, seconds=time.monotonic() - begun, log=log)
 
     def _wait_for_leftover(self, folder: Path) -> None:
@@ -165,7 +165,7 @@ class Trials:
                     child.kill()
                     child.wait()
 
-    def _read_done(self, folder: Path, asked: Mapping[str, Any]) -> Trial | None:
+    def read_finished(self, folder: Path, asked: Mapping[str, Any]) -> Trial | None:
         """Return a trial that finished earlier with the same options and intact files."""
         file = folder.parent / f"{folder.name}.yaml"
         try:
