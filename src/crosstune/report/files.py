@@ -43,7 +43,6 @@ class RunFiles:
     num_repeated_steps: int = 0
     """Rows dropped because the run was resumed from an earlier step."""
     read_time: float = 0.0
-    last_write_time: float = 0.0
 
     @property
     def name(self) -> str:
@@ -95,7 +94,6 @@ def load_run(run_dir: Path) -> RunFiles:
         problems=tuple(problems),
         num_repeated_steps=len(rows) - len(metrics),
         read_time=time.time(),
-        last_write_time=max((folder / name).stat().st_mtime for name in present),
     )
 
 

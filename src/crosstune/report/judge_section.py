@@ -97,7 +97,7 @@ def _cell(report: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 
 def _confusion(table: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, list[tuple[int, int]]]]]:
-    """Return the labels in use, and for each expected label the count of each predicted one and its share in tenths."""
+    """Return the labels in use, and for each expected label the count of each predicted one and its share in fifths."""
     labels = [str(label) for label in listed(table.get("labels"))]
     counts = [[int(number(count) or 0) for count in listed(row)] for row in listed(table.get("counts"))]
     if {len(counts), *map(len, counts)} != {len(labels)}:
@@ -106,7 +106,7 @@ def _confusion(table: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, lis
     rows = [
         (
             labels[place],
-            [(counts[place][at], round(10 * counts[place][at] / sum(counts[place]))) for at in used],
+            [(counts[place][at], round(5 * counts[place][at] / sum(counts[place]))) for at in used],
         )
         for place in used
         if any(counts[place])

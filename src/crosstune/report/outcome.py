@@ -25,8 +25,6 @@ from crosstune.report.formatting import (
 from crosstune.report.run_list import status_of
 from crosstune.report.series import best_evaluation, evaluation_step, finite_values, step_points
 
-QUIET_S = 600.0
-"""A run without a lock counts as killed after this silence, or ten times its slowest step if longer."""
 _METHODS = {
     "full": "all of its weights",
     "lora": "LoRA adapters",
@@ -66,27 +64,16 @@ class Total(NamedTuple):
 
 
 def end_of(run: RunFiles) -> End:
-    """Return the status of a run; without a recorded end or a lock, infer it from the last write."""
+    """Return the status of a run."""
     status = status_of(run.summary, run.events, running=is_running(run.folder), problems=run.problems)
     if status == "running":
         return End(status, "This page shows the steps so far.")
     if status == "killed":
         return End("stopped", "No end is recorded and no process holds the run: it was killed.")
     if status == "unknown":
-        return _unrecorded_end(run)
+        return End("stopped", "No end is recorded: it was killed, or its folder was copied while it ran.")
     event = next((_last(run, kind) for kind in (Failed, Stopped) if kind.kind == status), {})
     return End(status, str(run.summary.get("error") or event.get("error") or event.get("reason") or ""))
-
-
-def _unrecorded_end(run: RunFiles) -> End:
-    idle_s = max(0.0, run.read_time - run.last_write_time)
-    slowest_s = max(finite_values(step_points(run.metrics, "step_s")), default=0.0)
-    ago = show_seconds(idle_s).text if idle_s >= 60 else "less than a minute"
-    if idle_s <= max(QUIET_S, 10 * slowest_s):
-        return End("running", f"No end is recorded; the last line was written {ago} before this page.")
-    return End(
-        "stopped", f"No end is recorded and nothing was written for {ago}: the run was probably killed."
-    )
 
 
 def _last(run: RunFiles, event: type[Event]) -> Mapping[str, Any]:

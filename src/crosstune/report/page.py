@@ -56,7 +56,7 @@ def render(run: RunFiles) -> str:
     charts = section("Charts", lambda: run_charts(run), [])
     samples = section("Samples", lambda: collect_samples(run))
     events = section("Events", lambda: facts.event_rows(run), [])
-    missing = [name for name in run.missing if not (name == "summary.json" and end.status == "running")]
+    missing = [name for name in run.missing if name != "summary.json" or end.status != "running"]
     return fill(
         "page.html.jinja",
         run=run,
