@@ -51,6 +51,7 @@ CASES = {
 CUDA_CASES = {
     "cuda-lora-bf16": f"{COMMON} --backend cuda --precision bf16",
     "cuda-qlora-bf16": f"{COMMON} --backend cuda --precision bf16 --train_type qlora --quantization_backend bnb",
+    "cuda-fp8": f"{COMMON} --backend cuda --precision bf16 --kernels fast --base_precision fp8 --fp8_tolerance 0",
 }
 NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens")
 

@@ -177,7 +177,7 @@ def test_a_run_goes_on_with_what_left_fp8_when_it_began(
     recorded = read_json(resumed / "adapter" / "crosstune.json")["quantization"]
     assert recorded == first["identity"]["quantization"]
     said = [row.get("message", "") for row in read_jsonl(resumed / "events.jsonl")]
-    assert any("stay out of fp8, as was chosen when the run began" in message for message in said)
+    assert any("stay out of fp8, as chosen when the run began" in message for message in said)
 
 
 def test_a_moved_run_and_an_exported_checkpoint_have_the_same_base(

@@ -86,7 +86,7 @@ group.meet()
 assert (folder / "record" / "checkpoints" / "step-00000002").is_dir(), "the completed step is kept"
 
 def refuse_checkpoint(root, state, fields):
-    raise SaveFailed(f"no room for step {fields['step']}", why="a test")
+    raise SaveFailed(f"no room for step {fields.step}", why="a test")
 
 save.write_checkpoint, write = refuse_checkpoint, save.write_checkpoint
 for name, steps in (("during", 1), ("end", 3)):
@@ -102,16 +102,18 @@ from crosstune.torch_engine.tasks.causal_lm import CausalLM
 replicas = dict(sharding_strategy="ddp", batch_size=4, skip_eval=False, eval_samples=6, num_samples=0, eval_metric="loss")
 replicas |= dict(eval_dataset=str(folder / "rows.jsonl"))
 straight = run("straight", **replicas).summary
-loss = CausalLM.loss
+loss, evaluate = CausalLM.loss, CausalLM.evaluate
 
-def limited(self, model, arrays):
-    if not first and len(arrays["input_ids"]) > (2 if model.training else 1):
-        raise RuntimeError("out of memory: a test")
-    return loss(self, model, arrays)
+def limited(plain):
+    def run(self, model, arrays):
+        if not first and len(arrays["input_ids"]) > (2 if model.training else 1):
+            raise RuntimeError("out of memory: a test")
+        return plain(self, model, arrays)
+    return run
 
-CausalLM.loss = limited
+CausalLM.loss, CausalLM.evaluate = limited(loss), limited(evaluate)
 found = run("limited", **replicas).summary
-CausalLM.loss = loss
+CausalLM.loss, CausalLM.evaluate = loss, evaluate
 assert [step["changed"] for step in found["recoveries"]] == [
     {"eval_batch_size": 2}, {"eval_batch_size": 1}, {"batch_size": 2, "gradient_accumulation_steps": 2}
 ], found["recoveries"]

@@ -128,7 +128,7 @@ def _attempt(
 
 def _become_rank(variables: Mapping[str, Any], then: Callable[[], None] | None) -> None:
     """Set the variables of a rank in a fork, and write any state in parts."""
-    from crosstune.torch_engine.session.session import session
+    from crosstune.torch_engine.session import session
 
     os.environ.update({name: str(value) for name, value in variables.items()})
     session.LARGE_STATE_BYTES = 0

@@ -21,7 +21,7 @@ class MetricTotals:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._sums: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = dict.fromkeys(
-            names, (0.0, 0.0)
+            names, (0, 0)
         )
 
     def add(self, sums: MetricSums) -> None:
@@ -50,7 +50,9 @@ def _read(numbers: Sequence[torch.Tensor | float]) -> list[float]:
 
 
 def _detached(value: torch.Tensor | float) -> torch.Tensor | float:
-    """Return a number to sum up, in a dtype that counts exactly."""
+    """Return a number to add to a total: integers as they are, others in the widest float of the device."""
     if not isinstance(value, torch.Tensor):
         return value
+    if not value.is_floating_point():
+        return value.detach()
     return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
