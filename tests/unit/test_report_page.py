@@ -296,7 +296,7 @@ def test_a_damaged_judge_test_is_left_out_with_a_warning(tmp_path: Path) -> None
     assert "differ from people's by 0.50 points" in words and "0.400 to 0.600" in words
     for text in ("[1]", "{", '{"confusion": {"labels": ["1"], "counts": [[1, 2]]}}'):
         (folder / "test_metrics.json").write_text(text)
-        assert "The section Judge is left out" in render_page(folder).words()
+        assert "The section Judge is missing" in render_page(folder).words()
 
 
 def test_wrong_types_never_stop_a_page(tmp_path: Path) -> None:
@@ -467,7 +467,9 @@ def test_number_formats() -> None:
 
 def test_the_summary_in_sentences(tmp_path: Path) -> None:
     run = evaluated(OVERFITTING, summary={"status": "finished", "steps": 40, "result_step": 20})
-    assert "The result has the weights of step 20, which evaluated best." in lead_sentences(run, end_of(run))
+    assert "The result has the weights of step 20, the step with the best evaluation." in lead_sentences(
+        run, end_of(run)
+    )
     summary = {"status": "finished", "eval_before": {"loss": 6.2710}, "eval_after": {"loss": 6.2701}}
     run = RunFiles(folder=Path("runs/a"), summary=summary)
     assert "On held-out data the loss hardly changed from 6.27." in lead_sentences(run, end_of(run))

@@ -31,7 +31,7 @@ class Failure:
     host: str
     code: int
     lines: Sequence[str] = ()
-    """The last lines of its output; none for rank 0, whose output is the terminal."""
+    """The last lines of its output; none for rank 0, because it prints to the terminal."""
     ended: bool = False
     """Whether its launcher stopped it after another failure."""
 
@@ -109,7 +109,7 @@ class RestartPolicy:
     port_is_fixed: bool = False
     attempt: int = 0
     restarts: int = 0
-    taken_ports: int = 0
+    num_ports_taken: int = 0
 
     def decide(self, reports: Sequence[Report]) -> AttemptDecision:
         """Return the decision; `reports` starts with the machine that failed first.
@@ -125,8 +125,8 @@ class RestartPolicy:
         cause = _first_cause(failures)
         again = False
         if EXIT_PORT_TAKEN in codes and not signals:
-            self.taken_ports += 1
-            again = not self.port_is_fixed and self.taken_ports < PORT_ATTEMPTS
+            self.num_ports_taken += 1
+            again = not self.port_is_fixed and self.num_ports_taken < PORT_ATTEMPTS
         elif not signals and (cause.code < 0 or cause.code in (EXIT_PEER_LOST, EXIT_OUR_FAULT)):
             again = self.restarts < self.max_restarts
             self.restarts += again

@@ -78,7 +78,7 @@ class Coordinator:
         threading.Thread(target=self._coordinate, daemon=True).start()
 
     def _listen(self) -> socket.socket:
-        """Listen; wait for the name to resolve, which takes seconds for a new Kubernetes pod."""
+        """Listen; wait until the name resolves: a new Kubernetes pod needs some seconds."""
         nodes, deadline = self.nodes, time.monotonic() + self.connect_s
         while True:
             try:

@@ -187,7 +187,7 @@ def check_started(plan: Plan, ranks: Ranks) -> None:
     if plan.world_size != ranks.size:
         raise UserError(
             f"--world_size is {plan.world_size}, but only this process was started.",
-            why="a Python program does not start further processes by itself.",
+            why="a Python program does not start other processes.",
             do="use the command `crosstune train`, which starts them; or torchrun or mlx.launch",
         )
 

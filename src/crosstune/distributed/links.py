@@ -1,4 +1,4 @@
-"""Begin and end each attempt of a launcher: alone, or together with the other machines through the coordinator."""
+"""Begin and end the attempts of a launcher, on one machine or together with others through the coordinator."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Begin:
 
 
 class OneMachine:
-    """The launcher of a run on one machine: it decides alone."""
+    """The attempts of a run on one machine, decided here."""
 
     def __init__(self, *, size: int, max_restarts: int, port: int | None = None) -> None:
         self._port = port
@@ -68,7 +68,7 @@ class OneMachine:
 
 
 class SeveralMachines:
-    """The launcher of one of several machines: it follows the coordinator on the first."""
+    """The attempts of a run on several machines, decided by the coordinator on the first."""
 
     def __init__(self, nodes: Nodes, *, num_local: int, connect_s: float, lost_s: float) -> None:
         self._nodes, self._num_local, self._lost_s = nodes, num_local, lost_s

@@ -69,8 +69,8 @@ def check_master(name: str, *, node_rank: int) -> None:
         return  # a trial with several launchers on one machine uses localhost or its name
     if (address := leads_back(name)) is not None:
         raise UserError(
-            f"{name} is the first machine of the run (MASTER_ADDR), but it leads back to {own}, which is not the first one.",
-            why=f"the name resolves to {address} here, so that {own} would connect to itself.",
+            f"{name} is the first machine of the run (MASTER_ADDR), but it leads back to {own}.",
+            why=f"the name resolves to {address} here, so {own} would connect to itself.",
             do=f"set MASTER_ADDR to an address of {name} that the other machines reach, such as 10.0.0.1, or remove the "
             f"line with {address} from /etc/hosts",
         )
@@ -93,7 +93,7 @@ def reach(name: str, port: int, *, limit_s: float, node_rank: int) -> socket.soc
             found = socket.create_connection((name, port), timeout=max(0.1, deadline - time.monotonic()))
             if found.getpeername() != found.getsockname():
                 return found
-            found.close()  # connected to itself: nobody listens yet, and the system chose the same port for both ends
+            found.close()  # connected to itself: without a listener, the system may choose the same port for both ends
         except OSError as error:
             if time.monotonic() + _RETRY_S > deadline:
                 back = leads_back(name) if node_rank else None

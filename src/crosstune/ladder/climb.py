@@ -39,7 +39,7 @@ _PLACE = ("name", "output_dir", "overwrite")
 
 
 def check_request(config: Config) -> None:
-    """Check the options as `train` does, and refuse those that a trial cannot have."""
+    """Check the options as `train` does; refuse --resume and --emulate."""
     from crosstune.runs.check_request import check_plan
     from crosstune.runs.resume import names_path
 

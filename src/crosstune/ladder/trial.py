@@ -66,7 +66,7 @@ class Trial:
 
     @property
     def tokens_per_cpu_s(self) -> float:
-        """Tokens per second of CPU time, which other processes hardly change; 0 with several processes or a device."""
+        """Tokens per second of CPU time, hardly affected by other load; 0 with several processes or a device."""
         return self._rate("cpu_s") if self.on_one_cpu else 0.0
 
     def _rate(self, spent: str) -> float:

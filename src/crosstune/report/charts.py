@@ -80,7 +80,7 @@ class Chart:
     x_label: str = "step"
     y_label: str = ""
     span: tuple[float, float] | None = None
-    """The range of the x-axis, where it is not that of the points."""
+    """The range of the x-axis; None for the range of the points."""
     from_zero: bool = False
     is_log: bool = False
     shape: Literal["small", "wide", "square", "single"] = "small"

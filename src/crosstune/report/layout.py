@@ -188,8 +188,7 @@ def _path(points: Sequence[Point]) -> str:
 
 
 def _dots(series: Series) -> list[tuple[float, float, float]]:
-    """Return position, value and radius of the dots: all points if they are few, else points between two gaps, which no
-    line connects."""
+    """Return position, value and radius of the dots: for few points all of them, otherwise only points between two gaps."""
     dot_every_point = series.look in ("marked", "scatter") or len(series.points) <= FEW_POINTS
     values = [None, *(value for _, value in series.points), None]
     radii = series.radii or [3.0] * len(series.points)

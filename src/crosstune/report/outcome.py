@@ -270,7 +270,7 @@ def _result(run: RunFiles) -> str:
     if best is None or best.is_last:
         return ""
     if run.summary.get("result_step") == best.step:
-        return f"The result has the weights of step {best.step:,.0f}, which evaluated best."
+        return f"The result has the weights of step {best.step:,.0f}, the step with the best evaluation."
     return (
         f"The evaluation loss was lowest at step {best.step:,.0f}; the model overfits after it."
         if best.overfits

@@ -48,7 +48,7 @@ def render(run: RunFiles) -> str:
             return build()
         except DAMAGED as error:
             reason = error.why if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            problems.append(f"The section {title} is left out, because its records are damaged ({reason}).")
+            problems.append(f"The section {title} is missing: its records are damaged ({reason}).")
             return default
 
     data = mapping(run.plan.get("data"))

@@ -87,7 +87,7 @@ def read_listed(folder: Path, *, changed: float, now: float | None = None) -> Li
     evaluations = mapping(summary.get("evaluations")) if not running else {}
     best, lowest = _best(evaluations, events)
     options = mapping(plan.get("options")) or mapping(plan.get("asked"))
-    taken = number(last.get("step")) if last else number(summary.get("steps"))
+    done = number(last.get("step")) if last else number(summary.get("steps"))
     return ListedRun(
         name=folder.name,
         folder=str(folder),
@@ -95,7 +95,7 @@ def read_listed(folder: Path, *, changed: float, now: float | None = None) -> Li
         recipe=str(options.get("recipe") or "-"),
         model=str(mapping(plan.get("model")).get("name") or options.get("model_name") or "-"),
         method=_method(plan),
-        steps=int(taken or 0),
+        steps=int(done or 0),
         num_steps=_whole(plan.get("num_steps")),
         loss=number(last.get("loss") if last else summary.get("final_loss")),
         best_eval=lowest,

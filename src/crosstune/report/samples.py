@@ -176,7 +176,7 @@ def _cut(text: str) -> str:
 
 
 def changed_pieces(text: str, other: str) -> list[Piece]:
-    """Split a text into pieces and mark those that the other text lacks. A long text stays one piece."""
+    """Split a text into pieces and mark what the other text lacks. A long text stays one piece."""
     words, others = _WORDS.findall(text), _WORDS.findall(other)
     if not text:
         return []

@@ -142,7 +142,7 @@ def make_job(
 
 def _restartable_flags(config: Config, words: Sequence[str], *, name: str) -> tuple[str, ...]:
     """Return the flags for train with a fixed name and `--resume auto`, unless they name a run to resume. Options from
-    this shell's environment, which the machines lack, become flags."""
+    environment variables become flags, because the machines have another environment."""
     own = {option.env for option in options_by_name().values() if option.env}
     from_shell = [option for option, source in config.sources.items() if source in own]
     added = [word for option in from_shell for word in (f"--{option}", str(getattr(config, option)))]

@@ -126,8 +126,8 @@ def _describe(
     if _stopped_twice(signals):
         return Started(code=EXIT_AT_ONCE, lines=("stopped at once.",), failed=True)
     wrong = [place for place in failures if codes[place] == EXIT_USER_MUST_ACT]
-    itself = [place for place in failures if codes[place] != EXIT_PEER_LOST]
-    place = (wrong or itself or list(failures))[0]
+    own = [place for place in failures if codes[place] != EXIT_PEER_LOST]
+    place = (wrong or own or list(failures))[0]
     host, code = nodes[place].host, codes[place]
     how = "was lost" if code == LOST else f"ended with code {code}"
     lines = [f"machine {place} of {len(nodes)} (counted from 0), {host}, {how}; the others were stopped."]

@@ -1,4 +1,4 @@
-"""Declare and read the options of `crosstune launch`: here the shared ones, in `schedulers/` those of one scheduler."""
+"""Declare the shared options of `crosstune launch`, and read them. Each scheduler declares its own."""
 
 from __future__ import annotations
 

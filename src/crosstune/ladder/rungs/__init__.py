@@ -80,7 +80,7 @@ def _why_not(name: str, now: Situation) -> str:
             "the fast layers need whole weights": sharded,
         },
         "compile": {
-            "torch.compile belongs to torch; MLX compiles its steps itself on a GPU": plan.engine != "torch",
+            "torch.compile needs torch; MLX compiles its steps on a GPU anyway": plan.engine != "torch",
             "the blocks are compiled already": config.torch_compile,
             "the fast layers bring their own kernels": config.kernels == "fast",
             "sharded weights are not compiled": sharded,

@@ -66,7 +66,7 @@ def start(job: Job) -> Started:
     """Connect to the cluster, place the launchers, and wait for their end."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(
-            "--on ray needs Ray, which is not installed.",
+            "--on ray needs Ray.",
             do="pip install 'crosstune[ray]'; or add --print for the lines to type on a machine of the cluster",
         )
     import ray

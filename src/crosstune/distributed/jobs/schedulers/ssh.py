@@ -31,7 +31,7 @@ OPTIONS = (HOSTS, HOSTFILE, ADDRESS, PORT, BEFORE, RESTARTS)
 _HOST = re.compile(
     r"(?:[A-Za-z0-9_][\w.-]*@)?(?P<name>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?"
 )
-# No password prompt, which nobody would see; a connection that hangs ends after a minute.
+# Without password prompts: their text would not be seen. A connection that hangs ends after a minute.
 _WORDS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 LOGIN_S = 20
 """Seconds for a machine to answer."""
