@@ -291,15 +291,16 @@ def estimate_batch(
     *,
     limit: int,
     context: int,
+    bits: int | None = None,
     at_most: int = 1024,
 ) -> int:
-    """Return the largest batch of a LoRA training that fits, in the dtype of `get_dtype`, with recomputed activations.
+    """Estimate the largest batch of a LoRA training, in the dtype of `get_dtype`, with gradient checkpointing.
 
-    The base has 4 or 8 bits if a quantizer runs, and otherwise the bits of the dtype.
+    `bits` is the width of the base; default: 4 or 8 if a quantizer runs, otherwise the width of the dtype.
     """
     compute_bits = 32 if preferred_dtype(report) == "fp32" else 16
     widths = {width: name for name, found in report.quantizers.items() for width in found}
-    bits = next((width for width in (4, 8) if width in widths), compute_bits)
+    bits = bits or next((width for width in (4, 8) if width in widths), compute_bits)
     quantizer = widths.get(bits, "bnb") if bits < 16 else "none"
     step = Step(
         quantizer=quantizer,

@@ -25,6 +25,7 @@ from crosstune.torch_engine.sharding.local_shard import free_gathered, sharded_m
 from crosstune.torch_engine.sharding.mps_streams import prepare_mps
 from crosstune.torch_engine.sharding.shard import STRATEGIES, shard
 
+FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 LOG = logging.getLogger("crosstune.mps_fsdp")
 
 
@@ -63,6 +64,10 @@ def list_adjustments(config: MPSFSDPConfig) -> list[str]:
         found.append("limit_all_gathers: FSDP2 always holds at most two gathered layers")
     if not config.use_orig_params:
         found.append("use_orig_params: FSDP2 always keeps the original parameters")
+    if config.fallback_to_cpu_ops and os.environ.get(FALLBACK) != "1":
+        found.append(
+            f"fallback_to_cpu_ops: torch needs {FALLBACK}=1 set before Python starts, for all operators at once"
+        )
     return found
 
 
@@ -255,9 +260,6 @@ def _log_passes(model: nn.Module) -> None:
         module.register_full_backward_pre_hook(
             lambda _, __, label=label: LOG.debug("backward gathers %s", label)
         )
-
-
-FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 
 
 def check_machine() -> dict[str, Any]:
