@@ -117,9 +117,7 @@ def test_leftovers_of_killed_processes_are_removed_and_live_ones_kept(tmp_path: 
 
 
 @pytest.mark.parametrize("damage", ["short", "missing", "marker", "older"])
-def test_a_damaged_model_is_made_again(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_model_is_made_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = cache.install("m", build_small, need_bytes=1, cache=tmp_path)
     weights, marker = folder / "weights.bin", folder / cache.MARKER
     if damage == "short":
