@@ -27,7 +27,7 @@ from crosstune.files.json_files import read_json, read_object
 from crosstune.files.plain_files import read_plain_text
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.gguf import ARCHITECTURES, require_gguf
-from crosstune.models.gguf_tokenizer import PRE_TOKENIZERS
+from crosstune.models.gguf_tokenizer import PRE_TOKENIZERS, ROLES
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.staged import Progress, silent
 from crosstune.models.weights import StoredArray, stored_arrays, to_float32
@@ -37,17 +37,10 @@ if TYPE_CHECKING:
 
 KINDS = ("f32", "f16", "bf16", "q8_0")
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
-_NUMBERS = {
-    "vocab_size": whole(1),
-    "max_position_embeddings": whole(1),
-    "hidden_size": whole(1),
-    "num_hidden_layers": whole(1),
-    "intermediate_size": whole(1),
-    "num_attention_heads": whole(1),
-    "rms_norm_eps": real(0),
-}
+_COUNTS = """vocab_size max_position_embeddings hidden_size num_hidden_layers intermediate_size
+    num_attention_heads"""
+_NUMBERS = dict.fromkeys(_COUNTS.split(), whole(1)) | {"rms_norm_eps": real(0)}
 _TOKENIZER = {
     "model": object_with({"vocab": map_of(whole(0)), "merges": list_of(TEXT | list_of(TEXT))}),
     "added_tokens": list_of(object_with({"content": TEXT, "id": whole(0), "special": FLAG})),
@@ -177,7 +170,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
     settings = read_json(folder / "special_tokens_map.json", foreign=True) | read_json(
         folder / "tokenizer_config.json", foreign=True
     )
-    for role, key in _ROLES.items():
+    for role, key in ROLES.items():
         token = settings.get(f"{role}_token")
         token = token["content"] if isinstance(token, dict) else token
         if token in ids:

@@ -84,7 +84,7 @@ def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
     """Return the shape of a model without downloading it: from its config.json if that is on this machine, otherwise from
     the bundled table of models; None when it is in neither."""
     if name in BUNDLED:
-        return BUNDLED[name].shape()
+        return BUNDLED[name].llama.shape()
     path = _path(name)
     found: ModelShape | None = None
     if path.suffix.lower() == ".gguf" and path.is_file():

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.files.json_files import write_json
 from crosstune.models.adapter_choice import AdapterSettings, Targets
 from crosstune.models.adapter_files import (
     PEFT_PREFIX,
@@ -20,7 +21,6 @@ from crosstune.models.adapter_files import (
     copy_tokenizer,
     peft_settings,
     read_settings,
-    write_json,
 )
 from crosstune.models.identity import RECORD
 from crosstune.models.weights import Tensor, read_arrays, write_safetensors

