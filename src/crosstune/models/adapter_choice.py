@@ -12,8 +12,8 @@ from crosstune.core.errors import UserError
 from crosstune.core.names import match_names
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
-"""Names of the weights that hold several experts, in the order in which a model defines them."""
-_PEFT_TAKES_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names of the weights that hold several experts, in the order of their definition in a model."""
+_NAMES_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _WORD = re.compile(r"[A-Za-z0-9_]+")
 DEFAULT_TARGETS = ("q_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
 
@@ -49,11 +49,11 @@ class Targets:
 
     modules: Sequence[str]
     parameters: Sequence[str] = ()
-    """Names of weights, or the ends of their names: expert stacks, and layers that PEFT would take for experts."""
+    """Names of weights, or the ends of their names: expert stacks, and layers that PEFT mistakes for experts."""
     stacks: Sequence[str] = ()
     """The full names of all adapted expert stacks."""
     fan_in_fan_out: bool = False
-    """True for GPT-2's layers, which store weights transposed."""
+    """True for layers with transposed weights (GPT-2)."""
 
 
 def choose_names(
@@ -85,7 +85,7 @@ def choose_names(
     if dora and (experts := [name for name in layers if name in chosen and name in stacks]):
         raise UserError(
             f"--train_type dora cannot adapt {experts[0]}.",
-            why="it holds several experts in one weight, and DoRA has no form for that; PEFT has none either.",
+            why="it holds several experts in one weight; DoRA is not defined for that, in PEFT either.",
             do="use --train_type lora, or --lora_target_modules attention",
         )
     return [name for name in layers if name in chosen]
@@ -139,7 +139,7 @@ def name_for_peft(
     """Return PEFT's settings for adapted layers and stacks; `bare_...` have no adapter."""
     # In a mixture of experts PEFT mistakes these layers for experts, as older versions of transformers named them. Their
     # weights, named as parameters, get adapters of the same shape and name.
-    renamed = _PEFT_TAKES_FOR_EXPERTS if stacks or bare_stacks else ()
+    renamed = _NAMES_OF_EXPERTS if stacks or bare_stacks else ()
     parameters = [name for name in layers if name.rpartition(".")[2] in renamed]
     modules = [name for name in layers if name not in parameters]
     return Targets(
@@ -158,7 +158,7 @@ def name_for_peft(
 
 
 def describe_left_out(chosen: Sequence[str], experts: Sequence[str], *, why: str = "") -> list[str]:
-    """Return a warning about experts that `all` leaves without an adapter, if any."""
+    """Return a warning if `all` selects no adapter for some experts."""
     left = [name for name in experts if name not in chosen]
     if not left:
         return []
@@ -166,8 +166,8 @@ def describe_left_out(chosen: Sequence[str], experts: Sequence[str], *, why: str
     adapted = "attention" if all(_in_attention(name) for name in chosen) else "linear layers"
     reason = f" ({why})" if why else ""
     return [
-        f"--lora_target_modules all adapts {adapted} only ({', '.join(kinds)}): {len(left)} expert layers, such as {left[0]}, are left as they "
-        f"are{reason}"
+        f"--lora_target_modules all adapts {adapted} only ({', '.join(kinds)}): {len(left)} expert layers, such as {left[0]}, have no "
+        f"adapter{reason}"
     ]
 
 

@@ -70,7 +70,7 @@ def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
 
 
 def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Add the control and user-defined tokens, at which text is split before BPE, with their ids in the vocabulary."""
+    """Add the control and user-defined tokens, so that text is split at them before BPE."""
     from tokenizers import AddedToken
 
     for token, kind in zip(tokens, kinds, strict=False):

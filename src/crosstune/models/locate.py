@@ -112,7 +112,7 @@ def fetch_sizes(name: str, *, cache: Path | None = None) -> None:
 def _is_complete(folder: Path) -> bool:
     try:
         check_folder(folder)
-    except UserError:  # an interrupted download, which the next one completes
+    except UserError:  # an interrupted download; the next one completes it
         return False
     return True
 

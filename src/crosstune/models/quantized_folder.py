@@ -205,7 +205,7 @@ def _read_own(path: Path) -> FolderQuantization:
 
 
 def _read_packed_states(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the quantization state of each layer, which bitsandbytes stores as JSON in a tensor."""
+    """Read the quantization state of each layer; bitsandbytes stores it as JSON in a tensor."""
     layers: dict[str, dict[str, Any]] = {}
     for path in weight_files(folder):
         header = read_header(path)

@@ -183,10 +183,6 @@ def _keep_file_alone(stage: Stage, name: str) -> None:
 def _copy_model(source: Path, target: Path) -> None:
     """Copy the files of a model folder, except crosstune's records of how it was made."""
     target.mkdir()
-    for path in sorted(source.iterdir()):
-        if (
-            path.is_file()
-            and not path.name.startswith(".")
-            and path.name not in (RECORD, QUANTIZATION_RECORD)
-        ):
+    for path in source.glob("[!.]*"):
+        if path.is_file() and path.name not in (RECORD, QUANTIZATION_RECORD):
             shutil.copy2(path, target / path.name)
