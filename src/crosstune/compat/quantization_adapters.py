@@ -154,13 +154,10 @@ class _TorchAdapter(_LibraryAdapter):
     def create_quantized_linear(
         self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None
     ) -> Any:
-        from torch import nn
-
-        from crosstune.compat.torch_parts.replace_layers import make_layer
+        from crosstune.compat.torch_parts.replace_layers import new_layer
 
         place = None if device is None else torch_device(str(device))
-        linear = nn.Linear(in_features, out_features, bias=bias, device=place)
-        return make_layer(linear, make_recipe(self.config))
+        return new_layer(make_recipe(self.config), in_features, out_features, bias=bias, device=place)
 
     def quantize_model(self, model: Any) -> Any:
         from crosstune.compat.torch_parts.replace_layers import linear_names, replace_layers

@@ -80,7 +80,13 @@ def choose_names(
     if targets == "all":
         return [name for name in layers if not (dora and name in stacks)]
     if targets == "attention":
-        return _attention_names(layers, model)
+        if found := [name for name in layers if _in_attention(name)]:
+            return found
+        raise UserError(
+            "lora_target_modules attention matches no linear layer of this model.",
+            why=f"no layer of {model} has attn or attention in its name.",
+            do="use all, or names of layers",
+        )
     chosen = _named(layers, targets)
     if dora and (experts := [name for name in layers if name in chosen and name in stacks]):
         raise UserError(
@@ -99,17 +105,6 @@ def in_last_layers(names: Sequence[str], *, last_layers: int | None) -> list[str
     return [name for name in names if _block(name) >= max(first, 0)]
 
 
-def _attention_names(layers: Sequence[str], model: str) -> list[str]:
-    found = [name for name in layers if _in_attention(name)]
-    if not found:
-        raise UserError(
-            "lora_target_modules attention matches no linear layer of this model.",
-            why=f"no part of a name of {model}'s layers contains attn or attention.",
-            do="use all, or names of layers",
-        )
-    return found
-
-
 def _named(linears: Sequence[str], targets: str) -> set[str]:
     """Return the layers that a comma-separated list of names or a regex selects."""
     parts = DEFAULT_TARGETS if targets == "default" else tuple(part.strip() for part in targets.split(","))
@@ -118,7 +113,10 @@ def _named(linears: Sequence[str], targets: str) -> set[str]:
     chosen = set[str]().union(*by_target.values())
     if unmatched and targets != "default":
         # The comma may be part of a regex.
-        chosen = _matching(targets, linears)
+        matched = match_names([targets], linears)[0]
+        if isinstance(matched, str):
+            raise UserError(f"lora_target_modules '{targets[:80]}' is not a valid pattern.", why=matched)
+        chosen = matched
     if not chosen:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
         raise UserError(
@@ -195,25 +193,13 @@ def _block(name: str) -> int:
 
 
 def _by_target(targets: Sequence[str], linears: Sequence[str]) -> dict[str, set[str]]:
-    """Return for each target the layers whose full or last name it is, and those that it matches as a regex."""
-    endings: dict[str, set[str]] = {}
-    for name in linears:
-        endings.setdefault(name, set()).add(name)
-        for place, character in enumerate(name):
-            if character == ".":
-                endings.setdefault(name[place + 1 :], set()).add(name)
-    patterns = [target for target in targets if not _WORD.fullmatch(target)]
-    matched = dict(zip(patterns, match_names(patterns, linears), strict=True))
-    # A target that is no valid pattern may be one part of a regex with commas.
-    found = {target: matched.get(target, set()) for target in targets}
-    return {
-        target: endings.get(target, set()) | (names if isinstance(names, set) else set())
-        for target, names in found.items()
+    """Return for each target the layers whose name ends with it, and the layers that it matches as a regex."""
+    found = {
+        target: {name for name in linears if f".{name}".endswith(f".{target}")}
+        for target in dict.fromkeys(targets)
     }
-
-
-def _matching(pattern: str, linears: Sequence[str]) -> set[str]:
-    found = match_names([pattern], linears)[0]
-    if isinstance(found, str):
-        raise UserError(f"lora_target_modules '{pattern[:80]}' is not a valid pattern.", why=found)
+    patterns = [target for target in found if not _WORD.fullmatch(target)]
+    for target, names in zip(patterns, match_names(patterns, linears), strict=True):
+        if isinstance(names, set):  # an invalid pattern may be one part of a regex with commas
+            found[target] |= names
     return found

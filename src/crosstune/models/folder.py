@@ -115,7 +115,7 @@ def weight_files(folder: Path) -> list[Path]:
 def read_config_json(folder: Path) -> dict[str, Any]:
     """Return the contents of config.json after checking its sizes."""
     config = read_object(folder / CONFIG, foreign=True)
-    _check_config(config, path=folder / CONFIG)
+    check_config(config, path=folder / CONFIG)
     return config
 
 
@@ -174,7 +174,7 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
     return shape
 
 
-def _check_config(config: Mapping[str, Any], *, path: Path) -> None:
+def check_config(config: Mapping[str, Any], *, path: Path) -> None:
     """Raise UnreadableFile for the first field with an impossible type or size."""
     check_fields(config, _FIELDS, source=path, do=_ADVICE)
     inner = config.get("text_config")

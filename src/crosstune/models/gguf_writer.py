@@ -38,9 +38,13 @@ if TYPE_CHECKING:
 KINDS = ("f32", "f16", "bf16", "q8_0")
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
-_COUNTS = """vocab_size max_position_embeddings hidden_size num_hidden_layers intermediate_size
-    num_attention_heads"""
-_NUMBERS = dict.fromkeys(_COUNTS.split(), whole(1)) | {"rms_norm_eps": real(0)}
+_NUMBERS = {
+    **dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), whole(1)
+    ),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), whole(1)),
+    "rms_norm_eps": real(0),
+}
 _TOKENIZER = {
     "model": object_with({"vocab": map_of(whole(0)), "merges": list_of(TEXT | list_of(TEXT))}),
     "added_tokens": list_of(object_with({"content": TEXT, "id": whole(0), "special": FLAG})),
@@ -51,7 +55,7 @@ _TOKENIZER = {
 def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = silent) -> None:
     """Write the model of a plain folder as one GGUF file with weights of type `kind`."""
     require_gguf(str(path))
-    from gguf import GGUFWriter
+    from gguf import GGML_QUANT_SIZES, GGUFWriter
 
     config = read_config_json(folder)
     _check_config(folder, config)
@@ -65,7 +69,7 @@ def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = sile
     kinds = {name: _tensor_kind(folder, name, stored[name].shape, kind) for name in names}
     for name, gguf_name in names.items():
         shape = stored[name].shape
-        block, block_bytes = _block(kinds[name])
+        block, block_bytes = GGML_QUANT_SIZES[kinds[name]]
         num_bytes = math.prod(shape) // block * block_bytes
         writer.add_tensor_info(gguf_name, shape, np.dtype(np.float32), num_bytes, raw_dtype=kinds[name])
     writer.write_header_to_file()
@@ -214,10 +218,10 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 def _tensor_kind(folder: Path, name: str, shape: tuple[int, ...], kind: str) -> Any:
-    from gguf import GGMLQuantizationType
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     chosen = GGMLQuantizationType[kind.upper() if len(shape) > 1 else "F32"]
-    block = _block(chosen)[0]
+    block = GGML_QUANT_SIZES[chosen][0]
     if shape[-1] % block:
         raise UserError(
             f"The model in {folder} cannot be written as {kind}.",
@@ -225,14 +229,6 @@ def _tensor_kind(folder: Path, name: str, shape: tuple[int, ...], kind: str) -> 
             do="use --gguf_type f16",
         )
     return chosen
-
-
-def _block(kind: Any) -> tuple[int, int]:
-    """Return the number of weights in a block, and its bytes."""
-    from gguf import GGML_QUANT_SIZES
-
-    weights, num_bytes = GGML_QUANT_SIZES[kind]
-    return weights, num_bytes
 
 
 def _interleaved(values: NDArray[np.float32], name: str, config: dict[str, Any]) -> NDArray[np.float32]:

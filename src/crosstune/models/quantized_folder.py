@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,21 +112,15 @@ def dense_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     if quantized is None and isinstance(read_config_json(folder).get("quantization_config"), dict):
         return None
     layers = quantized.layers if quantized is not None else {}
-    shapes = {
-        name: tuple(entry["shape"])
-        for path in weight_files(folder)
-        for name, entry in read_header(path).tensors.items()
-        if _layer_of(name) not in layers
-    }
+    shapes = {name: tuple(entry["shape"]) for name, entry in _dense_entries(folder, layers).items()}
     return shapes | {f"{layer}.weight": tuple(facts["shape"]) for layer, facts in layers.items()}
 
 
 def stored_format(folder: Path) -> str:
     """Return the number format of most weights in a folder; a quantized weight counts with its compute dtype."""
     quantized = read_quantization(folder)
-    counts = Counter(
-        _STORED[entry["dtype"]] for entry in _dense_entries(folder).values() if entry["dtype"] in _STORED
-    )
+    entries = _dense_entries(folder, quantized.layers if quantized is not None else {})
+    counts = Counter(_STORED[entry["dtype"]] for entry in entries.values() if entry["dtype"] in _STORED)
     if quantized is not None and quantized.dtype in _COMPUTED:
         counts[_COMPUTED[quantized.dtype]] += len(quantized.layers)
     return max(sorted(counts), key=lambda name: counts[name], default="fp32")
@@ -135,7 +129,7 @@ def stored_format(folder: Path) -> str:
 def dense_bytes(folder: Path, dtype: str = "auto") -> int:
     """Return the disk space of a plain folder of the weights, in `dtype` or in their stored format."""
     quantized = read_quantization(folder)
-    entries = _dense_entries(folder)
+    entries = _dense_entries(folder, quantized.layers if quantized is not None else {})
     counts = {name: math.prod(entry["shape"]) for name, entry in entries.items()}
     if dtype in _ITEM_BYTES:
         total = sum(counts.values()) * _ITEM_BYTES[dtype]
@@ -230,13 +224,11 @@ def _parse_state(raw: bytes, name: str, path: Path) -> dict[str, Any]:
     return state
 
 
-def _dense_entries(folder: Path) -> dict[str, Any]:
-    """Return the header entries of the tensors that are not part of a quantized weight."""
-    entries = {
-        name: entry for path in weight_files(folder) for name, entry in read_header(path).tensors.items()
+def _dense_entries(folder: Path, quantized: Collection[str]) -> dict[str, Any]:
+    """Return the header entries of the tensors that are not part of a quantized layer."""
+    return {
+        name: entry
+        for path in weight_files(folder)
+        for name, entry in read_header(path).tensors.items()
+        if _layer_of(name) not in quantized
     }
-    shapes, quantized = dense_shapes(folder), read_quantization(folder)
-    if shapes is None or quantized is None:
-        return entries
-    packed = {f"{layer}.weight" for layer in quantized.layers}
-    return {name: entry for name, entry in entries.items() if name in shapes and name not in packed}

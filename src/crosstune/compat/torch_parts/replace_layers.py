@@ -248,6 +248,11 @@ class HalfLinear(nn.Linear):
         return self.weight.detach().to(dtype or self.kept_in)
 
 
+def new_layer(recipe: LayerStorage, *sizes: int, **options: Any) -> QuantizedLinear | HalfLinear:
+    """Return a layer with the sizes, options and initialization of nn.Linear, stored as the recipe says."""
+    return make_layer(nn.Linear(*sizes, **options), recipe)
+
+
 def make_layer(linear: nn.Linear, recipe: LayerStorage) -> QuantizedLinear | HalfLinear:
     """Return a layer with the weights of `linear`, stored as the recipe says."""
     if recipe.spec is None:
