@@ -45,7 +45,7 @@ class AdapterSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The adapted layers as PEFT's settings name them."""
+    """The adapted layers, under the names in PEFT's settings."""
 
     modules: Sequence[str]
     parameters: Sequence[str] = ()

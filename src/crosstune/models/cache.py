@@ -93,8 +93,7 @@ def install(
 
 
 def check(folder: Path, *, source: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the problems of a cached model, from its marker and the sizes of its files; with `source`, also check that
-    it was made from that."""
+    """Return the problems of a cached model: its marker, the sizes of its files and, if given, its source."""
     marker = _read_marker(folder)
     if marker is None:
         return [f"{MARKER} is missing or unreadable"]

@@ -123,7 +123,7 @@ def _stamp(path: Path) -> dict[str, int]:
 
 
 def _read_cached(key: str) -> Mapping[str, Any]:
-    """Return the cache entry of a file; an empty one unless only this user can have written it."""
+    """Return the cache entry of a file; empty unless only this user can have written it."""
     try:
         found = _cache_file(key).stat()
         if hasattr(os, "geteuid") and (found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE):

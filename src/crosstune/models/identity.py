@@ -86,7 +86,7 @@ def identity(folder: Path, *, progress: Progress = silent) -> dict[str, Any]:
 
 
 def recorded_sha256(record: Mapping[str, Any]) -> str | None:
-    """Return the identity of the base in the record of an adapter; None if it has none of this version."""
+    """Return the identity of the base in the record of an adapter; None if it is missing or of another version."""
     found = (record.get("base") or {}).get("identity") or {}
     return found.get("sha256") if found.get("version") == VERSION else None
 

@@ -39,17 +39,15 @@ def find_device(model: nn.Module | None = None) -> torch.device:
         return on_gpu[0]
     if torch.backends.mps.is_available():
         return torch.device("mps")
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def usable_dtype(
     wanted: torch.dtype, device: torch.device, *, dtypes: Sequence[str] | None = None
 ) -> torch.dtype:
-    """Return a dtype that computes correctly on the device: bfloat16 becomes float16, and that float32, where needed."""
+    """Return a dtype that computes correctly on the device: bfloat16 falls back to float16, and float16 to float32."""
     works = working_dtypes(device.type, notes=[]) if dtypes is None else dtypes
     order = {torch.bfloat16: ("bf16", "fp16"), torch.float16: ("fp16",)}.get(wanted, ())
     return next((DTYPES[name] for name in order if name in works), torch.float32)
@@ -79,12 +77,9 @@ def check_mps_fsdp_compatibility() -> dict[str, Any]:
     is_mps = torch.backends.mps.is_available()
     dtypes = working_dtypes(device.type, notes=notes)
     if not is_mps:
-        built = (
-            "this torch was built without it"
-            if not torch.backends.mps.is_built()
-            else "needs macOS 13 on a Mac"
-        )
-        notes.append(f"MPS is not available ({built}); {device.type} is used")
+        is_built = torch.backends.mps.is_built()
+        reason = "needs macOS 13 on a Mac" if is_built else "this torch was built without it"
+        notes.append(f"MPS is not available ({reason}); {device.type} is used")
     elif os.environ.get(FALLBACK) != "1":
         notes.append(f"operators without a Metal kernel fail: set {FALLBACK}=1 before starting Python")
     problem = _try_fsdp(device)
@@ -116,9 +111,7 @@ def connect(config: MPSFSDPConfig) -> None:
             dist.init_process_group(
                 "gloo", init_method=config.init_method, world_size=config.world_size, rank=config.rank
             )
-        elif (
-            int(os.environ.get("WORLD_SIZE", "1")) > 1
-        ):  # started by torchrun, with world_size at its default
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:  # started by torchrun
             dist.init_process_group("gloo", init_method="env://")
         else:
             connect_alone()
@@ -132,7 +125,7 @@ def connect(config: MPSFSDPConfig) -> None:
 
 
 def connect_alone() -> None:
-    """Make a group of this process alone, without a port; FSDP2 needs one."""
+    """Make a process group of one, without a port; FSDP2 needs a group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(disconnect)
 
@@ -151,7 +144,7 @@ def wrap(
     compute: torch.dtype,
     in_order: bool = False,
 ) -> nn.Module:
-    """Shard a model in place and return it. `in_order` says that the blocks run one after the other."""
+    """Shard a model in place and return it. `in_order`: the blocks run one after the other."""
     _check_wrappable(model)
     if config.sync_module_states and dist.get_world_size() > 1:
         _sync_states(model)
