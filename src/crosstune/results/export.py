@@ -86,7 +86,7 @@ def export(
         write_json(stage.result / RECORD, {"exported": report})
         refuse_unverified(report | {"problems": problems}, out)
         if is_file:
-            _keep_file_alone(stage, report["file"])
+            _keep_only_file(stage, report["file"])
     return report | {"path": str(out)}
 
 
@@ -172,7 +172,7 @@ def _write_gguf(
     return report | {"kind": kind, "file": name, "problems": problems, "reread": reread}
 
 
-def _keep_file_alone(stage: Stage, name: str) -> None:
+def _keep_only_file(stage: Stage, name: str) -> None:
     """Make the GGUF file itself the result: `--out model.gguf` names a file, not a folder with one in it."""
     file = stage.scratch / name
     (stage.result / name).rename(file)

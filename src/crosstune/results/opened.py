@@ -83,7 +83,7 @@ def open_request(
     """Open the target of a request; return it with warnings. Without `engine`, the one that fits the target is used."""
     trained, warnings = find_trained(request.target, base=request.base), list[str]()
     if engine is None:
-        engine = "mlx" if _folds_with_mlx(trained, request.backend) else "torch"
+        engine = "mlx" if _merges_with_mlx(trained, request.backend) else "torch"
     if engine == "torch":
         trained, warnings = _over_original(trained, request)
     if request.into == "dequantized" and trained.quantization is None:
@@ -154,7 +154,7 @@ def has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def _folds_with_mlx(trained: Trained, backend: str) -> bool:
+def _merges_with_mlx(trained: Trained, backend: str) -> bool:
     """Return whether MLX merges the adapter: it is requested, or torch cannot read the base, or torch is missing."""
     if (
         importlib.util.find_spec("mlx_lm") is None
@@ -254,7 +254,9 @@ def choose_original(
         return find_original(held.original)
     folder = Path(asked).expanduser().absolute()
     check_folder(folder)
-    reason = _other_shapes(model.path, folder, held) or ("" if force else _other_weights(model, folder, held))
+    reason = _shape_difference(model.path, folder, held) or (
+        "" if force else _identity_difference(model, folder, held)
+    )
     if reason:
         raise not_the_original(folder, str(model.path), why=reason)
     return folder
@@ -280,7 +282,7 @@ def original_record(
     return {"name": name, "path": str(folder), "identity": identity(folder)["sha256"]}
 
 
-def _other_shapes(ours: Path, folder: Path, held: FolderQuantization) -> str:
+def _shape_difference(ours: Path, folder: Path, held: FolderQuantization) -> str:
     """Describe the first weight whose shape differs; empty when all match. Weights renamed by mlx-lm are skipped."""
     here, there = dense_shapes(ours) or {}, dense_shapes(folder)
     if there is None:
@@ -290,7 +292,7 @@ def _other_shapes(ours: Path, folder: Path, held: FolderQuantization) -> str:
     return f"{wrong[0]} is {there.get(wrong[0])} there and {here[wrong[0]]} here." if wrong else ""
 
 
-def _other_weights(model: ModelFolder, folder: Path, held: FolderQuantization) -> str:
+def _identity_difference(model: ModelFolder, folder: Path, held: FolderQuantization) -> str:
     """Describe how the recorded identity differs from the folder's; empty when it matches."""
     known, found = (held.original or {}).get("identity"), identity(folder)["sha256"]
     source = source_identity(model.path)["weights"]
