@@ -9,7 +9,7 @@ from crosstune.compat.mps_fsdp import (
     wrap_model_for_mps,
 )
 
-# The guides start processes by hand with two variables and call torch's init_process_group, which needs four.
+# The guides set two variables for each process; torch's init_process_group needs four.
 meet_on_this_machine()
 
 __all__ = [

@@ -8,7 +8,11 @@ from crosstune.compat.quantization_adapters import (
     QuantoAdapter,
     replace_linear_with_quantized,
 )
-from crosstune.compat.quantization_choice import create_quantization_adapter
+from crosstune.compat.quantization_choice import (
+    create_quantization_adapter,
+    get_recommended_config,
+    validate_quantization_config,
+)
 from crosstune.compat.quantization_config import (
     QuantizationAdapter,
     QuantizationConfig,
@@ -27,5 +31,7 @@ __all__ = [
     "QuantizedLinear",
     "QuantoAdapter",
     "create_quantization_adapter",
+    "get_recommended_config",
     "replace_linear_with_quantized",
+    "validate_quantization_config",
 ]

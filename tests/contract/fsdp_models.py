@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from crosstune.compat.torch_parts import fsdp_model
-from crosstune.compat.torch_parts.fsdp_groups import disconnect
 
 DEVICE = fsdp_model.find_device().type
 
@@ -19,7 +18,7 @@ DEVICE = fsdp_model.find_device().type
 @pytest.fixture(autouse=True)
 def leave_the_group() -> Iterator[None]:
     yield
-    disconnect()
+    fsdp_model.disconnect()
 
 
 class Classifier(nn.Module):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from crosstune.compat.torch_parts import fsdp_groups, fsdp_model
+from crosstune.compat.torch_parts import fsdp_model
 from crosstune.torch_engine.sharding.staged_backend import NAME, register_staged_backend
 from mps_fsdp_wrapper import create_mps_fsdp_wrapper
 
@@ -44,8 +44,7 @@ def batch(step: int, *, rank: int, size: int) -> torch.Tensor:
 
 def stage_everything() -> None:
     register_staged_backend(stage_host=True)
-    for module in (fsdp_groups, fsdp_model):
-        module.open_group = lambda device, ranks=None: dist.new_group(ranks, backend=NAME)  # type: ignore[attr-defined]
+    fsdp_model.open_group = lambda device, ranks=None: dist.new_group(ranks, backend=NAME)
 
 
 def main(strategy: str, folder: str, first: str, last: str) -> None:

@@ -1,4 +1,4 @@
-"""The MPS FSDP guide as programs: each of its calls, on the device that is found here, over one and two processes."""
+"""The calls of the MPS FSDP guide, on the device of this machine, in one and two processes."""
 
 from __future__ import annotations
 
@@ -216,28 +216,36 @@ def losses_in(folder: Path) -> list[float]:
     return json.loads((folder / "result.json").read_text())["losses"]
 
 
-def test_processes_of_torchrun_and_by_hand_continue_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_and_one_continue_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     whole.mkdir()
     moved.mkdir()
     in_this_process(monkeypatch, "FULL_SHARD", str(whole), "0", "9")
     expected = losses_in(whole)
     assert expected[-1] < expected[0]
-    torchrun = "import sys\nfrom torch.distributed.run import main\nmain(sys.argv[1:])"
-    words = ["--standalone", "--nproc_per_node=2", str(SCRIPT), "FULL_SHARD", str(moved), "0", "3"]
-    path = os.pathsep.join(filter(None, sys.path))
-    expect_done([warm.start(torchrun, *words, variables={"PYTHONPATH": path})])
+    code = f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\nimport fsdp_ranks\nfsdp_ranks.main(*sys.argv[1:])"
+
+    def in_two_processes(*words: str) -> None:
+        [port] = free_ports(1)
+        expect_done(warm.start_ranks(code, *words, size=2, port=port, variables={"STAGED": "1"}))
+
+    in_two_processes("FULL_SHARD", str(moved), "0", "3")
     assert losses_in(moved) == pytest.approx(expected[:3], rel=1e-5)
     assert 0.4 < json.loads((moved / "result.json").read_text())["share"] < 0.6
     in_this_process(monkeypatch, "SHARD_GRAD_OP", str(moved), "3", "6")
     assert losses_in(moved) == pytest.approx(expected[3:6], rel=1e-5)
-    by_hand = f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\nimport fsdp_ranks\nfsdp_ranks.main(*sys.argv[1:])"
-    words = ["NO_SHARD", str(moved), "6", "9"]
-    [port] = free_ports(1)
-    expect_done(warm.start_ranks(by_hand, *words, size=2, port=port, variables={"STAGED": "1"}))
+    in_two_processes("NO_SHARD", str(moved), "6", "9")
     assert losses_in(moved) == pytest.approx(expected[6:], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path: Path) -> None:
+    torchrun = "import sys\nfrom torch.distributed.run import main\nmain(sys.argv[1:])"
+    words = ["--standalone", "--nproc_per_node=2", str(SCRIPT), "FULL_SHARD", str(tmp_path), "0", "6"]
+    path = os.pathsep.join(filter(None, sys.path))
+    expect_done([warm.start(torchrun, *words, variables={"PYTHONPATH": path})])
+    losses = losses_in(tmp_path)
+    assert losses[-1] < losses[0]
 
 
 # Quantization

@@ -1,4 +1,4 @@
-"""`wrapper.save_checkpoint` and `load_checkpoint` as the guides call them, and the one door for foreign files."""
+"""`save_checkpoint` and `load_checkpoint` of MPSFSDPWrapper, and the import of files of torch.save."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_refused_before_anything_changes(tmp_path: Path) -> No
     wrapper.save_checkpoint(model, path, optimizer=optimizer, epoch=1)
     whole, (other, other_optimizer) = path.read_bytes(), make(1)
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    for position in range(0, len(whole), len(whole) // 60):
+    for position in range(0, len(whole), len(whole) // 20):
         damaged = bytearray(whole)
         damaged[position] ^= 0x10
         path.write_bytes(damaged)

@@ -54,12 +54,21 @@ def test_bad_settings_are_named_together_and_when_changed() -> None:
         create_mps_fsdp_wrapper(min_params=3)
 
 
-def test_what_fsdp2_does_its_own_way_is_said() -> None:
-    config = MPSFSDPConfig(use_orig_params=False, limit_all_gathers=False, backward_prefetch=None)
+def test_settings_without_effect_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_ENABLE_MPS_FALLBACK", raising=False)
+    config = MPSFSDPConfig(
+        use_orig_params=False,
+        limit_all_gathers=False,
+        backward_prefetch=None,
+        fallback_to_cpu_ops=["aten::sort"],
+    )
     wrapper = MPSFSDPWrapper(config)
     with pytest.warns(UserWarning) as caught:
         wrapper.wrap_model(Classifier())
-    assert len(wrapper.adjustments) == 3 <= len(caught)
+    assert len(wrapper.adjustments) == 4 <= len(caught)
+    assert "PYTORCH_ENABLE_MPS_FALLBACK=1" in wrapper.adjustments[3]
+    with pytest.raises(UserError, match="fallback_to_cpu_ops"):
+        config.fallback_to_cpu_ops = "aten::sort"
 
 
 def test_policies_of_torch_choose_the_layers() -> None:

@@ -1,4 +1,4 @@
-"""Decisions of the guides' quantization_wrapper: what runs where, what is recommended, and the messages about the rest."""
+"""Which quantizations quantization_wrapper accepts, replaces and recommends on each backend."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from quantization_wrapper import (
     QuantizationConfig,
     QuantoAdapter,
     create_quantization_adapter,
+    get_recommended_config,
+    validate_quantization_config,
 )
 
-# A profile, a backend, a configuration, and the reason why it cannot be used as it is.
+# A profile, a backend, a configuration, and its problem.
 REFUSED = [
     ("cpu-laptop", "cuda", {}, "not available"),
     ("cpu-laptop", "tpu", {}, "Unknown backend"),
@@ -44,16 +46,52 @@ WITHOUT_EFFECT = [
 
 @pytest.mark.parametrize(("profile", "backend", "options", "said"), REFUSED)
 def test_refusals(profile: str, backend: Any, options: dict[str, Any], said: str) -> None:
+    config, machine = QuantizationConfig(**options), load_machine(profile)
     with pytest.raises(ValueError, match=said):
-        create_quantization_adapter(
-            backend, QuantizationConfig(**options), machine=load_machine(profile), strict=True
-        )
+        create_quantization_adapter(backend, config, machine=machine, strict=True)
+    [problem] = validate_quantization_config(config, backend, machine=machine)
+    assert said in problem
 
 
 @pytest.mark.parametrize(("options", "said"), WITHOUT_EFFECT)
 def test_options_without_effect_are_warned_about(options: dict[str, Any], said: str) -> None:
+    config, machine = QuantizationConfig(**options), load_machine("cpu-laptop")
     with pytest.warns(UserWarning, match=said):
-        create_quantization_adapter("cpu", QuantizationConfig(**options), machine=load_machine("cpu-laptop"))
+        create_quantization_adapter("cpu", config, machine=machine)
+    assert len(validate_quantization_config(config, "cpu", machine=machine)) == 1
+
+
+def test_validation_returns_all_problems() -> None:
+    config = QuantizationConfig(group_size=32, compute_dtype="bf16", backend_options={"a": 1})
+    assert len(validate_quantization_config(config, "mps", machine=load_machine("apple-m1-16gb"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("profile", "backend", "size_b", "memory_gb", "method", "dtype"),
+    [
+        ("rtx-4090", "cuda", 7, 16, M.BNB_INT8, torch.bfloat16),
+        ("h200", "cuda", 7, 80, M.NONE, torch.bfloat16),
+        ("rtx-4090", "cuda", 13, 16, M.BNB_NF4, torch.bfloat16),
+        ("apple-m1-16gb", "mps", 13, 16, M.HQQ, torch.float16),
+        ("apple-m1-16gb", "mlx", 13, 16, M.MLX_INT4, torch.bfloat16),
+        ("cpu-laptop", "cpu", 0.5, 16, M.NONE, torch.float32),
+    ],
+)
+def test_recommendation_uses_the_most_bits_that_fit(
+    profile: str, backend: str, size_b: float, memory_gb: float, method: M, dtype: torch.dtype
+) -> None:
+    machine = load_machine(profile)
+    config = get_recommended_config(backend, size_b, memory_gb, machine=machine)
+    assert (config.method, config.compute_dtype) == (method, dtype)
+    assert validate_quantization_config(config, backend, machine=machine) == []
+
+
+def test_recommendation_warns_if_nothing_fits() -> None:
+    machine = load_machine("cpu-laptop")
+    with pytest.warns(UserWarning, match="not expected to train"):
+        assert get_recommended_config("cpu", 70, 8, machine=machine).bits == 2
+    with pytest.raises(ValueError, match="greater than 0"):
+        get_recommended_config("cpu", 0, machine=machine)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +155,6 @@ def test_adapters_check_their_configuration() -> None:
 def test_the_quantization_map_of_the_migration_guide(
     profile: str, backend: str, libraries: list[str]
 ) -> None:
-    """MLX on mps is the other engine's: it is refused there, and its own backend is on the same machine."""
     for library in libraries:
         method = next(
             method for method in M if (method.library, method.bits) in ((library, 4), (library, None))

@@ -27,7 +27,7 @@ from quantization_wrapper import (
 
 NAMES = """BitsAndBytesAdapter FallbackAdapter HQQAdapter MLXAdapter QuantizationAdapter QuantizationConfig
     QuantizationMethod QuantizedLinear QuantoAdapter create_quantization_adapter
-    replace_linear_with_quantized"""
+    get_recommended_config replace_linear_with_quantized validate_quantization_config"""
 FIELDS = """method bits group_size compute_dtype storage_dtype double_quant quant_type block_size quant_zero quant_scale
     layer_configs skip_modules backend_options"""
 

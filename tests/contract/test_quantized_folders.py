@@ -40,8 +40,10 @@ def test_saved_models_come_back_bit_for_bit(kind: Any, options: Any, block: Bloc
     assert torch.equal(again(x), model(x))
 
 
-@pytest.mark.parametrize("method", [M.BNB_NF4, M.HQQ_4BIT, M.QUANTO_INT4, M.NONE])
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    ("method", "is_tied"),
+    [(M.BNB_NF4, False), (M.HQQ_4BIT, True), (M.QUANTO_INT4, False), (M.NONE, True)],
+)
 def test_transformers_models_come_back_without_being_built(
     method: QuantizationMethod, is_tied: bool, llama: Any, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Exports for other tools: what comes back from them is what was trained."""
+"""Exported models have the trained logits when other tools load them."""
 
 from __future__ import annotations
 
@@ -50,15 +50,19 @@ def logits(model: Any, window: list[TokenBatch]) -> torch.Tensor:
         return model.eval()(input_ids=torch.from_numpy(window[0].input_ids).long()).logits
 
 
+def save(model: Any, folder: Path, *, tokenizer: Path) -> None:
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((tokenizer / name).read_bytes())
+
+
 def export(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["export", *words, "--json", "--backend", "cpu"]) == 0
     printed = capsys.readouterr()
     report: dict[str, Any] = json.loads(printed.out)
     assert report["verified"]
     for line in printed.err.splitlines():
-        assert line.startswith(("model  ", "warning  ", "changed  ", "chosen  ")), (
-            "not a line of ours: " + line
-        )
+        assert line.startswith(("model  ", "warning  ", "changed  ", "chosen  ")), line
     return report
 
 
@@ -75,7 +79,7 @@ def test_hf(
     torch.testing.assert_close(logits(loaded, window), expected, rtol=0, atol=1e-4)
 
 
-def test_new_blocks_over_a_quantized_base_can_be_written_as_they_were_trained(
+def test_new_blocks_over_a_quantized_base(
     tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(
@@ -150,7 +154,7 @@ def test_a_file_name_gives_the_gguf_file_itself(
     assert "is the name of a GGUF file, but --to hf writes a folder" in capsys.readouterr().err
 
 
-def test_a_tied_gguf_has_no_output_of_its_own(tmp_path: Path) -> None:
+def test_a_tied_gguf_has_no_output_weight(tmp_path: Path) -> None:
     import gguf
 
     folder = make_tiny(tmp_path / "tied", tied=True, vocab=600)
@@ -161,7 +165,7 @@ def test_a_tied_gguf_has_no_output_of_its_own(tmp_path: Path) -> None:
     assert len(reader.fields["tokenizer.ggml.tokens"].data) == 600
 
 
-def test_a_wrong_layout_is_found_and_kept_apart(
+def test_a_wrong_layout_is_kept_as_unverified(
     trained: tuple[Path, torch.Tensor],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -184,9 +188,7 @@ def test_gguf_is_for_llama(tiny_model: Path, tmp_path: Path, capsys: pytest.Capt
         num_key_value_heads=1,
     )
     folder = tmp_path / "qwen"
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (folder / name).write_bytes((tiny_model / name).read_bytes())
+    save(AutoModelForCausalLM.from_config(config), folder, tokenizer=tiny_model)
     assert main(["export", str(folder), "--to", "gguf", "--backend", "cpu"]) == 2
     answer = capsys.readouterr().err
     assert "'qwen2'" in answer and "Supported: llama" in answer
@@ -213,31 +215,21 @@ def test_mlx(
     np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "default", "rope_theta": 250.0},
-        {
-            "rope_type": "llama3",
-            "rope_theta": 250.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    ],
-    ids=["default", "llama3"],
-)
-def test_positions_reach_mlx_as_transformers_writes_them(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], rope: dict[str, Any]
+def test_scaled_rope_reaches_mlx(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """transformers 5 writes rope_parameters, mlx-lm reads rope_theta and rope_scaling."""
     pytest.importorskip("mlx_lm", reason="needs the extra crosstune[mlx]")
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    model.config.rope_parameters = rope
-    model.save_pretrained(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / "model" / name).write_bytes((tiny_model / name).read_bytes())
+    model.config.rope_parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 250.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    save(model, tmp_path / "model", tokenizer=tiny_model)
     assert "rope_theta" not in json.loads((tmp_path / "model" / "config.json").read_text())
     for form in ("mlx", "hf"):
         words = ["--to", form, "--dtype", "fp32", "--out", str(tmp_path / form)]
@@ -268,9 +260,7 @@ def test_mlx_reads_the_names_of_transformers_5(
         ),
     }
     model = AutoModelForCausalLM.from_config(configs[kind](), dtype=torch.float32)
-    model.save_pretrained(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / "model" / name).write_bytes((tiny_model / name).read_bytes())
+    save(model, tmp_path / "model", tokenizer=tiny_model)
     words = ["--to", "mlx", "--dtype", "fp32", "--out", str(tmp_path / "mlx")]
     report = export(capsys, str(tmp_path / "model"), *words)
     assert report["agreement"]["relative"] < 1e-4
@@ -288,7 +278,7 @@ def test_few_bits_do_not_hide_a_wrong_model(
     assert [path.name for path in tmp_path.iterdir()] == ["out.unverified"]
 
 
-def test_a_missing_mlx_is_answered_with_the_command(
+def test_without_mlx_lm_the_error_names_the_command(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import importlib.util

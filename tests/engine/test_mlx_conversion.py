@@ -1,8 +1,9 @@
-"""Folders for MLX: what stays dense is told, the original weights are found, and the name says the bits."""
+"""Conversions to MLX: layers that stay dense, the original weights, and the names of the results."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,20 @@ def num_quantized(folder: Path) -> int:
     return sum(name.endswith(".scales") for name in names)
 
 
-@pytest.mark.parametrize("command", ["convert", "export"])
-def test_layers_that_groups_do_not_divide_are_told(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+def test_layers_that_the_group_size_does_not_divide_are_reported(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [command, str(tiny_model), "--to", "mlx", "--n_bits", "8", "--group_size", "128"]
-    report = report_of(capsys, *words, "--out", str(tmp_path / "some"))
-    [said] = report["warnings"]
+    words = [str(tiny_model), "--to", "mlx", "--n_bits", "8", "--group_size", "128"]
+    [said] = report_of(capsys, "convert", *words, "--out", str(tmp_path / "some"))["warnings"]
     assert "13 of 15 linear layers stay dense: their rows have 64 weights, which groups of 128" in said
     assert num_quantized(tmp_path / "some") == 2
-    assert main([*words, "--out", str(tmp_path / "seen")]) == 0
+    assert main(["export", *words, "--out", str(tmp_path / "exported")]) == 0
     assert f"warning  {said}" in capsys.readouterr().out
 
 
-def test_bits_that_reach_no_layer_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_size_that_divides_no_layer_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     narrow = make_tiny(tmp_path / "narrow", intermediate=64)
     for command in ("convert", "export"):
         words = ["--to", "mlx", "--n_bits", "8", "--group_size", "128", "--out", str(tmp_path / "out")]
@@ -62,11 +63,12 @@ def read_arrays_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture
-def two_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, Path]:
-    """A model, and the same in so few bits that going through them shows."""
-    plain, two = make_tiny(tmp_path / "plain"), tmp_path / "two"
-    report_of(capsys, "convert", str(plain), "--to", "mlx", "--n_bits", "2", "--out", str(two))
+@pytest.fixture(scope="module")
+def two_bits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a model and its 2-bit conversion, whose error is large."""
+    folder = tmp_path_factory.mktemp("two_bits")
+    plain, two = make_tiny(folder / "plain"), folder / "two"
+    assert main(["convert", str(plain), "--to", "mlx", "--n_bits", "2", "--out", str(two)]) == 0
     return plain, two
 
 
@@ -83,6 +85,8 @@ def test_bits_are_changed_from_the_original_weights(
     assert same_weights(tmp_path / "direct", tmp_path / "recorded")
     assert recorded["agreement"]["relative"] == pytest.approx(direct["agreement"]["relative"], rel=0.1)
     assert recorded["before"]["weights"] > 0.2
+    back = report_of(capsys, "convert", str(two), "--to", "hf", "--out", str(tmp_path / "back"))
+    assert back["started_from"] == "original" and same_weights(plain, tmp_path / "back")
     again = json.loads((tmp_path / "recorded" / "crosstune.json").read_text())["converted"]
     assert again["original"]["path"] == str(plain) and again["source_identity"] == direct["source_identity"]
 
@@ -91,28 +95,21 @@ def test_bits_are_changed_from_the_original_weights(
     assert not same_weights(tmp_path / "direct", tmp_path / "through")
 
     moved = plain.rename(tmp_path / "moved")
-    lost = report_of(capsys, *words, "--out", str(tmp_path / "lost"))
-    assert lost["started_from"] == "dequantized"
-    named = report_of(capsys, *words, "--original", str(moved), "--out", str(tmp_path / "named"))
-    assert (named["started_from"], named["reference"]) == ("original", str(moved))
-    assert same_weights(tmp_path / "direct", tmp_path / "named")
-    assert main([*words, "--original", str(moved), "--out", str(tmp_path / "seen")]) == 0
-    assert f"mlx -> mlx, from the original weights, compared with {moved}" in capsys.readouterr().out
-
-
-def test_plain_weights_are_the_original_ones_where_they_are_found(
-    two_bits: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plain, two = two_bits
-    report = report_of(capsys, "convert", str(two), "--to", "hf", "--out", str(tmp_path / "back"))
-    assert report["started_from"] == "original"
-    assert same_weights(plain, tmp_path / "back")
+    try:
+        lost = report_of(capsys, *words, "--out", str(tmp_path / "lost"))
+        assert lost["started_from"] == "dequantized"
+        assert main([*words, "--original", str(moved), "--out", str(tmp_path / "named")]) == 0
+        assert f"mlx -> mlx, from the original weights, compared with {moved}" in capsys.readouterr().out
+        assert same_weights(tmp_path / "direct", tmp_path / "named")
+    finally:
+        moved.rename(plain)
 
 
 def test_other_weights_are_not_the_original(
     two_bits: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, two = two_bits
+    two = tmp_path / "two"
+    shutil.copytree(two_bits[1], two)
     other, wide = make_tiny(tmp_path / "other", seed=9), make_tiny(tmp_path / "wide", intermediate=256)
     words = ["convert", str(two), "--to", "mlx", "--n_bits", "8", "--out", str(tmp_path / "no")]
     assert main([*words, "--original", str(other)]) == 2
@@ -128,7 +125,7 @@ def test_other_weights_are_not_the_original(
     assert "already quantized in exactly this way" in capsys.readouterr().err
 
 
-def test_the_bits_of_another_library_give_way_to_the_original_weights(
+def test_another_library_is_converted_from_the_original_weights(
     two_bits: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("hqq", reason="the hqq extra is not installed")
@@ -144,20 +141,19 @@ def test_the_bits_of_another_library_give_way_to_the_original_weights(
     assert not same_weights(two, tmp_path / "through")
 
 
-@pytest.mark.parametrize("held", ["plain", "two"])
-def test_the_name_says_the_bits_and_sixteen_are_dense(
-    two_bits: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], held: str
+def test_the_folder_name_has_the_bits_and_16_bits_are_dense(
+    two_bits: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["convert", str(tmp_path / held), "--to", "mlx"]
-    four = report_of(capsys, *words)
-    assert four["path"] == str(tmp_path / f"{held}-mlx-4bit") and four["n_bits"] == 4
-    dense = report_of(capsys, *words, "--n_bits", "16")
-    assert dense["path"] == str(tmp_path / f"{held}-mlx") and dense["n_bits"] == 16
+    plain, two = two_bits
+    four = report_of(capsys, "convert", str(plain), "--to", "mlx")
+    assert (four["path"], four["n_bits"]) == (f"{plain}-mlx-4bit", 4)
+    dense = report_of(capsys, "convert", str(two), "--to", "mlx", "--n_bits", "16")
+    assert (dense["path"], dense["n_bits"]) == (f"{two}-mlx", 16)
     assert num_quantized(Path(dense["path"])) == 0
-    assert same_weights(tmp_path / "plain", Path(dense["path"]))
+    assert same_weights(plain, Path(dense["path"]))
 
 
-def test_options_that_the_form_has_no_use_for_are_said(
+def test_options_without_effect_are_warned_about(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "mlx"

@@ -1,4 +1,4 @@
-"""Adapters that MLX folds into their base: as PEFT does it, and over MLX's own bits, which nobody else reads."""
+"""Merges by MLX: the same weights as PEFT's merge, and bases that MLX quantized."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ def weights(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("method", "tied"), [("lora", False), ("dora", True)])
 def test_peft_merges_to_the_same_weights(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], method: str, tied: bool
 ) -> None:
@@ -70,7 +69,7 @@ def test_peft_merges_to_the_same_weights(
     assert changed and all("_proj" in name for name in changed)
 
 
-def test_what_was_trained_over_bits_is_kept_as_it_was_seen(
+def test_an_adapter_over_a_quantized_base_merges_both_ways(
     tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(
@@ -84,38 +83,15 @@ def test_what_was_trained_over_bits_is_kept_as_it_was_seen(
         assert not (json.loads((out / "config.json").read_text())).get("quantization")
         costs[into] = report["against_trained"][into]["relative"]
     assert costs["dequantized"] < 1e-4 < costs["original"]
-    report = report_of(
-        capsys,
-        "export",
-        str(run),
-        "--to",
-        "mlx",
-        "--n_bits",
-        "8",
-        "--group_size",
-        "32",
-        "--out",
-        str(tmp_path / "eight"),
-    )
+    eight = str(tmp_path / "eight")
+    words = f"export {run} --to mlx --n_bits 8 --group_size 32 --out {eight}".split()
+    report = report_of(capsys, *words)
     assert report["verified"] and report["unquantized"]["verified"] and report["n_bits"] == 8
-    assert (
-        main(
-            [
-                "generate",
-                str(tmp_path / "eight"),
-                "--backend",
-                "mlx",
-                "--prompt",
-                "Say 3",
-                "--max_new_tokens",
-                "3",
-            ]
-        )
-        == 0
-    )
+    words = ["generate", eight, "--backend", "mlx", "--prompt", "Say 3", "--max_new_tokens", "3"]
+    assert main(words) == 0
 
 
-def test_a_folder_of_bits_alone_has_no_original(
+def test_a_quantized_folder_without_a_record_has_no_original(
     tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     four = tmp_path / "four"
@@ -134,7 +110,7 @@ def test_a_folder_of_bits_alone_has_no_original(
     assert set(weights(run / "merged")) == set(weights(tiny_model))
 
 
-def test_a_template_goes_along_where_there_is_none(tmp_path: Path) -> None:
+def test_a_base_without_a_chat_template_gets_the_adapters(tmp_path: Path) -> None:
     adapter, bare, own = tmp_path / "adapter", tmp_path / "bare", tmp_path / "own"
     for folder in (adapter, bare, own):
         folder.mkdir()

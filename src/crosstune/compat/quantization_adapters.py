@@ -26,12 +26,12 @@ HALF_TYPES = ("float16", "bfloat16")
 
 
 def each_config(config: QuantizationConfig) -> list[QuantizationConfig]:
-    """Return the configuration and the ones in its `layer_configs`."""
+    """Return the configuration, and one for each entry of its `layer_configs`."""
     return [config, *(config.with_overrides(word) for word in config.layer_configs)]
 
 
 def check_config(config: QuantizationConfig) -> None:
-    """Raise a ValueError when no backend supports the configuration."""
+    """Raise a ValueError if no backend supports the configuration."""
     own = config.method.bits
     if own is not None and config.bits != own:
         better = method_for(config.method.library, config.bits)
@@ -139,7 +139,7 @@ class _LibraryAdapter(QuantizationAdapter):
 
 
 class _TorchAdapter(_LibraryAdapter):
-    """The adapter of all the torch engine's libraries; a subclass only names its library."""
+    """An adapter over the torch engine; a subclass names its library."""
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:
         super().__init__(config)
@@ -157,7 +157,7 @@ class _TorchAdapter(_LibraryAdapter):
         from crosstune.compat.torch_parts.replace_layers import new_layer
 
         place = None if device is None else torch_device(str(device))
-        return new_layer(in_features, out_features, bias=bias, recipe=make_recipe(self.config), device=place)
+        return new_layer(make_recipe(self.config), in_features, out_features, bias=bias, device=place)
 
     def quantize_model(self, model: Any) -> Any:
         from crosstune.compat.torch_parts.replace_layers import linear_names, replace_layers
@@ -242,7 +242,7 @@ class MLXAdapter(_LibraryAdapter):
             f"{self.config.method.name} cannot be used on torch models.",
             why="MLX has its own arrays and its own models; its layers do not run inside torch.",
             do=f"train with MLX: crosstune train --backend mlx --train_type qlora --n_bits {bits} --group_size {group}; "
-            "or stay in torch with QuantizationMethod.HQQ or QUANTO_INT4, which run on Apple GPUs too",
+            "or use QuantizationMethod.HQQ or QUANTO_INT4, which run on Apple GPUs in torch",
         )
 
     create_quantized_linear = quantize_model = prepare_model_for_training = _refuse

@@ -1,12 +1,13 @@
-"""Create the adapter of a quantization that runs on a backend."""
+"""Choose a quantization that runs on a backend: create an adapter, validate a configuration, recommend one."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
-from crosstune.compat.backend_manager import Backend, BackendManager
+from crosstune.compat.backend_manager import Backend, BackendManager, estimate_batch, preferred_dtype
 from crosstune.compat.quantization_adapters import ADAPTERS, check_config, each_config, without_effect
 from crosstune.compat.quantization_config import (
     DTYPES,
@@ -16,9 +17,15 @@ from crosstune.compat.quantization_config import (
     dtype_name,
     method_for,
 )
+from crosstune.config.load import backend_variables
+from crosstune.core.backend import backend_specs
 from crosstune.core.quantization import read_quantizers
 from crosstune.estimate.machine import BackendReport, Machine
+from crosstune.estimate.memory import GIB
 from crosstune.torch_engine.probe import torch_dtype
+
+_RECOMMENDED_BITS = (16, 8, 4, 3, 2)
+_RECOMMENDED_CONTEXT = 2048
 
 
 def create_quantization_adapter(
@@ -30,7 +37,7 @@ def create_quantization_adapter(
 ) -> QuantizationAdapter:
     """Return an adapter for the configuration, or for the nearest one that runs on the backend.
 
-    Each change is a warning and is recorded in `adjustments`; with `strict` it is a ValueError.
+    Each change raises a warning and is recorded in `adjustments`; with `strict` it raises a ValueError.
     """
     report = _report(backend, machine)
     asked = QuantizationConfig() if config is None else config
@@ -48,8 +55,69 @@ def create_quantization_adapter(
     return adapter
 
 
+def validate_quantization_config(
+    config: QuantizationConfig, backend: str | Backend | None, *, machine: Machine | None = None
+) -> list[str]:
+    """Return every problem of the configuration on the backend; an empty list means that it runs unchanged."""
+    try:
+        report = _report(backend, machine)
+    except ValueError as error:
+        return [str(error)]
+    problems = [problem for each in each_config(config) for problem in _problems(each, report)]
+    return [*dict.fromkeys(problems), *without_effect(config)]
+
+
+def get_recommended_config(
+    backend: str | Backend | None,
+    model_size_b: float = 7,
+    available_memory_gb: float = 16,
+    *,
+    machine: Machine | None = None,
+) -> QuantizationConfig:
+    """Return the configuration with the most bits at which LoRA training with batch size 1 is estimated to fit.
+
+    Warn if none fits, and return the smallest one.
+    """
+    if model_size_b <= 0 or available_memory_gb <= 0:
+        raise ValueError("model_size_b and available_memory_gb must be greater than 0.")
+    report = _report(backend, machine)
+    spec = backend_specs()[report.name]
+    share = spec.usable_share(backend_variables())
+    limit = int(available_memory_gb * GIB * (spec.memory_share if share is None else share))
+    computes = find_spec("torch") is not None and report.dtypes
+    dtype = torch_dtype(preferred_dtype(report)) if computes else None
+    for bits in _RECOMMENDED_BITS:
+        running = [name for name in read_quantizers() if bits in report.quantizers.get(name, ())]
+        libraries = ["none"] if bits == 16 else running
+        method = next((found for name in libraries if (found := method_for(name, bits))), None)
+        if method is None:
+            continue
+        config = QuantizationConfig(method=method, bits=bits, compute_dtype=dtype)
+        if estimate_batch(
+            report, model_size_b, limit=limit, context=_RECOMMENDED_CONTEXT, bits=bits, at_most=1
+        ):
+            return config
+    warnings.warn(
+        f"A model of {model_size_b:g}B parameters is not expected to train in {available_memory_gb:g} GiB "
+        f"on {report.name}, not even with {config.bits} bits.",
+        UserWarning,
+        stacklevel=2,
+    )
+    return config
+
+
 def _report(backend: str | Backend | None, machine: Machine | None) -> BackendReport:
     return BackendManager(backend, verbose=False, machine=machine).report
+
+
+def _problems(config: QuantizationConfig, report: BackendReport) -> list[str]:
+    """Return why one configuration, without its `layer_configs`, does not run on the backend."""
+    problems = [] if _computes(config, report) else [_no_such_type(config, report)]
+    try:
+        check_config(config)
+    except ValueError as error:
+        return [str(error), *problems]
+    return problems if _runs(config, report) else [_why_not_here(config, report), *problems]
 
 
 def _runs(config: QuantizationConfig, report: BackendReport) -> bool:
@@ -83,8 +151,8 @@ def _adjust(config: QuantizationConfig, report: BackendReport) -> tuple[Quantiza
     used, changes = config, []
     missing = [each for each in each_config(config) if not _runs(each, report)]
     if missing:
-        used = next(iter(_others(config, report)), _sixteen_bits(config, report))
-        layers = " and layer_configs is left out" if config.layer_configs and not used.layer_configs else ""
+        used = _with_other_library(config, report) or _sixteen_bits(config, report)
+        layers = " and layer_configs is dropped" if config.layer_configs and not used.layer_configs else ""
         changes.append(f"{_why_not_here(missing[0], report)} {used.method.name} is used instead{layers}.")
     if not _computes(used, report):
         better = "float16" if "fp16" in report.dtypes else "float32"
@@ -93,16 +161,16 @@ def _adjust(config: QuantizationConfig, report: BackendReport) -> tuple[Quantiza
     return used, changes
 
 
-def _others(config: QuantizationConfig, report: BackendReport) -> list[QuantizationConfig]:
-    """Return configurations with the same bits by other libraries, for those that run every layer on this backend."""
+def _with_other_library(config: QuantizationConfig, report: BackendReport) -> QuantizationConfig | None:
+    """Return the configuration with the same bits in the first library that runs every layer on this backend."""
     widths = {each.bits for each in each_config(config)}
-    able = [library for library in read_quantizers() if all(method_for(library, bits) for bits in widths)]
-    moved = [config.moved_to(library) for library in able]
-    return [
-        other
-        for other in moved
-        if other is not None and all(_runs(each, report) for each in each_config(other))
-    ]
+    for library in read_quantizers():
+        if not all(method_for(library, bits) for bits in widths):
+            continue
+        moved = config.moved_to(library)
+        if moved is not None and all(_runs(each, report) for each in each_config(moved)):
+            return moved
+    return None
 
 
 def _sixteen_bits(config: QuantizationConfig, report: BackendReport) -> QuantizationConfig:

@@ -1,4 +1,4 @@
-"""The guides' QuantizationConfig and QuantizationMethod: how the weights of a model and of single layers are stored."""
+"""Define the guides' QuantizationConfig, QuantizationMethod, and the interfaces of adapters and quantized layers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class QuantizationConfig:
     """Layer pattern (see `matches`) -> a number of bits, or a dict of options. When several match, later ones win."""
     skip_modules: list[str] = field(default_factory=lambda: ["lm_head"])
     backend_options: dict[str, Any] = field(default_factory=dict)
-    """Accepted because the guides pass it; no backend has such options, and each one raises a warning."""
+    """Accepted because the guides pass it; each entry raises a warning, as no backend has options."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, QuantizationMethod):
@@ -215,7 +215,7 @@ def _read_overrides(word: str, value: Any) -> dict[str, Any]:
         close = nearest(str(unknown[0]), LAYER_OPTIONS)
         hint = f" Did you mean {close[0]}?" if close else ""
         raise ValueError(
-            f"layer_configs[{word!r}] has no option {unknown[0]!r}.{hint} It takes {', '.join(LAYER_OPTIONS)}."
+            f"layer_configs[{word!r}] has no option {unknown[0]!r}.{hint} Options: {', '.join(LAYER_OPTIONS)}."
         )
     return dict(value)
 
@@ -243,7 +243,7 @@ class QuantizedLinear(ABC):
 
 
 class QuantizationAdapter(ABC):
-    """Quantizes models as its configuration says."""
+    """Quantizes models according to its configuration."""
 
     def __init__(self, config: QuantizationConfig | None = None) -> None:
         self.config = QuantizationConfig() if config is None else config

@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten
 
 from crosstune.core.model_folders import OnBytes
 from crosstune.core.protocols import Array
-from crosstune.models.adapter_files import copy_tokenizer, write_json
+from crosstune.files.json_files import write_json
+from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.config_spelling import spell_config
 from crosstune.models.folder import read_config_json
 from crosstune.models.llama_layout import CONFIG

@@ -1,1 +1,1 @@
-"""Model folders without a framework: found, fetched, checked, converted from and to GGUF, adapters as files."""
+"""Find, fetch and check model folders, convert GGUF files, and read and write adapters, without a framework."""

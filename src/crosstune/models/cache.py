@@ -1,4 +1,4 @@
-"""Manage the model cache: one folder per model, complete or absent, also with several processes and after a kill."""
+"""Manage the model cache: one folder per model, complete or absent, even with several processes or after a kill."""
 
 from __future__ import annotations
 
@@ -93,13 +93,12 @@ def install(
 
 
 def check(folder: Path, *, source: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the problems of a cached model, from its marker and the sizes of its files; with `source`, also check that
-    it was made from that."""
+    """Return the problems of a cached model: its marker, the sizes of its files and, if given, its source."""
     marker = _read_marker(folder)
     if marker is None:
         return [f"{MARKER} is missing or unreadable"]
     if marker.get("layout") != LAYOUT:
-        return [f"it was made by crosstune {marker.get('crosstune')}, which uses another layout"]
+        return [f"it was made by crosstune {marker.get('crosstune')} with another layout"]
     problems = []
     if source is not None and marker.get("source") != dict(source):
         problems.append("it was made from other weights")
@@ -176,7 +175,7 @@ def _sweep(root: Path, *, locked: str) -> None:
 
 
 def _seal(folder: Path, source: Mapping[str, Any]) -> None:
-    """Write the marker, which makes the folder a valid model."""
+    """Write the marker that makes the folder a valid model."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     marker = {
         "layout": LAYOUT,

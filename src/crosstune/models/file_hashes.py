@@ -1,4 +1,4 @@
-"""Hash whole files once: a hash is kept until size, times or inode of its file change."""
+"""Hash files and check the SHA256SUMS of a folder; a hash is cached until size, times or inode of its file change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from crosstune.config.load import cache_override
@@ -21,6 +21,9 @@ from crosstune.files.json_files import read_json
 from crosstune.files.paths import cache_base
 from crosstune.files.plain_files import UnreadableFile, open_plain, read_plain_text
 
+SUMS = "SHA256SUMS"
+_LINE = re.compile(r"(?P<sha>[0-9a-f]{64})  (?P<name>\S.*)")
+_SUMS_LIMIT = 4 * 2**20
 NUM_THREADS = 4
 _BLOCK_BYTES = 4 * 2**20
 _SETTLED_S = 2.0
@@ -71,6 +74,32 @@ def sha256_of_all(
         return dict(zip(paths, pool.map(lambda path: sha256_of(path, on_bytes=add), paths), strict=True))
 
 
+def write_checksums(folder: Path) -> None:
+    """Write the hashes of all files of a result."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
+    hashes = sha256_of_all(paths)
+    lines = [f"{hashes[path]}  {path.relative_to(folder).as_posix()}\n" for path in paths]
+    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def check_checksums(folder: Path) -> None:
+    """Raise a UserError if a file of a result is missing or was changed.
+
+    Folders of other tools have no hashes; files added later are not checked.
+    """
+    sums = folder / SUMS
+    if not sums.is_file():
+        return
+    wanted = _read_sums(sums)
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if missing:
+        raise _damaged(folder, f"{missing[0]} is missing")
+    found = sha256_of_all([folder / name for name in wanted])
+    changed = [name for name, sha in wanted.items() if found[folder / name] != sha]
+    if changed:
+        raise _damaged(folder, f"{changed[0]} has changed since it was written")
+
+
 def _hash(path: Path, on_bytes: Callable[[int], None] | None) -> str:
     digest = hashlib.sha256()
     with open_plain(path) as file:
@@ -82,7 +111,7 @@ def _hash(path: Path, on_bytes: Callable[[int], None] | None) -> str:
 
 
 def _stamp(path: Path) -> dict[str, int]:
-    """Return the attributes that change with a file. The change time cannot be set back, unlike the modification time."""
+    """Return the attributes that change with a file. Unlike the modification time, the change time cannot be set."""
     found = path.stat()
     return {
         "size": found.st_size,
@@ -94,7 +123,7 @@ def _stamp(path: Path) -> dict[str, int]:
 
 
 def _read_cached(key: str) -> Mapping[str, Any]:
-    """Return the cache entry of a file; an empty one unless only this user can have written it."""
+    """Return the cache entry of a file; empty unless only this user can have written it."""
     try:
         found = _cache_file(key).stat()
         if hasattr(os, "geteuid") and (found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE):
@@ -110,54 +139,18 @@ def _cache_file(key: str) -> Path:
     return cache_base(cache_override()) / "hashes" / name
 
 
-SUMS = "SHA256SUMS"
-_LINE = re.compile(r"(?P<sha>[0-9a-f]{64})  (?P<name>\S.*)")
-_LIMIT_BYTES = 4 * 2**20
-
-
-def write_checksums(folder: Path) -> None:
-    """Write the hashes of all files in a folder of ours."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
-    hashes = sha256_of_all(paths)
-    lines = [f"{hashes[path]}  {path.relative_to(folder).as_posix()}\n" for path in paths]
-    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
-
-
-def check_checksums(folder: Path) -> None:
-    """Raise a UserError when a file of a result is missing or has other contents than when it was written.
-
-    Folders of other tools have no hashes, and files that were added later are not checked.
-    """
-    sums = folder / SUMS
-    if not sums.is_file():
-        return
-    wanted = _read(sums)
-    missing = [name for name in wanted if not (folder / name).is_file()]
-    if missing:
-        raise _damaged(folder, f"{missing[0]} is missing")
-    found = sha256_of_all([folder / name for name in wanted])
-    changed = [name for name, sha in wanted.items() if found[folder / name] != sha]
-    if changed:
-        raise _damaged(folder, f"{changed[0]} has changed since it was written")
-
-
-def _read(path: Path) -> dict[str, str]:
+def _read_sums(path: Path) -> dict[str, str]:
     try:
-        lines = read_plain_text(path, limit=_LIMIT_BYTES).splitlines()
+        lines = read_plain_text(path, limit=_SUMS_LIMIT).splitlines()
     except UnreadableFile as error:
         raise _damaged(path.parent, f"{SUMS} cannot be read: {error.why.rstrip('.')}") from error
     wanted = {}
     for number, line in enumerate(lines, start=1):
         found = _LINE.fullmatch(line)
-        if found is None or not _is_inside(found["name"]):
+        if found is None or found["name"].startswith("/") or ".." in found["name"].split("/"):
             raise _damaged(path.parent, f"line {number} of {SUMS} is not a hash and a file name")
         wanted[found["name"]] = found["sha"]
     return wanted
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
 
 
 def _damaged(folder: Path, why: str) -> UserError:

@@ -28,92 +28,6 @@ from crosstune.files.plain_files import UnreadableFile, check_regular_files
 from crosstune.files.safetensors_header import read_header
 from crosstune.models.llama_layout import CONFIG, Llama
 
-_SIZE = whole(1, 2**24) | NOTHING
-_SIZES = _SIZE | list_of(whole(0, 2**24))
-"""One size for all layers, or one for each."""
-_LAYERS = whole(1, 10_000) | NOTHING
-_TOKENS = whole(1, 2**40) | NOTHING
-_TOKEN_IDS = whole(-1, 2**31) | NOTHING | list_of(whole(0, 2**31))
-
-FIELDS: Mapping[str, Rule] = {
-    "model_type": TEXT,
-    "architectures": list_of(TEXT) | NOTHING,
-    "hidden_size": _SIZE,
-    "n_embd": _SIZE,
-    "d_model": _SIZE,
-    "num_hidden_layers": _LAYERS,
-    "n_layer": _LAYERS,
-    "num_layers": _LAYERS,
-    "vocab_size": _SIZE,
-    "num_attention_heads": _SIZES,
-    "n_head": _SIZES,
-    "num_key_value_heads": _SIZES,
-    "head_dim": _SIZES,
-    "intermediate_size": _SIZES,
-    "n_inner": _SIZES,
-    "ffn_dim": _SIZES,
-    "moe_intermediate_size": _SIZES,
-    "num_local_experts": whole(0, 2**16) | NOTHING,
-    "num_experts": whole(0, 2**16) | NOTHING,
-    "n_routed_experts": whole(0, 2**16) | NOTHING,
-    "max_position_embeddings": _TOKENS,
-    "n_positions": _TOKENS,
-    "sliding_window": whole(0, 2**40) | NOTHING,
-    "layer_types": list_of(TEXT) | NOTHING,
-    "rms_norm_eps": real(0) | NOTHING,
-    "layer_norm_eps": real(0) | NOTHING,
-    "rope_theta": real() | NOTHING,
-    "rope_scaling": OBJECT | NOTHING,
-    "rope_parameters": OBJECT | NOTHING,
-    "tie_word_embeddings": FLAG | NOTHING,
-    "text_config": OBJECT | NOTHING,
-    "quantization_config": OBJECT | NOTHING,
-    "dtype": TEXT | NOTHING,
-    "torch_dtype": TEXT | NOTHING,
-    "bos_token_id": _TOKEN_IDS,
-    "eos_token_id": _TOKEN_IDS,
-    "pad_token_id": _TOKEN_IDS,
-}
-_GROUPED = {"bits": whole(1, 64), "group_size": whole(1, 2**20)}
-_ADVICE = "download or copy the model's files again"
-
-
-def check_config(config: Mapping[str, Any], *, path: Path) -> None:
-    """Raise UnreadableFile for the first field whose type or size no model has."""
-    check_fields(config, FIELDS, source=path, do=_ADVICE)
-    inner = config.get("text_config")
-    if inner:
-        check_fields(inner, FIELDS, source=path, place="text_config.", do=_ADVICE)
-    quantization = config.get("quantization")  # MLX's
-    if isinstance(quantization, dict) and "group_size" in quantization:
-        check_fields(
-            quantization, _GROUPED, required=("bits",), source=path, place="quantization.", do=_ADVICE
-        )
-    for numbers, place in ((config, ""), (inner or {}, "text_config.")):
-        _check_heads(numbers, place, path)
-
-
-def _check_heads(numbers: Mapping[str, Any], place: str, path: Path) -> None:
-    """Check that the heads divide the hidden size, unless their size is given."""
-    hidden = numbers.get("hidden_size") or numbers.get("n_embd")
-    heads = numbers.get("num_attention_heads") or numbers.get("n_head")
-    groups = numbers.get("num_key_value_heads")
-    if not isinstance(hidden, int) or not isinstance(heads, int):
-        return
-    if not numbers.get("head_dim") and hidden < heads:
-        raise UnreadableFile(
-            path,
-            f"it has {heads} attention heads at {place}num_attention_heads for {hidden} features",
-            do=_ADVICE,
-        )
-    if isinstance(groups, int) and groups and heads % groups:
-        raise UnreadableFile(
-            path,
-            f"its {heads} attention heads do not divide into {groups} groups ({place}num_key_value_heads)",
-            do=_ADVICE,
-        )
-
-
 PLAIN_STEM, QUANTIZED_STEM = "model", "quantized"
 """Stems of weight file names. transformers loads the first; files that it would misread use the second."""
 INDEXES = tuple(f"{stem}.safetensors.index.json" for stem in (PLAIN_STEM, QUANTIZED_STEM))
@@ -131,16 +45,42 @@ _SETTINGS = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-"""Files that libraries read beside config.json."""
+"""Other files that libraries read."""
 _MOST_WEIGHTS_PER_BYTE = 16
 _SPARE_WEIGHTS = 10_000_000
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names for the number of experts in config.json."""
+_SIZE = whole(1, 2**24) | NOTHING
+_SIZES = _SIZE | list_of(whole(0, 2**24))
+"""One size for all layers, or one for each."""
+_TOKEN_IDS = whole(-1, 2**31) | NOTHING | list_of(whole(0, 2**31))
+
+_FIELDS: Mapping[str, Rule] = {
+    "model_type": TEXT,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "vocab_size"), _SIZE),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), _SIZES),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size"), _SIZES),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), whole(1, 10_000) | NOTHING),
+    **dict.fromkeys(EXPERT_COUNTS, whole(0, 2**16) | NOTHING),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), whole(1, 2**40) | NOTHING),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _TOKEN_IDS),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), real(0) | NOTHING),
+    **dict.fromkeys(
+        ("rope_scaling", "rope_parameters", "text_config", "quantization_config"), OBJECT | NOTHING
+    ),
+    **dict.fromkeys(("architectures", "layer_types"), list_of(TEXT) | NOTHING),
+    **dict.fromkeys(("dtype", "torch_dtype"), TEXT | NOTHING),
+    "sliding_window": whole(0, 2**40) | NOTHING,
+    "rope_theta": real() | NOTHING,
+    "tie_word_embeddings": FLAG | NOTHING,
+}
+_GROUPED = {"bits": whole(1, 64), "group_size": whole(1, 2**20)}
+_ADVICE = "download or copy the model's files again"
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a UserError when a folder cannot be used as a model."""
+    """Raise a UserError unless the folder holds a complete model."""
     check_regular_files(folder)
     if not (folder / CONFIG).is_file():
         raise _no_config(folder)
@@ -234,6 +174,42 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
     return shape
 
 
+def check_config(config: Mapping[str, Any], *, path: Path) -> None:
+    """Raise UnreadableFile for the first field with an impossible type or size."""
+    check_fields(config, _FIELDS, source=path, do=_ADVICE)
+    inner = config.get("text_config")
+    if inner:
+        check_fields(inner, _FIELDS, source=path, place="text_config.", do=_ADVICE)
+    quantization = config.get("quantization")  # the key that MLX uses
+    if isinstance(quantization, dict) and "group_size" in quantization:
+        check_fields(
+            quantization, _GROUPED, required=("bits",), source=path, place="quantization.", do=_ADVICE
+        )
+    for numbers, place in ((config, ""), (inner or {}, "text_config.")):
+        _check_heads(numbers, place, path)
+
+
+def _check_heads(numbers: Mapping[str, Any], place: str, path: Path) -> None:
+    """Check that the heads divide the hidden size, unless their size is given."""
+    hidden = numbers.get("hidden_size") or numbers.get("n_embd")
+    heads = numbers.get("num_attention_heads") or numbers.get("n_head")
+    groups = numbers.get("num_key_value_heads")
+    if not isinstance(hidden, int) or not isinstance(heads, int):
+        return
+    if not numbers.get("head_dim") and hidden < heads:
+        raise UnreadableFile(
+            path,
+            f"it has {heads} attention heads at {place}num_attention_heads for {hidden} features",
+            do=_ADVICE,
+        )
+    if isinstance(groups, int) and groups and heads % groups:
+        raise UnreadableFile(
+            path,
+            f"its {heads} attention heads do not divide into {groups} groups ({place}num_key_value_heads)",
+            do=_ADVICE,
+        )
+
+
 def _no_config(folder: Path) -> UserError:
     if (folder / "adapter_config.json").is_file():
         return UserError(
@@ -249,18 +225,18 @@ def _no_config(folder: Path) -> UserError:
 
 
 def _no_weights(folder: Path) -> UserError:
-    asked = f"The model folder {folder} has no usable weights."
+    message = f"The model folder {folder} has no usable weights."
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         return UserError(
-            asked,
+            message,
             why=f"its weights are pickles ({', '.join(pickles[:3])}), which can run code when they are loaded.",
             do="save the model as safetensors (as `save_pretrained` of transformers does), or download a version with them",
         )
     arrays = sorted(path.name for path in folder.glob("*.npz"))
     if arrays:
         return UserError(
-            asked,
+            message,
             why=f"its weights are in {arrays[0]}, the format of early MLX releases; current ones use safetensors, as all "
             "other tools do.",
             do="convert the original model again: crosstune convert MODEL --to mlx --n_bits 4; if only these files are left, and "
@@ -270,10 +246,12 @@ def _no_weights(folder: Path) -> UserError:
     ggufs = sorted(folder.glob("*.gguf"))
     if ggufs:
         return UserError(
-            asked, why="it holds a GGUF file.", do=f"give the file itself as the model: {ggufs[0]}"
+            message, why="it holds a GGUF file.", do=f"give the file itself as the model: {ggufs[0]}"
         )
     return UserError(
-        asked, why="there is no *.safetensors file in it.", do="download or copy the model's weights into it"
+        message,
+        why="there is no *.safetensors file in it.",
+        do="download or copy the model's weights into it",
     )
 
 
@@ -289,18 +267,18 @@ def _indexed_files(folder: Path) -> set[str]:
 
 
 def _check_sizes(folder: Path, config: dict[str, Any], *, num_bytes: int) -> None:
-    """Check that config.json does not describe a model far larger than the weights: a library would allocate it."""
+    """Refuse a config.json that describes a model far larger than its weights: a library would allocate it."""
     shape = config_shape(config)
     if shape is not None and shape.num_parameters > _MOST_WEIGHTS_PER_BYTE * num_bytes + _SPARE_WEIGHTS:
         raise UnreadableFile(
             folder / CONFIG,
             f"its sizes give about {shape.num_parameters:,} weights, and the weight files have {num_bytes:,} bytes",
-            do="download or copy the model's files again",
+            do=_ADVICE,
         )
 
 
 def _first(numbers: dict[str, Any], *keys: str) -> int | None:
-    """Return the first of these fields that is set; the largest size where every layer has its own."""
+    """Return the first of these fields that is set; if it lists a size per layer, the largest one."""
     for key in keys:
         found = numbers.get(key)
         if isinstance(found, list):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError, shown
 from crosstune.estimate.model_shape import ModelShape
+from crosstune.models.gguf_metadata import BadGguf, Metadata, check_header
 from crosstune.models.gguf_tokenizer import build_tokenizer
 from crosstune.models.llama_layout import WEIGHTS, Llama, write_configs, write_tokenizer
 from crosstune.models.staged import Progress, silent
@@ -19,9 +20,6 @@ from crosstune.models.weights import Tensor, bfloat16_bits, write_safetensors
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
-
-
-from crosstune.models.gguf_metadata import BadGguf, Metadata, check_header
 
 ARCHITECTURES = ("llama",)
 _CHUNK_VALUES = 1 << 22

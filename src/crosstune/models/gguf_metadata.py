@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from crosstune.core.errors import UserError, shown
 from crosstune.files.json_fields import NOTHING, TEXT, Rule, list_of, real, whole
+from crosstune.files.plain_files import UnreadableFile, open_plain
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
-import os
-import struct
-from typing import BinaryIO
-
-from crosstune.files.plain_files import UnreadableFile, open_plain
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _STRING, _ARRAY = 8, 9
 _ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _COUNT_LIMIT = 65_536
 _ENTRIES_LIMIT = 4_000_000
-"""The entries of all arrays; the gguf package makes an object of each."""
+"""Limit on the entries of all arrays together; the gguf package makes an object for each."""
 _STRING_LIMIT = 16 << 20
 
 
@@ -56,7 +54,7 @@ def _check_counts(file: BinaryIO, path: Path) -> None:
         raise BadGguf(path, "it does not begin with GGUF")
     version, num_tensors, num_keys = read("IQQ")
     if version not in _VERSIONS:
-        raise BadGguf(path, f"it has version {version}; versions 2 and 3 are read")
+        raise BadGguf(path, f"it has version {version}; versions 2 and 3 are supported")
     if max(num_tensors, num_keys) > _COUNT_LIMIT:
         raise BadGguf(path, f"it declares {num_tensors:,} tensors and {num_keys:,} keys")
     for _ in range(num_keys):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PRE_TOKENIZERS = ("gpt-2", "smollm")
 _CONTROL, _USER_DEFINED = 3, 4
-_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Vocabulary:
 
 def build_tokenizer(metadata: Metadata, *, num_rows: int) -> Vocabulary:
     """Make the tokenizer of a model whose embedding has `num_rows` rows."""
-    from tokenizers import Tokenizer, decoders, models
+    from tokenizers import Tokenizer, decoders, models, processors
 
     kind, tokens = metadata.text("tokenizer.ggml.model"), metadata.texts("tokenizer.ggml.tokens")
     merges = metadata.texts("tokenizer.ggml.merges")
@@ -47,9 +47,12 @@ def build_tokenizer(metadata: Metadata, *, num_rows: int) -> Vocabulary:
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata.get("tokenizer.ggml.token_type")
     _add_marked_tokens(tokenizer, tokens, kinds if isinstance(kinds, list) else [])
-    special = {role: _token(metadata, tokens, key) for role, key in _ROLES.items()}
+    special = {role: _token(metadata, tokens, key) for role, key in ROLES.items()}
     if metadata.get("tokenizer.ggml.add_bos_token") and special["bos"] is not None:
-        _prepend(tokenizer, special["bos"], vocabulary[special["bos"]])
+        bos = special["bos"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocabulary[bos])]
+        )
     return Vocabulary(tokenizer=tokenizer, special=special)
 
 
@@ -67,26 +70,14 @@ def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
 
 
 def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Add the control and user-defined tokens, at which text is split before BPE, with their ids in the vocabulary."""
+    """Add the control and user-defined tokens, so that text is split at them before BPE."""
     from tokenizers import AddedToken
 
-    marked = [
-        (token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (_CONTROL, _USER_DEFINED)
-    ]
-    for token, kind in marked:
-        added = AddedToken(token, special=kind == _CONTROL, normalized=False)
+    for token, kind in zip(tokens, kinds, strict=False):
         if kind == _CONTROL:
-            tokenizer.add_special_tokens([added])
-        else:
-            tokenizer.add_tokens([added])
-
-
-def _prepend(tokenizer: Tokenizer, token: str, number: int) -> None:
-    from tokenizers import processors
-
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{token} $A", pair=f"{token} $A {token}:1 $B:1", special_tokens=[(token, number)]
-    )
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
 
 
 def _split_merge(metadata: Metadata, merge: str, vocabulary: Mapping[str, int]) -> tuple[str, str]:
@@ -104,5 +95,4 @@ def _token(metadata: Metadata, tokens: list[str], key: str) -> str | None:
         return None
     if number >= len(tokens):
         raise metadata.unsupported(f"its {key} token is number {number} of {len(tokens)}")
-    token: str = tokens[number]
-    return token
+    return tokens[number]

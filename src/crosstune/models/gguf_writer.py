@@ -27,7 +27,7 @@ from crosstune.files.json_files import read_json, read_object
 from crosstune.files.plain_files import read_plain_text
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.gguf import ARCHITECTURES, require_gguf
-from crosstune.models.gguf_tokenizer import PRE_TOKENIZERS
+from crosstune.models.gguf_tokenizer import PRE_TOKENIZERS, ROLES
 from crosstune.models.llama_layout import CONFIG
 from crosstune.models.staged import Progress, silent
 from crosstune.models.weights import StoredArray, stored_arrays, to_float32
@@ -37,15 +37,12 @@ if TYPE_CHECKING:
 
 KINDS = ("f32", "f16", "bf16", "q8_0")
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _NUMBERS = {
-    "vocab_size": whole(1),
-    "max_position_embeddings": whole(1),
-    "hidden_size": whole(1),
-    "num_hidden_layers": whole(1),
-    "intermediate_size": whole(1),
-    "num_attention_heads": whole(1),
+    **dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), whole(1)
+    ),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings"), whole(1)),
     "rms_norm_eps": real(0),
 }
 _TOKENIZER = {
@@ -58,7 +55,7 @@ _TOKENIZER = {
 def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = silent) -> None:
     """Write the model of a plain folder as one GGUF file with weights of type `kind`."""
     require_gguf(str(path))
-    from gguf import GGUFWriter
+    from gguf import GGML_QUANT_SIZES, GGUFWriter
 
     config = read_config_json(folder)
     _check_config(folder, config)
@@ -72,7 +69,7 @@ def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = sile
     kinds = {name: _tensor_kind(folder, name, stored[name].shape, kind) for name in names}
     for name, gguf_name in names.items():
         shape = stored[name].shape
-        block, block_bytes = _block(kinds[name])
+        block, block_bytes = GGML_QUANT_SIZES[kinds[name]]
         num_bytes = math.prod(shape) // block * block_bytes
         writer.add_tensor_info(gguf_name, shape, np.dtype(np.float32), num_bytes, raw_dtype=kinds[name])
     writer.write_header_to_file()
@@ -177,7 +174,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
     settings = read_json(folder / "special_tokens_map.json", foreign=True) | read_json(
         folder / "tokenizer_config.json", foreign=True
     )
-    for role, key in _ROLES.items():
+    for role, key in ROLES.items():
         token = settings.get(f"{role}_token")
         token = token["content"] if isinstance(token, dict) else token
         if token in ids:
@@ -221,10 +218,10 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 def _tensor_kind(folder: Path, name: str, shape: tuple[int, ...], kind: str) -> Any:
-    from gguf import GGMLQuantizationType
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     chosen = GGMLQuantizationType[kind.upper() if len(shape) > 1 else "F32"]
-    block = _block(chosen)[0]
+    block = GGML_QUANT_SIZES[chosen][0]
     if shape[-1] % block:
         raise UserError(
             f"The model in {folder} cannot be written as {kind}.",
@@ -232,14 +229,6 @@ def _tensor_kind(folder: Path, name: str, shape: tuple[int, ...], kind: str) -> 
             do="use --gguf_type f16",
         )
     return chosen
-
-
-def _block(kind: Any) -> tuple[int, int]:
-    """Return the number of weights in a block, and its bytes."""
-    from gguf import GGML_QUANT_SIZES
-
-    weights, num_bytes = GGML_QUANT_SIZES[kind]
-    return weights, num_bytes
 
 
 def _interleaved(values: NDArray[np.float32], name: str, config: dict[str, Any]) -> NDArray[np.float32]:

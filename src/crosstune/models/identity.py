@@ -1,4 +1,4 @@
-"""Identify a model by every byte of its weights and by the parts of its configuration that change its numbers."""
+"""Identify a model by its weights and configuration, and read the record that crosstune writes into its folders."""
 
 from __future__ import annotations
 
@@ -18,6 +18,30 @@ from crosstune.models.llama_layout import CONFIG
 from crosstune.models.staged import Progress, silent
 
 RECORD = "crosstune.json"
+_NOT_NUMBERS = frozenset(
+    [
+        "_attn_implementation",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "label2id",
+        "pad_token_id",
+        "quantization",
+        "quantization_config",
+        "task_specific_params",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    ]
+)
+"""Keys of config.json that change no logits: names, versions, generation defaults, and storage of the weights."""
+VERSION = 2
+"""Version 1 covered samples of the files only, and cannot be compared."""
 _FIELDS = {
     "base": OBJECT | NOTHING,
     "quantization": OBJECT | NOTHING,
@@ -36,58 +60,6 @@ _MADE = {
     "source_config": TEXT | NOTHING,
     "own_identity": TEXT | NOTHING,
 }
-
-
-def read_record(folder: Path) -> dict[str, Any]:
-    """Return the record of a folder; an empty one for a folder that crosstune did not write."""
-    path = folder / RECORD
-    record = read_json(path)
-    check_fields(record, _FIELDS, source=path)
-    wrong = wrong_spec(record.get("quantization"))
-    if wrong is not None:
-        raise UnreadableFile(path, f"quantization in it cannot be read: {wrong}")
-    base = record.get("base") or {}
-    check_fields(base, _BASE, source=path, place="base.")
-    check_fields(base.get("identity") or {}, _IDENTITY, source=path, place="base.identity.")
-    for made in ("converted", "exported"):
-        check_fields(record.get(made) or {}, _MADE, source=path, place=f"{made}.")
-        check_original((record.get(made) or {}).get("original"), path=path)
-    return record
-
-
-def check_original(original: dict[str, Any] | None, *, path: Path) -> None:
-    """Check the record of the weights that were quantized: name, path and identity."""
-    rules = {"name": TEXT, "path": TEXT, "identity": TEXT}
-    if original is not None:
-        check_fields(original, rules, required=tuple(rules), source=path, place="original.")
-
-
-# Keys of config.json that change no logits: names, versions, generation defaults, and storage of the weights.
-_NOT_NUMBERS = frozenset(
-    {
-        "_attn_implementation",
-        "_commit_hash",
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "label2id",
-        "pad_token_id",
-        "quantization",
-        "quantization_config",
-        "task_specific_params",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
-
-
-VERSION = 2
-"""Version 1 covered samples of the files only, and cannot be compared."""
 
 
 def identity(folder: Path, *, progress: Progress = silent) -> dict[str, Any]:
@@ -114,13 +86,13 @@ def identity(folder: Path, *, progress: Progress = silent) -> dict[str, Any]:
 
 
 def recorded_sha256(record: Mapping[str, Any]) -> str | None:
-    """Return the identity of the base in the record of an adapter; None if it has none of this version."""
+    """Return the identity of the base in the record of an adapter; None if it is missing or of another version."""
     found = (record.get("base") or {}).get("identity") or {}
     return found.get("sha256") if found.get("version") == VERSION else None
 
 
 def config_identity(config: dict[str, Any]) -> str:
-    """Return a hash of the configuration without the keys that change no number."""
+    """Return a hash of the configuration, without the keys that change no logits."""
     return hashlib.sha256(json.dumps(_numbers(config), sort_keys=True).encode()).hexdigest()
 
 
@@ -147,6 +119,30 @@ def source_record(source: Path, *, result: Path) -> dict[str, str]:
     if (result / CONFIG).is_file():  # not for a GGUF file
         record["own_identity"] = identity(result)["weights_sha256"]
     return record
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return the record of a folder; an empty one for a folder that crosstune did not write."""
+    path = folder / RECORD
+    record = read_json(path)
+    check_fields(record, _FIELDS, source=path)
+    wrong = wrong_spec(record.get("quantization"))
+    if wrong is not None:
+        raise UnreadableFile(path, f"quantization in it cannot be read: {wrong}")
+    base = record.get("base") or {}
+    check_fields(base, _BASE, source=path, place="base.")
+    check_fields(base.get("identity") or {}, _IDENTITY, source=path, place="base.identity.")
+    for made in ("converted", "exported"):
+        check_fields(record.get(made) or {}, _MADE, source=path, place=f"{made}.")
+        check_original((record.get(made) or {}).get("original"), path=path)
+    return record
+
+
+def check_original(original: dict[str, Any] | None, *, path: Path) -> None:
+    """Check the record of the weights that were quantized: name, path and identity."""
+    rules = {"name": TEXT, "path": TEXT, "identity": TEXT}
+    if original is not None:
+        check_fields(original, rules, required=tuple(rules), source=path, place="original.")
 
 
 def _numbers(value: Any) -> Any:

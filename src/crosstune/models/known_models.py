@@ -205,7 +205,7 @@ def _family(name: str) -> str:
 
 
 def _base_name(name: str, known: Collection[str]) -> str:
-    """Return the part of a name that tells the sizes of a model: `meta-llama/Llama-2-7b-chat-hf` -> `llama-2-7b`."""
+    """Return the part of a name that determines the sizes: `meta-llama/Llama-2-7b-chat-hf` -> `llama-2-7b`."""
     last = name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
     while last not in known and (shorter := _VARIANT.sub("", last)) != last:
         last = shorter

@@ -58,7 +58,7 @@ def locate(name: str, *, cache: Path | None = None, progress: Progress | None = 
 def find_local(name: str, *, cache: Path | None = None) -> ModelFolder | None:
     """Return the model if it is complete on this machine; None if `locate` would download or convert it first.
 
-    Raises a UserError, as `locate` does, for an unknown name and for a folder that is not a model.
+    Raise a UserError for an unknown name and for a folder that is not a model.
     """
     source = _source(name)
     if source == "folder":
@@ -81,10 +81,10 @@ def find_local(name: str, *, cache: Path | None = None) -> ModelFolder | None:
 
 
 def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
-    """Return the shape of a model without downloading it: from its config.json if that is on this machine, otherwise from
-    the bundled table of models; None when it is in neither."""
+    """Return the shape of a model without downloading it: from a config.json on this machine, or from
+    the bundled table of models; None if both lack it."""
     if name in BUNDLED:
-        return BUNDLED[name].shape()
+        return BUNDLED[name].llama.shape()
     path = _path(name)
     found: ModelShape | None = None
     if path.suffix.lower() == ".gguf" and path.is_file():
@@ -102,7 +102,7 @@ def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
 
 
 def fetch_sizes(name: str, *, cache: Path | None = None) -> None:
-    """Fetch config.json of a hub model whose shape is not known without it, if the hub answers."""
+    """Fetch config.json of a hub model of unknown shape, if the hub answers."""
     if shape(name, cache=cache) is None and _HUB_ID.fullmatch(name) and not _path(name).exists():
         from crosstune.models.hub import fetch_config
 
@@ -112,7 +112,7 @@ def fetch_sizes(name: str, *, cache: Path | None = None) -> None:
 def _is_complete(folder: Path) -> bool:
     try:
         check_folder(folder)
-    except UserError:  # an interrupted download, which the next one completes
+    except UserError:  # an interrupted download; the next one completes it
         return False
     return True
 

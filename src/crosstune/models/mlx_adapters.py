@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.files.json_files import write_json
 from crosstune.models.adapter_choice import AdapterSettings, Targets
 from crosstune.models.adapter_files import (
     PEFT_PREFIX,
@@ -20,7 +21,6 @@ from crosstune.models.adapter_files import (
     copy_tokenizer,
     peft_settings,
     read_settings,
-    write_json,
 )
 from crosstune.models.identity import RECORD
 from crosstune.models.weights import Tensor, read_arrays, write_safetensors
@@ -29,9 +29,9 @@ MLX_WEIGHTS = "adapters.safetensors"
 _MLX_PART = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitude_vector": "m"}
 _PEFT_PART = {mlx: peft for peft, mlx in _MLX_PART.items()}
 _KEPT = "peft"
-"""The key for PEFT's settings in mlx-lm's, which ignores unknown keys."""
+"""Key of PEFT's settings inside mlx-lm's; mlx-lm ignores unknown keys."""
 _NOT_IN_MLX = (*UNREAD, "fan_in_fan_out", "target_parameters")
-"""Features of PEFT for which mlx-lm's adapters have no form or another one."""
+"""Features of PEFT that mlx-lm's adapters cannot express."""
 
 Stored = tuple[str, NDArray[Any]]
 """The name of a dtype, and the values or their bits."""
@@ -52,7 +52,7 @@ def to_mlx(source: Path, target: Path, *, base: str | None = None) -> None:
         unsupported = ", ".join(unread) or str(settings.get("peft_type"))
         raise UserError(
             f"{source} cannot be written for MLX.",
-            why=f"it uses {unsupported}, for which mlx-lm's adapters have no form or another one.",
+            why=f"it uses {unsupported}, and mlx-lm's adapters cannot express that.",
             do="merge it and export the model (crosstune merge, crosstune export --to mlx), or use an adapter on attention",
         )
     tensors = {
@@ -146,7 +146,7 @@ def _read(folder: Path, name: str) -> dict[str, Stored]:
     if stacked:
         raise UserError(
             f"The adapter {folder} cannot be converted.",
-            why=f"{stacked[0]} holds the matrices of several experts in one array, which PEFT stacks in another way.",
+            why=f"{stacked[0]} holds the matrices of several experts in one array; PEFT stacks them differently.",
             do="use it with the library that wrote it, or fuse it (mlx_lm.fuse)",
         )
     return arrays

@@ -1,11 +1,11 @@
-"""Read the quantization of a folder of quantized weights, written by crosstune, bitsandbytes (4 bits) or MLX."""
+"""Read the quantization of a model folder written by crosstune, bitsandbytes (4 bits) or MLX, and its dense sizes."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,11 @@ _OWN = {
     "original": OBJECT | NOTHING,
 }
 _STATE = {"blocksize": whole(1, 2**20), "quant_type": TEXT, "shape": _SHAPE}
+_STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+_COMPUTED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_SPARE_BYTES = 50_000_000
+"""For the tokenizer and other small files."""
 _PACKED_STATE = ".weight.quant_state.bitsandbytes__"
 
 
@@ -53,7 +58,7 @@ class FolderQuantization:
     """The compute dtype of the dequantized weights, as torch names it."""
     layers: dict[str, dict[str, Any]]
     """Layer -> its shape and other values that are not tensors."""
-    original: dict[str, Any] | None = field(default=None)
+    original: dict[str, Any] | None = None
     """Name, path and identity of the weights that were quantized, if recorded."""
 
 
@@ -64,7 +69,7 @@ def quantization_options(spec: QuantSpec) -> dict[str, Any]:
         "n_bits": spec.bits,
         "group_size": spec.group_size,
     }
-    if spec.quantizer == "mlx":  # which has only one kind
+    if spec.quantizer == "mlx":  # it has only one kind
         return options
     return options | {"quant_type": spec.kind, "double_quant": spec.double}
 
@@ -107,13 +112,33 @@ def dense_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     if quantized is None and isinstance(read_config_json(folder).get("quantization_config"), dict):
         return None
     layers = quantized.layers if quantized is not None else {}
-    shapes = {
-        name: tuple(entry["shape"])
-        for path in weight_files(folder)
-        for name, entry in read_header(path).tensors.items()
-        if _layer_of(name) not in layers
-    }
+    shapes = {name: tuple(entry["shape"]) for name, entry in _dense_entries(folder, layers).items()}
     return shapes | {f"{layer}.weight": tuple(facts["shape"]) for layer, facts in layers.items()}
+
+
+def stored_format(folder: Path) -> str:
+    """Return the number format of most weights in a folder; a quantized weight counts with its compute dtype."""
+    quantized = read_quantization(folder)
+    entries = _dense_entries(folder, quantized.layers if quantized is not None else {})
+    counts = Counter(_STORED[entry["dtype"]] for entry in entries.values() if entry["dtype"] in _STORED)
+    if quantized is not None and quantized.dtype in _COMPUTED:
+        counts[_COMPUTED[quantized.dtype]] += len(quantized.layers)
+    return max(sorted(counts), key=lambda name: counts[name], default="fp32")
+
+
+def dense_bytes(folder: Path, dtype: str = "auto") -> int:
+    """Return the disk space of a plain folder of the weights, in `dtype` or in their stored format."""
+    quantized = read_quantization(folder)
+    entries = _dense_entries(folder, quantized.layers if quantized is not None else {})
+    counts = {name: math.prod(entry["shape"]) for name, entry in entries.items()}
+    if dtype in _ITEM_BYTES:
+        total = sum(counts.values()) * _ITEM_BYTES[dtype]
+    else:
+        total = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
+    if quantized is not None:
+        item_bytes = _ITEM_BYTES.get(dtype) or _ITEM_BYTES.get(_COMPUTED.get(quantized.dtype, ""), 4)
+        total += item_bytes * sum(math.prod(facts["shape"]) for facts in quantized.layers.values())
+    return total + _SPARE_BYTES
 
 
 def _layer_of(name: str) -> str:
@@ -126,28 +151,21 @@ def _layer_of(name: str) -> str:
 def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
     """Read MLX's format: settings in config.json, the scales of a layer next to its packed weight."""
     form = config["quantization"]
-    entries = {
-        name: entry for path in weight_files(folder) for name, entry in read_header(path).tensors.items()
-    }
     scales = {
         name.removesuffix(".scales"): entry["shape"]
-        for name, entry in entries.items()
+        for path in weight_files(folder)
+        for name, entry in read_header(path).tensors.items()
         if name.endswith(".scales")
     }
+    record = read_record(folder)
+    made = record.get("converted") or record.get("exported") or {}
     return FolderQuantization(
         spec=QuantSpec(quantizer="mlx", bits=form["bits"], group_size=form["group_size"], double=False),
         own=False,
         dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
         layers={layer: {"shape": _mlx_shape(shape, layer, form)} for layer, shape in scales.items()},
-        original=_made_from(folder),
+        original=made.get("original"),
     )
-
-
-def _made_from(folder: Path) -> dict[str, Any] | None:
-    """Return the record of the original weights, if crosstune made the folder."""
-    record = read_record(folder)
-    made = record.get("converted") or record.get("exported") or {}
-    return made.get("original")
 
 
 def _mlx_shape(scales: Sequence[int], layer: str, form: Mapping[str, Any]) -> list[int]:
@@ -181,7 +199,7 @@ def _read_own(path: Path) -> FolderQuantization:
 
 
 def _read_packed_states(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the quantization state of each layer, which bitsandbytes stores as JSON in a tensor."""
+    """Read the quantization state of each layer; bitsandbytes stores it as JSON in a tensor."""
     layers: dict[str, dict[str, Any]] = {}
     for path in weight_files(folder):
         header = read_header(path)
@@ -206,44 +224,11 @@ def _parse_state(raw: bytes, name: str, path: Path) -> dict[str, Any]:
     return state
 
 
-_STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-_COMPUTED = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_SPARE_BYTES = 50_000_000
-"""For the tokenizer and other small files."""
-
-
-def stored_format(folder: Path) -> str:
-    """Return the number format of most weights in a folder; a quantized weight counts with its compute dtype."""
-    quantized = read_quantization(folder)
-    counts = Counter(
-        _STORED[entry["dtype"]] for entry in _dense_entries(folder).values() if entry["dtype"] in _STORED
-    )
-    if quantized is not None and quantized.dtype in _COMPUTED:
-        counts[_COMPUTED[quantized.dtype]] += len(quantized.layers)
-    return max(sorted(counts), key=lambda name: counts[name], default="fp32")
-
-
-def dense_bytes(folder: Path, dtype: str = "auto") -> int:
-    """Return the disk space of a plain folder of the weights, in `dtype` or in their stored format."""
-    quantized = read_quantization(folder)
-    entries = _dense_entries(folder)
-    counts = {name: math.prod(entry["shape"]) for name, entry in entries.items()}
-    if dtype in _ITEM_BYTES:
-        total = sum(counts.values()) * _ITEM_BYTES[dtype]
-    else:
-        total = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
-    if quantized is not None:
-        item_bytes = _ITEM_BYTES.get(dtype) or _ITEM_BYTES.get(_COMPUTED.get(quantized.dtype, ""), 4)
-        total += item_bytes * sum(math.prod(facts["shape"]) for facts in quantized.layers.values())
-    return total + _SPARE_BYTES
-
-
-def _dense_entries(folder: Path) -> dict[str, Any]:
-    """Return the header entries of the tensors that are not part of a quantized weight."""
-    entries = {name: entry for path in weight_files(folder) for name, entry in read_header(path)[0].items()}
-    shapes, quantized = dense_shapes(folder), read_quantization(folder)
-    if shapes is None or quantized is None:
-        return entries
-    packed = {f"{layer}.weight" for layer in quantized.layers}
-    return {name: entry for name, entry in entries.items() if name in shapes and name not in packed}
+def _dense_entries(folder: Path, quantized: Collection[str]) -> dict[str, Any]:
+    """Return the header entries of the tensors that are not part of a quantized layer."""
+    return {
+        name: entry
+        for path in weight_files(folder)
+        for name, entry in read_header(path).tensors.items()
+        if _layer_of(name) not in quantized
+    }

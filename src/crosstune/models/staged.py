@@ -1,4 +1,4 @@
-"""Stage a result folder: check the disk space, move it to its place when done, or set it aside when unverified."""
+"""Write a result folder: check the disk space, move the folder into place when complete, keep a wrong one apart."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ from crosstune.files.plain_files import NO_ROOM, free_space, readable_bytes
 from crosstune.models.file_hashes import write_checksums
 
 HUB_VARIABLE = "HF_HOME"
+UNVERIFIED = ".unverified"
+
+
+class Progress(Protocol):
+    """Called with the stage ('wait', 'download', 'convert', 'verify') and bytes; `total` is None when unknown."""
+
+    def __call__(self, stage: str, done: int, total: int | None, /) -> None: ...
+
+
+def silent(stage: str, done: int, total: int | None, /) -> None:
+    """Report no progress."""
 
 
 class DiskFullError(UserError):
@@ -58,11 +69,8 @@ def disk_full(
     )
 
 
-UNVERIFIED = ".unverified"
-
-
 class Unverified(UserError):
-    """The written result failed its check. The folder is kept under a name that says so."""
+    """The written result failed its check; its folder is kept as `unverified_path`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +85,15 @@ class Stage:
 def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
     """Yield the paths for a result, and move it to `out` when the block ends. A kill leaves no `out`."""
     check_out(out)
-    _make_parent(out)
     try:
-        with _room(out, need_bytes), staging_folder(out) as home:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"Cannot write to {out.parent}.", why=str(error), do="choose another --out"
+        ) from error
+    try:
+        ensure_space(out.parent, need_bytes)
+        with disk_errors(out.parent, need_bytes), staging_folder(out) as home:
             stage = Stage(result=home / "result", scratch=home / "scratch")
             stage.scratch.mkdir()
             try:
@@ -115,29 +129,3 @@ def unverified_path(out: Path) -> Path:
         number += 1
         path = out.with_name(f"{out.name}{UNVERIFIED}-{number}")
     return path
-
-
-@contextmanager
-def _room(out: Path, need_bytes: int) -> Iterator[None]:
-    ensure_space(out.parent, need_bytes)
-    with disk_errors(out.parent, need_bytes):
-        yield
-
-
-def _make_parent(out: Path) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"Cannot write to {out.parent}.", why=str(error), do="choose another --out"
-        ) from error
-
-
-class Progress(Protocol):
-    """Called with the stage ('wait', 'download', 'convert', 'verify') and bytes; `total` is None when unknown."""
-
-    def __call__(self, stage: str, done: int, total: int | None, /) -> None: ...
-
-
-def silent(stage: str, done: int, total: int | None, /) -> None:
-    """Report no progress."""

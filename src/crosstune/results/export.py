@@ -86,7 +86,7 @@ def export(
         write_json(stage.result / RECORD, {"exported": report})
         refuse_unverified(report | {"problems": problems}, out)
         if is_file:
-            _keep_file_alone(stage, report["file"])
+            _keep_only_file(stage, report["file"])
     return report | {"path": str(out)}
 
 
@@ -172,7 +172,7 @@ def _write_gguf(
     return report | {"kind": kind, "file": name, "problems": problems, "reread": reread}
 
 
-def _keep_file_alone(stage: Stage, name: str) -> None:
+def _keep_only_file(stage: Stage, name: str) -> None:
     """Make the GGUF file itself the result: `--out model.gguf` names a file, not a folder with one in it."""
     file = stage.scratch / name
     (stage.result / name).rename(file)
@@ -183,10 +183,6 @@ def _keep_file_alone(stage: Stage, name: str) -> None:
 def _copy_model(source: Path, target: Path) -> None:
     """Copy the files of a model folder, except crosstune's records of how it was made."""
     target.mkdir()
-    for path in sorted(source.iterdir()):
-        if (
-            path.is_file()
-            and not path.name.startswith(".")
-            and path.name not in (RECORD, QUANTIZATION_RECORD)
-        ):
+    for path in source.glob("[!.]*"):
+        if path.is_file() and path.name not in (RECORD, QUANTIZATION_RECORD):
             shutil.copy2(path, target / path.name)

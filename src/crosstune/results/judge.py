@@ -1,4 +1,4 @@
-"""Open a trained judge, or any model as one, and test it on labelled items beside its baselines."""
+"""Open a trained judge, or any model as one, and test it and its baselines on labelled items."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.runs.open_parts import find_model, open_session
 
 MEMORY_SAFE = {"cuda": "cpu", "rocm": "cpu", "xpu": "cpu", "mps": "cpu"}
-"""Backend of a training -> the one that tests its result by default, so that two models never share the device."""
+"""Backend of a training -> default backend of its test, so that two models never share the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeRequest:
-    """Which judge to open, where, and how to ask it."""
+    """A judge to open, its device, and how to get its verdicts."""
 
     target: str
     base: str | None = None
@@ -52,7 +52,7 @@ class JudgeRequest:
 
 
 def run_config(folder: Path) -> Config | None:
-    """Return the options of the judge run in a folder; None if it is no run. Raise for a run of another recipe."""
+    """Return the options of a judge run; None if the folder is not a run. Raise for a run of another recipe."""
     if not (folder / "plan.json").is_file():
         return None
     plan = read_json(folder / "plan.json")
@@ -84,7 +84,7 @@ def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, 
         verdict = choose_format(config.verdict, scale=scale, items=list(items))
         settings = JudgeSettings(verdict=verdict.name, scale=str(verdict.scale), explains=verdict.explains)
     _check_items(settings, items, scale)
-    if request.untrained:  # it has no scalar head yet: its score tokens are asked
+    if request.untrained:  # it has no scalar head yet: read its score tokens
         settings = dataclasses.replace(settings, head="tokens", temperature=1.0)
     options = trained.options()
     if request.untrained:
@@ -108,7 +108,7 @@ def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, 
 
 
 def judge_scale(request: JudgeRequest) -> Scale | None:
-    """Return the scale that a trained judge learned; None for a model that was not trained as one."""
+    """Return the scale of a trained judge; None for other models."""
     trained = find_trained(_reward_model(request.target) or request.target, base=request.base)
     settings = read_judge_settings(_result_folder(trained))
     return read_scale(settings.scale) if settings is not None else None
@@ -163,7 +163,7 @@ def measure_judge(
     judge = open_judge(request, items=items, config=config, observer=observer)
     found = ask(judge, items, request, observer)
     scale, settings = judge.verdict.scale, judge.settings
-    del judge  # the untrained model takes its place in memory
+    del judge  # free its memory for the untrained model
     others = baseline_verdicts(items, scale=scale, train=train)
     if with_untrained:
         untrained = dataclasses.replace(request, untrained=True)
@@ -187,7 +187,7 @@ def _result_folder(trained: Trained) -> Path:
 
 
 def _untrained_base(trained: Trained, request: JudgeRequest) -> str:
-    """Return the model that a judge was before its training."""
+    """Return the model that the judge was trained from."""
     if trained.adapter is not None:
         return trained.base
     base: Any = trained.record.get("base")

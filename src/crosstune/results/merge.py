@@ -92,8 +92,10 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
 
 
 def write_expanded(folder: Path, opened: Opened, request: Request, observer: Observer) -> DenseModel:
-    """Return a dense model of llama_pro blocks that were trained over a quantized base: with the original weights, as
-    the result was saved, or with the dequantized ones. It is written into `folder` unless it is the saved one."""
+    """Return a dense model for llama_pro blocks trained over a quantized base, with original or dequantized weights.
+
+    With the original weights it is the saved result itself; otherwise it is written into `folder`.
+    """
     trained, path = opened.trained, opened.model.path
     seen = DenseWeights(
         folder=path,
@@ -163,5 +165,5 @@ def _nothing_to_merge(trained: Trained) -> UserError:
     return UserError(
         f"There is nothing to merge in {trained.home or trained.base}.",
         why=f"it holds a whole model{how}, not an adapter.",
-        do="use the model folder as it is, or crosstune export",
+        do="use the model folder itself, or crosstune export",
     )

@@ -1,4 +1,4 @@
-"""Open the target of merge, export or convert: find its base model, choose the engine, compute logits."""
+"""Open the target of merge, export or convert: find its base and original weights, choose the engine, compute logits."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ from crosstune.planner.gather import make_plan, plan_like, plan_over_quantized
 from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.results.verify import make_prompts
 from crosstune.runs.open_parts import find_model, open_session
+
+NO_ORIGINAL = "none"
+NOT_THE_ORIGINAL = 1.0
+"""Relative error at which two sets of weights are unrelated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,7 @@ def open_request(
     """Open the target of a request; return it with warnings. Without `engine`, the one that fits the target is used."""
     trained, warnings = find_trained(request.target, base=request.base), list[str]()
     if engine is None:
-        engine = "mlx" if _folds_with_mlx(trained, request.backend) else "torch"
+        engine = "mlx" if _merges_with_mlx(trained, request.backend) else "torch"
     if engine == "torch":
         trained, warnings = _over_original(trained, request)
     if request.into == "dequantized" and trained.quantization is None:
@@ -96,7 +100,10 @@ def open_request(
 
 def open_trained(trained: Trained, *, engine: str, backend: str, observer: Observer) -> Opened:
     """Plan for the engine, find the base, and tokenize the prompts."""
-    plan = _plan_mlx(trained) if engine == "mlx" else _plan_torch(trained, backend)
+    if engine == "mlx":
+        plan = make_plan(make_config(**trained.options() | {"backend": "mlx"}), base=trained.base_choice)
+    else:
+        plan = _plan_torch(trained, backend)
     model = find_model(plan.config, observer)
     return Opened(
         trained=trained,
@@ -147,7 +154,7 @@ def has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def _folds_with_mlx(trained: Trained, backend: str) -> bool:
+def _merges_with_mlx(trained: Trained, backend: str) -> bool:
     """Return whether MLX merges the adapter: it is requested, or torch cannot read the base, or torch is missing."""
     if (
         importlib.util.find_spec("mlx_lm") is None
@@ -157,10 +164,6 @@ def _folds_with_mlx(trained: Trained, backend: str) -> bool:
         return False
     over_mlx = trained.quantization is not None and trained.quantization.quantizer == "mlx"
     return backend == "mlx" or over_mlx or not has_torch()
-
-
-def _plan_mlx(trained: Trained) -> Plan:
-    return make_plan(make_config(**trained.options() | {"backend": "mlx"}), base=trained.base_choice)
 
 
 def _plan_torch(trained: Trained, backend: str) -> Plan:
@@ -184,22 +187,22 @@ def _plan_torch(trained: Trained, backend: str) -> Plan:
         config = dataclasses.replace(plan.config, backend="cpu", precision="auto")
         plan = make_plan(config, base=trained.base_choice)
     if trained.adapter is None and plan.backend.is_torch_cpu:
-        # fp32 needs no more memory than autocast here, and rounding does not hide differences.
+        # On the CPU, fp32 needs as much memory as autocast, and rounding does not hide differences.
         plan = plan_like(plan, trained.options() | {"precision": "fp32"})
     return plan
 
 
 def _over_original(trained: Trained, request: Request) -> tuple[Trained, list[str]]:
-    """Treat an adapter over MLX's quantized weights, which torch cannot read, as one over the original weights.
+    """Treat an adapter over MLX's quantized weights as one over the original weights: torch cannot read the former.
 
-    Merging into the original weights is the default anyway; only the difference it makes is not measured.
+    Merging into the original weights is the default anyway; only the difference to the quantized ones is not measured.
     """
     if trained.quantization is None or trained.quantization.quantizer != "mlx":
         return trained, []
     if request.into == "dequantized":
         raise UserError(
             "--into dequantized is not possible for an adapter that was trained over an MLX base.",
-            why="torch, which merges this adapter, cannot read weights quantized by MLX.",
+            why="torch merges this adapter, and cannot read weights quantized by MLX.",
             do="leave --into out, or use mlx-lm: mlx_lm.fuse --dequantize --adapter-path ADAPTER/mlx",
         )
     plain = dataclasses.replace(trained, record={**trained.record, "quantization": None})
@@ -230,11 +233,6 @@ def check_base(trained: Trained, model: ModelFolder, *, force: bool = False) -> 
     )
 
 
-NO_ORIGINAL = "none"
-NOT_THE_ORIGINAL = 1.0
-"""Relative error from which two sets of weights are unrelated."""
-
-
 def find_original(recorded: Mapping[str, Any] | None) -> Path | None:
     """Return the recorded folder of the original weights, if it still exists unchanged."""
     if recorded is None:
@@ -248,15 +246,17 @@ def find_original(recorded: Mapping[str, Any] | None) -> Path | None:
 def choose_original(
     asked: str | None, model: ModelFolder, held: FolderQuantization | None, *, force: bool
 ) -> Path | None:
-    """Return the folder of the weights before quantization, from --original or the record; None for a dense folder and for a
-    conversion from the dequantized weights."""
+    """Return the folder of the original weights, from --original or the record; None for a dense folder, and to convert
+    from the dequantized weights."""
     if held is None or asked == NO_ORIGINAL:
         return None
     if asked is None:
         return find_original(held.original)
     folder = Path(asked).expanduser().absolute()
     check_folder(folder)
-    reason = _other_shapes(model.path, folder, held) or ("" if force else _other_weights(model, folder, held))
+    reason = _shape_difference(model.path, folder, held) or (
+        "" if force else _identity_difference(model, folder, held)
+    )
     if reason:
         raise not_the_original(folder, str(model.path), why=reason)
     return folder
@@ -282,7 +282,7 @@ def original_record(
     return {"name": name, "path": str(folder), "identity": identity(folder)["sha256"]}
 
 
-def _other_shapes(ours: Path, folder: Path, held: FolderQuantization) -> str:
+def _shape_difference(ours: Path, folder: Path, held: FolderQuantization) -> str:
     """Describe the first weight whose shape differs; empty when all match. Weights renamed by mlx-lm are skipped."""
     here, there = dense_shapes(ours) or {}, dense_shapes(folder)
     if there is None:
@@ -292,7 +292,7 @@ def _other_shapes(ours: Path, folder: Path, held: FolderQuantization) -> str:
     return f"{wrong[0]} is {there.get(wrong[0])} there and {here[wrong[0]]} here." if wrong else ""
 
 
-def _other_weights(model: ModelFolder, folder: Path, held: FolderQuantization) -> str:
+def _identity_difference(model: ModelFolder, folder: Path, held: FolderQuantization) -> str:
     """Describe how the recorded identity differs from the folder's; empty when it matches."""
     known, found = (held.original or {}).get("identity"), identity(folder)["sha256"]
     source = source_identity(model.path)["weights"]

@@ -1,4 +1,4 @@
-"""Read prompts from a file, and write the answers to one."""
+"""Read prompts and conversations from files, and write answers and conversations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Prompt:
     text: str | None
     """The prompt when it is one text; None for a conversation."""
     reference: str | None = None
-    """The answer that the file gives, if it gives one."""
+    """The answer in the file, if there is one."""
 
     def row(self, answer: str) -> dict[str, Any]:
         """Return the row of the output file."""
@@ -40,7 +40,7 @@ def make_prompt(text: str, *, system: str = "") -> Prompt:
 
 
 def read_prompts(path: Path, *, system: str = "") -> list[Prompt]:
-    """Read a text file with a prompt per line, or JSON lines with `messages` or `prompt`. Empty lines are left out."""
+    """Read a text file with a prompt per line, or JSON lines with `messages` or `prompt`. Skip empty lines."""
     try:
         lines = read_plain_text(path, limit=PROMPTS_LIMIT).removeprefix("\ufeff").split("\n")
     except UnreadableFile as error:

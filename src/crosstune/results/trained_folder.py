@@ -1,4 +1,4 @@
-"""Find base model, adapter and training settings behind a run folder, an adapter folder or a model name."""
+"""Find the base model, adapter and training settings of a run folder, an adapter folder or a model name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Trained:
 
     @property
     def base_choice(self) -> BaseChoice | None:
-        """What the training decided about its base, to plan with beside `options()`."""
+        """The recorded choice of the base, for `make_plan`."""
         return recorded_choice(self.quantization)
 
     @property
@@ -79,11 +79,11 @@ class Trained:
 
     def tokenizer_folder(self, model: Path) -> Path:
         """Return the folder of the tokenizer: the adapter's own, if it has one, or its base's."""
-        own = self.adapter is not None and (self.adapter / "tokenizer.json").is_file()
-        return self.adapter if own and self.adapter is not None else model
+        adapter = self.adapter
+        return adapter if adapter is not None and (adapter / "tokenizer.json").is_file() else model
 
     def result_path(self, suffix: str) -> Path:
-        """Return the default folder for a result: in a run, beside an adapter or model folder, else in the current one."""
+        """Return the default folder of a result: in a run, next to an adapter or model folder, or in the current folder."""
         if self.home is None:
             return Path(f"{Path(self.base).name}-{suffix}").absolute()
         return self.home / suffix if self.is_run else self.home.with_name(f"{self.home.name}-{suffix}")
@@ -124,11 +124,11 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
 
 
 def _check_exists(target: str, folder: Path) -> None:
-    """Raise for a run that is not there: a name beside other runs, or in the folder where runs are by default."""
+    """Raise for a missing run: a path among other runs, or in the default folder of runs."""
     if folder.exists() or target in BUNDLED or folder.suffix == ".gguf":
         return
     runs = [run.name for run in runs_beside(folder)]
-    is_name = "/" not in target  # of a model, unless there is a run of a similar name
+    is_name = "/" not in target  # a model's, unless a run has a similar name
     in_runs = Path(target).parent == Path(Config().output_dir)
     if nearest(folder.name, runs) or (runs and not is_name) or in_runs:
         raise missing_run(target)

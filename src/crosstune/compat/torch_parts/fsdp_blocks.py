@@ -18,7 +18,7 @@ _WHOLE = (nn.MultiheadAttention,)
 
 
 def choose_blocks(model: nn.Module, *, policy: Any, min_num_params: int) -> list[nn.Module]:
-    """Return the modules inside of a model that a policy selects, inner ones first; without one, the large ones.
+    """Return the modules of a model that a policy selects, inner ones first; without a policy, the large ones.
 
     A policy is one of torch's for FSDP, a function of the same form, or a collection of classes.
     """
@@ -57,7 +57,7 @@ def blocks_of_class(model: nn.Module, classes: Any) -> list[nn.Module]:
             f"The model has no {' or '.join(kind.__name__ for kind in wanted)}.",
             do=f"its repeated layers are: {', '.join(repeated)}"
             if repeated
-            else "use wrap_model, which goes by size",
+            else "use wrap_model, which selects by size",
         )
     return [module for module in found if not _shares_weights(model, module)]
 
@@ -71,7 +71,7 @@ def _is_large(*, module: nn.Module, recurse: bool, nonwrapped_numel: int, least:
 
 
 def _walk(module: nn.Module, policy: Policy, seen: set[int]) -> list[tuple[nn.Module, int]]:
-    """Return the modules that a policy of FSDP1 selects, children first, with their parameters that no child has."""
+    """Return the modules that a policy of FSDP1 selects, children first, each with its number of remaining parameters."""
     if id(module) in seen:
         return []
     seen.add(id(module))
@@ -87,7 +87,7 @@ def _walk(module: nn.Module, policy: Policy, seen: set[int]) -> list[tuple[nn.Mo
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Return whether a module is called, so that there is a moment to gather it; lists and stored weights are not."""
+    """Return whether a module is called, so that its weights can be gathered; lists and stored weights are not."""
     return type(module).forward is not nn.Module.forward
 
 

@@ -26,7 +26,75 @@ from crosstune.torch_engine.sharding.local_shard import is_sharded, local_part, 
 Parameters = Mapping[str, torch.Tensor]
 
 
-def export_optimizer(
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_EXTRA = "_extra_state"
+
+
+def save_file(
+    model: nn.Module,
+    path: Path,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint atomically. Collective: every process calls it, and rank 0 writes."""
+    values = dict(metadata or {})
+    _check_plain(values)
+    is_writer = _rank() == 0
+    tensors = _export_model(model, keep=is_writer)
+    settings: dict[str, Any] | None = None
+    if optimizer is not None:
+        moments, settings = _export_optimizer(optimizer, dict(model.named_parameters()), keep=is_writer)
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in moments.items()}
+    for rank, states in enumerate(_gather_random(_device(model))):
+        tensors |= {f"random/{rank}/{name}": torch.from_numpy(array) for name, array in states.items()}
+    facts = {
+        "metadata": values,
+        "optimizer": settings,
+        "world_size": _world_size(),
+        "backend": _device(model).type,
+        "precision": _precision(model),
+        "quantization": _quantization(model),
+    }
+    _write_on_first(lambda: files.write(path, tensors, facts), path)
+    return path
+
+
+def load_file(
+    model: nn.Module,
+    path: Path,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Load a checkpoint into a model and an optimizer; return the saved values and how the model was trained.
+
+    Each process reads the rows that it holds. Nothing is changed unless everything fits. Without `strict`, weights that
+    only one side has are skipped and listed in missing_keys and unexpected_keys.
+    """
+    with files.open_file(path) as stored:
+        facts = stored.facts
+        own, saved = dict(model.state_dict()), stored.names("model/")
+        missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+        _check_fit(path, own, saved, missing + unexpected if strict else [])
+        _check_quantization(model, stored)
+        if optimizer is not None and facts["optimizer"] is None:
+            if strict:
+                raise UserError(
+                    f"{path} has no optimizer state.",
+                    why="it was saved without optimizer=.",
+                    do="load it without optimizer=, or with strict=False to start with a new one",
+                )
+            missing.append("optimizer")
+        elif optimizer is not None:
+            _import_optimizer(optimizer, dict(model.named_parameters()), stored, facts["optimizer"])
+        _import_model(model, own, saved, stored)
+        _import_random(model, stored, facts)
+    described = {name: facts[name] for name in ("backend", "precision", "quantization")}
+    return described | {"missing_keys": missing, "unexpected_keys": unexpected} | dict(facts["metadata"])
+
+
+def _export_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Parameters, *, keep: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the state as tensors by `slot/name`, and the settings of each group as plain values. Collective."""
@@ -51,10 +119,10 @@ def export_optimizer(
     return tensors, {"kind": type(optimizer).__name__, "groups": groups}
 
 
-def import_optimizer(
+def _import_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Parameters, stored: Any, saved: Mapping[str, Any]
 ) -> None:
-    """Give an optimizer the saved state and settings, divided as its parameters are here."""
+    """Restore the state and settings of an optimizer, sharded like its parameters."""
     names = _names(optimizer, parameters)
     own = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     if saved["kind"] != type(optimizer).__name__ or own != [group["names"] for group in saved["groups"]]:
@@ -87,7 +155,7 @@ def _names(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[Any
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not all(id(parameter) in named for parameter in own):
         raise UserError(
-            "The optimizer has parameters that the model has not.",
+            "The optimizer has parameters that the model lacks.",
             why="sharding replaces the parameters of a model.",
             do="make the optimizer after wrapping: AdamW(fsdp_model.parameters())",
         )
@@ -126,76 +194,8 @@ def _restore(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
             group[name] = tuple(value) if isinstance(value, list) else value
 
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-_EXTRA = "_extra_state"
-
-
-def save_file(
-    model: nn.Module,
-    path: Path,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    metadata: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write a checkpoint atomically. Collective: every process calls it, and rank 0 writes."""
-    values = dict(metadata or {})
-    _check_plain(values)
-    is_writer = _rank() == 0
-    tensors = _export_model(model, keep=is_writer)
-    settings: dict[str, Any] | None = None
-    if optimizer is not None:
-        moments, settings = export_optimizer(optimizer, dict(model.named_parameters()), keep=is_writer)
-        tensors |= {f"optimizer/{name}": tensor for name, tensor in moments.items()}
-    for rank, states in enumerate(_gather_random(_device(model))):
-        tensors |= {f"random/{rank}/{name}": torch.from_numpy(array) for name, array in states.items()}
-    facts = {
-        "metadata": values,
-        "optimizer": settings,
-        "world_size": _world_size(),
-        "backend": _device(model).type,
-        "precision": _precision(model),
-        "quantization": _quantization(model),
-    }
-    _write_on_first(lambda: files.write(path, tensors, facts), path)
-    return path
-
-
-def load_file(
-    model: nn.Module,
-    path: Path,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    strict: bool = True,
-) -> dict[str, Any]:
-    """Load a checkpoint into a model and an optimizer; return the saved values and how the model was trained.
-
-    Each process reads the rows that it holds. Nothing is changed unless everything fits. Without `strict`, weights that
-    only one side has are left as they are and listed in missing_keys and unexpected_keys.
-    """
-    with files.open_file(path) as stored:
-        facts = stored.facts
-        own, saved = dict(model.state_dict()), stored.names("model/")
-        missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-        _check_fit(path, own, saved, missing + unexpected if strict else [])
-        _check_quantization(model, stored)
-        if optimizer is not None and facts["optimizer"] is None:
-            if strict:
-                raise UserError(
-                    f"{path} has no optimizer state.",
-                    why="it was saved without optimizer=.",
-                    do="load it without optimizer=, or with strict=False to start with a new one",
-                )
-            missing.append("optimizer")
-        elif optimizer is not None:
-            import_optimizer(optimizer, dict(model.named_parameters()), stored, facts["optimizer"])
-        _import_model(model, own, saved, stored)
-        _import_random(model, stored, facts)
-    described = {name: facts[name] for name in ("backend", "precision", "quantization")}
-    return described | {"missing_keys": missing, "unexpected_keys": unexpected} | dict(facts["metadata"])
-
-
 def _export_model(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Return the whole tensors of the model's state on the host. One at a time is gathered on the device."""
+    """Return the whole tensors of the model's state on the host, gathering one at a time on the device."""
     found: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):

@@ -56,6 +56,9 @@ class MPSFSDPConfig:
     """The most that torch may allocate on the device, in bytes; None leaves torch's own limit."""
     aggressive_memory_optimization: bool = False
     """Give cached memory back before each forward pass."""
+    fallback_to_cpu_ops: Sequence[str] = ()
+    """Operators to run on the CPU if MPS lacks them. torch falls back for all operators or none, as
+    PYTORCH_ENABLE_MPS_FALLBACK says; names given here raise a warning if that variable is not 1."""
 
     debug_mode: bool = False
     profile_memory: bool = False
@@ -130,6 +133,12 @@ def _address(value: Any) -> str:
     return str(value)
 
 
+def _operators(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return tuple(value)
+
+
 def _count(least: int) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         if isinstance(value, bool) or value != int(value) or value < least:
@@ -169,5 +178,6 @@ _SETTINGS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         "",
         f"{_FROM_1}, or None",
     ),
+    "fallback_to_cpu_ops": (_operators, "", "use a list of names such as ['aten::sort']"),
 }
 """Setting -> (its reader, why other values are refused, what to use); the others are flags."""

@@ -69,7 +69,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, A
 
 @contextmanager
 def open_file(path: Path) -> Iterator[StoredFile]:
-    """Open a checkpoint; raise UserError unless it is complete, unchanged and one of ours. No code in it is run."""
+    """Open a checkpoint; raise UserError unless it is complete, unchanged and written by save_checkpoint."""
     _refuse_foreign(path)
     read_header(path)
     with safe_open(path, framework="pt") as tensors:
@@ -101,14 +101,14 @@ def _digest(names: list[str], read: Any, text: str) -> str:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuse pickles of torch.save, which could run code, and say how to convert them."""
+    """Refuse files of torch.save: a pickle can run code."""
     with open_plain(path) as file:
         start = file.read(512)
     is_safetensors = start[8:9] == b"{"  # after the length of its header, whose first byte may be a pickle's
     if not is_safetensors and (start.startswith((_ZIP, _PICKLE)) or _TAR in start):
         raise UserError(
             f"{path} was written by torch.save.",
-            why="such a file is a pickle, which can run code; checkpoints of this class are safetensors.",
+            why="it is a pickle and could run code; checkpoints of this class are safetensors.",
             do="read it once yourself with torch.load and weights_only=True, pass its state dict to model.load_state_dict, "
             "and use save_checkpoint; for a model of transformers: crosstune checkpoint import PATH --out runs/old",
         )

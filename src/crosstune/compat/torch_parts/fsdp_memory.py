@@ -19,7 +19,7 @@ from crosstune.estimate.memory import GIB, moment_bytes
 from crosstune.torch_engine.probe import allocated_bytes
 
 STATE_SHARE, GATHERED_SHARE = 5 / 8, 15 / 32
-"""Shares of the memory up to which the training state stays whole, and weights stay gathered; activations need the rest."""
+"""Largest shares of the memory for an unsharded training state, and for gathered weights; activations need the rest."""
 
 
 @dataclass(kw_only=True)
@@ -43,13 +43,10 @@ class MemoryOptimizer:
         self.config, self.device = config, device
 
     def optimize_sharding_strategy(self, model_size: float, available_memory: float) -> ShardingStrategy:
-        """Return how to shard weights of so many bytes in so much memory.
-
-        Training in fp32 holds them four times: weights, gradients and two moments.
-        """
+        """Return the strategy for fp32 weights of `model_size` bytes; gradients and two moments need three times that."""
         if model_size < 0 or available_memory <= 0:
             raise UserError(
-                f"A model of {model_size} bytes in {available_memory} bytes of memory cannot be meant."
+                f"A model of {model_size} bytes in {available_memory} bytes of memory is impossible."
             )
         gradients, moments = model_size, moment_bytes(int(model_size) // 4, "adamw")
         if model_size + gradients + moments < STATE_SHARE * available_memory:
@@ -61,7 +58,7 @@ class MemoryOptimizer:
         """Limit torch to unified_memory_pool_size and return the limit; None where nothing limits it."""
         total, limit = device_bytes(self.device), self.config.unified_memory_pool_size
         if self.device.type == "cpu":
-            return None  # torch takes host memory from the system, without a pool
+            return None  # torch has no pool for host memory
         if limit is None:
             return total
         if limit > total:

@@ -1,7 +1,8 @@
-"""Wrap a model for the guides' MPSFSDPWrapper: place it, cast it, shard it, or run it whole where FSDP2 cannot."""
+"""Connect processes, shard a model with FSDP2 or run it whole, and check a machine, for the guides' MPSFSDPWrapper."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import os
@@ -13,18 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecisionPolicy, ShardingStrategy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
-from crosstune.compat.torch_parts.fsdp_groups import connect_alone, disconnect, make_mesh, open_group
 from crosstune.core.errors import UserError
 from crosstune.torch_engine.capabilities import DTYPES, working_dtypes
 from crosstune.torch_engine.quantized import StoredWeight
 from crosstune.torch_engine.sharding.local_shard import free_gathered, sharded_modules
 from crosstune.torch_engine.sharding.mps_streams import prepare_mps
-from crosstune.torch_engine.sharding.shard import STRATEGIES, shard
+from crosstune.torch_engine.sharding.shard import REPLICAS, SHARDS, STRATEGIES, shard
+from crosstune.torch_engine.sharding.staged_backend import NAME, register_staged_backend
 
+FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 LOG = logging.getLogger("crosstune.mps_fsdp")
 
 
@@ -36,34 +39,100 @@ def find_device(model: nn.Module | None = None) -> torch.device:
         return on_gpu[0]
     if torch.backends.mps.is_available():
         return torch.device("mps")
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def usable_dtype(
     wanted: torch.dtype, device: torch.device, *, dtypes: Sequence[str] | None = None
 ) -> torch.dtype:
-    """Return a dtype that computes correctly on the device: bfloat16 becomes float16, and that float32, where needed."""
+    """Return a dtype that computes correctly on the device: bfloat16 falls back to float16, and float16 to float32."""
     works = working_dtypes(device.type, notes=[]) if dtypes is None else dtypes
     order = {torch.bfloat16: ("bf16", "fp16"), torch.float16: ("fp16",)}.get(wanted, ())
     return next((DTYPES[name] for name in order if name in works), torch.float32)
 
 
 def list_adjustments(config: MPSFSDPConfig) -> list[str]:
-    """Return which settings FSDP2 replaces by its own way."""
+    """Return a sentence for each setting that has no effect here."""
     found = []
     if config.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
         found.append(
-            "backward_prefetch: FSDP2 gathers the next layer before the gradients of the present one"
+            "backward_prefetch: FSDP2 always gathers the next layer before it computes the gradients of this one"
         )
     if not config.limit_all_gathers:
         found.append("limit_all_gathers: FSDP2 always holds at most two gathered layers")
     if not config.use_orig_params:
         found.append("use_orig_params: FSDP2 always keeps the original parameters")
+    if config.fallback_to_cpu_ops and os.environ.get(FALLBACK) != "1":
+        found.append(
+            f"fallback_to_cpu_ops: torch needs {FALLBACK}=1 set before Python starts, for all operators at once"
+        )
     return found
+
+
+def check_mps_fsdp_compatibility() -> dict[str, Any]:
+    """Try dtypes and FSDP2 on this machine, and return what works, with warnings."""
+    device, notes = find_device(), []  # type: ignore[var-annotated]
+    is_mps = torch.backends.mps.is_available()
+    dtypes = working_dtypes(device.type, notes=notes)
+    if not is_mps:
+        is_built = torch.backends.mps.is_built()
+        reason = "needs macOS 13 on a Mac" if is_built else "this torch was built without it"
+        notes.append(f"MPS is not available ({reason}); {device.type} is used")
+    elif os.environ.get(FALLBACK) != "1":
+        notes.append(f"operators without a Metal kernel fail: set {FALLBACK}=1 before starting Python")
+    problem = _try_fsdp(device)
+    if problem:
+        notes.append(f"FSDP2 does not run on {device.type}: {problem}")
+    return {
+        "mps_available": is_mps,
+        "mps_built": torch.backends.mps.is_built(),
+        "device": device.type,
+        "pytorch_version": torch.__version__,
+        "macos_version": platform.mac_ver()[0] or None,
+        "float16_supported": "fp16" in dtypes,
+        "bfloat16_supported": "bf16" in dtypes,
+        "distributed_available": dist.is_available(),
+        "gloo_available": dist.is_available() and dist.is_gloo_available(),
+        "backend": "gloo",
+        "fsdp_supported": None if problem is None else not problem,
+        "warnings": notes,
+    }
+
+
+def connect(config: MPSFSDPConfig) -> None:
+    """Join the other processes unless the program has done so; a single process gets a group of one.
+
+    Then set world_size and rank from the group.
+    """
+    if not dist.is_initialized():
+        if config.world_size > 1:
+            dist.init_process_group(
+                "gloo", init_method=config.init_method, world_size=config.world_size, rank=config.rank
+            )
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:  # started by torchrun
+            dist.init_process_group("gloo", init_method="env://")
+        else:
+            connect_alone()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if config.world_size not in (1, size):
+        raise UserError(
+            f"world_size={config.world_size} does not match the {size} processes that are connected.",
+            do="pass the world_size and rank of torch.distributed, or leave them out",
+        )
+    config.world_size, config.rank = size, rank
+
+
+def connect_alone() -> None:
+    """Make a process group of one, without a port; FSDP2 needs a group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(disconnect)
+
+
+def disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def wrap(
@@ -75,7 +144,7 @@ def wrap(
     compute: torch.dtype,
     in_order: bool = False,
 ) -> nn.Module:
-    """Shard a model in place and return it. `in_order` says that the blocks run one after the other."""
+    """Shard a model in place and return it. `in_order`: the blocks run one after the other."""
     _check_wrappable(model)
     if config.sync_module_states and dist.get_world_size() > 1:
         _sync_states(model)
@@ -83,7 +152,8 @@ def wrap(
     _place_unsharded(model, device, config.buffer_dtype if casts else None)
     if device.type == "mps":
         prepare_mps()
-    strategy = STRATEGIES["full_shard" if _frees(config.sharding_strategy) else "shard_grad_op"]
+    is_full = config.sharding_strategy is ShardingStrategy.FULL_SHARD
+    strategy = STRATEGIES["full_shard" if is_full else "shard_grad_op"]
     policy = MixedPrecisionPolicy(
         param_dtype=compute if casts else None,
         reduce_dtype=config.reduce_dtype if config.use_mixed_precision else None,
@@ -98,7 +168,7 @@ def wrap(
         # The loss of each process is a mean over its own rows, so the gradient is the mean over the processes: FSDP2's
         # own division. An explicit factor would divide twice where each process holds one whole shard.
         module.set_gradient_divide_factor(None)
-    if _frees(config.sharding_strategy):
+    if is_full:
         model.set_reshard_after_forward(True, recurse=False)
     model.register_forward_hook(_free_without_gradients)
     if config.forward_prefetch and in_order:
@@ -141,13 +211,43 @@ def fsdp_problem(device: torch.device) -> str:
     return ""
 
 
-def _frees(strategy: Any) -> bool:
-    return strategy is ShardingStrategy.FULL_SHARD
+def _try_fsdp(device: torch.device) -> str | None:
+    """Return why FSDP2 fails, "" if it works; None if processes are connected, as all of them would have to try it."""
+    if dist.is_initialized():
+        return None
+    connect_alone()
+    try:
+        return fsdp_problem(device)
+    finally:
+        disconnect()
+
+
+def make_mesh(strategy: ShardingStrategy, device: str) -> DeviceMesh:
+    """Return the mesh over all processes. With NO_SHARD each process is a replica with one shard, the whole model."""
+    if strategy is not ShardingStrategy.NO_SHARD:
+        return DeviceMesh.from_group(open_group(device), device, mesh_dim_names=(SHARDS,))
+    ranks = list(range(dist.get_world_size()))
+    alone = [open_group(device, [rank]) for rank in ranks][dist.get_rank()]
+    return DeviceMesh.from_group(
+        [open_group(device), alone],
+        device,
+        mesh=torch.tensor(ranks).view(-1, 1),
+        mesh_dim_names=(REPLICAS, SHARDS),
+    )
+
+
+def open_group(device: str, ranks: list[int] | None = None) -> Any:
+    """Return a group for tensors of this device. Collective: every process makes every group."""
+    if device == "cpu":
+        if ranks is None and dist.get_backend() == "gloo":
+            return dist.group.WORLD
+        return dist.new_group(ranks, backend="gloo")
+    register_staged_backend()
+    return dist.new_group(ranks, backend=NAME)
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    """Return whether a model has quantized layers. They compute in a dtype of their own, and rounding scales would
-    change their weights."""
+    """Return whether a model has quantized layers: they choose their compute dtype, and a cast would round their scales."""
     return any(isinstance(module, StoredWeight) for module in model.modules())
 
 
@@ -175,12 +275,12 @@ def _place_unsharded(model: nn.Module, device: torch.device, dtype: torch.dtype 
             casts = dtype is not None and buffer.is_floating_point() and not isinstance(module, _BatchNorm)
             module._buffers[name] = buffer.to(device, dtype if casts else buffer.dtype)
     for parameter in model.parameters():
-        if parameter.ndim == 0:  # which FSDP2 leaves where it is
+        if parameter.ndim == 0:  # FSDP2 does not move scalars
             parameter.data = parameter.data.to(device)
 
 
 def _reduce_scalars(model: nn.Module) -> None:
-    """Average the gradients of scalar parameters over the processes: FSDP2 cannot shard them and leaves them alone."""
+    """Average the gradients of scalar parameters over the processes, as FSDP2 ignores scalars."""
     scalars = [p for p in model.parameters() if p.ndim == 0 and p.requires_grad]
     if not scalars or dist.get_world_size() == 1:
         return
@@ -196,7 +296,7 @@ def _reduce_scalars(model: nn.Module) -> None:
 
 
 def _free_without_gradients(model: Any, inputs: Any, output: Any) -> None:
-    """Free gathered weights after a pass that no backward pass follows: an optimizer made now must see the shards."""
+    """Free gathered weights after a pass without gradients: an optimizer made now must see the shards."""
     if not torch.is_grad_enabled():
         free_gathered(model)
 
@@ -217,7 +317,7 @@ def _apply_on_device(
     fn: Callable[[torch.Tensor], torch.Tensor],
     recurse: bool = True,
 ) -> nn.Module:
-    """Serve model.to(): the model is on its device already, and offloaded weights stay on the host."""
+    """Handle model.to(): refuse another device, and keep offloaded weights on the host."""
     before = torch.empty(0, device=device)
     after = fn(before)
     if after.device.type != device.type:
@@ -232,7 +332,7 @@ def _apply_on_device(
 
 
 def free_cache(device: torch.device) -> None:
-    """Give memory that torch has cached back to the system."""
+    """Return torch's cached memory to the system."""
     empty = getattr(torch.get_device_module(device.type), "empty_cache", None)
     if empty is not None:
         empty()
@@ -255,50 +355,3 @@ def _log_passes(model: nn.Module) -> None:
         module.register_full_backward_pre_hook(
             lambda _, __, label=label: LOG.debug("backward gathers %s", label)
         )
-
-
-FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
-
-
-def check_machine() -> dict[str, Any]:
-    """Return the device, its working dtypes, gloo, FSDP2, and warnings."""
-    device, notes = find_device(), []  # type: ignore[var-annotated]
-    is_mps = torch.backends.mps.is_available()
-    dtypes = working_dtypes(device.type, notes=notes)
-    if not is_mps:
-        built = (
-            "this torch was built without it"
-            if not torch.backends.mps.is_built()
-            else "needs macOS 13 on a Mac"
-        )
-        notes.append(f"MPS is not available ({built}); {device.type} is used")
-    elif os.environ.get(FALLBACK) != "1":
-        notes.append(f"operators without a Metal kernel fail: set {FALLBACK}=1 before starting Python")
-    problem = _try_fsdp(device)
-    if problem:
-        notes.append(f"FSDP2 does not run on {device.type}: {problem}")
-    return {
-        "mps_available": is_mps,
-        "mps_built": torch.backends.mps.is_built(),
-        "device": device.type,
-        "pytorch_version": torch.__version__,
-        "macos_version": platform.mac_ver()[0] or None,
-        "float16_supported": "fp16" in dtypes,
-        "bfloat16_supported": "bf16" in dtypes,
-        "distributed_available": dist.is_available(),
-        "gloo_available": dist.is_available() and dist.is_gloo_available(),
-        "backend": "gloo",
-        "fsdp_supported": None if problem is None else not problem,
-        "warnings": notes,
-    }
-
-
-def _try_fsdp(device: torch.device) -> str | None:
-    """Return why FSDP2 fails, "" if it works; None within connected processes, where all would have to try it together."""
-    if dist.is_initialized():
-        return None
-    connect_alone()
-    try:
-        return fsdp_problem(device)
-    finally:
-        disconnect()

