@@ -43,7 +43,7 @@ def evaluate_items(
     }
     if intervals:
         weights = metrics.draw_weights(len(items), groups=[item.group for item in items])
-        bounds = {n: metrics.interval(metric(weights)) for n, metric in computed.items() if len(items) > 1}
+        bounds = {n: metrics.interval(metric, weights) for n, metric in computed.items() if len(items) > 1}
         report["intervals"] = {name: each for name, each in bounds.items() if each is not None}
     _add_calibration(report, items, found, scale)
     explained = [(item, one) for item, one in zip(items, found, strict=True) if item.critique and one.text]
