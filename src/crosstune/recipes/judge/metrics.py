@@ -111,14 +111,10 @@ def _count_ascending(weights: Floats, values: Floats) -> Floats:
         left_keys, right_keys = keys[order], keys[right]
         sums = np.cumsum(np.pad(weights[order], ((1, 0), (0, 0))), axis=0)
         start = right_keys - right_keys % num_ranks
+        # Keys are whole numbers: the left keys up to k are those below k + 1.
         below, up_to, before, after = (
-            sums[np.searchsorted(left_keys, key, side=side)]
-            for key, side in (
-                (right_keys, "left"),
-                (right_keys, "right"),
-                (start, "left"),
-                (start + num_ranks, "left"),
-            )
+            sums[np.searchsorted(left_keys, key)]
+            for key in (right_keys, right_keys + 1, start, start + num_ranks)
         )
         total += (weights[right] * (below + up_to - before - after)).sum(axis=0)
         width *= 2
@@ -262,17 +258,17 @@ def fit_temperature(log_probs: Floats, targets: Floats) -> float:
     """Return the temperature with the lowest cross entropy to `targets`, distributions over the labels."""
     if not len(log_probs):
         return 1.0
-    losses = [-(targets * _log_softmax(log_probs / t)).sum(axis=1).mean() for t in _TEMPERATURES]
+    losses = [-(targets * log_softmax(log_probs / t)).sum(axis=1).mean() for t in _TEMPERATURES]
     return float(_TEMPERATURES[int(np.argmin(losses))])
 
 
 def soften(probs: Floats, temperature: float) -> Floats:
     """Return probabilities at another temperature."""
-    softened: Floats = np.exp(_log_softmax(np.log(np.maximum(probs, 1e-300)) / temperature))
+    softened: Floats = np.exp(log_softmax(np.log(np.maximum(probs, 1e-300)) / temperature))
     return softened
 
 
-def _log_softmax(values: Floats) -> Floats:
+def log_softmax(values: Floats) -> Floats:
     shifted = values - values.max(axis=-1, keepdims=True)
     found: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return found
