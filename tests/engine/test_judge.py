@@ -239,7 +239,7 @@ def words_of(flags: dict[str, Any]) -> list[str]:
 def test_a_judge_learns_and_beats_every_baseline(
     tiny_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = options(tiny_model, data, "cpu", train_type="full", lr=3e-3, max_steps=45, batch_size=8)
+    flags = options(tiny_model, data, "cpu", train_type="full", lr=3e-3, max_steps=75, batch_size=8)
     flags |= {"output_dir": str(tmp_path), "name": "j", "num_samples": 2}
     with planted(tmp_path / "planted", notes=RECORDING):
         assert main(["judge", "train", *words_of(flags), "--log_to", "notes", "--json"]) == 0
@@ -247,7 +247,7 @@ def test_a_judge_learns_and_beats_every_baseline(
     assert test["metrics"]["pearson"] > 0.9 and test["num_unreadable"] == 0
     *_, evaluated, tested, worst, _ = notes(tmp_path / "j")
     assert evaluated["name"] == "eval/samples" and worst["name"] == "test/worst"
-    assert tested["values"]["test/pearson"] == test["metrics"]["pearson"] and tested["step"] == 45
+    assert tested["values"]["test/pearson"] == test["metrics"]["pearson"] and tested["step"] == 75
     report = json.loads((tmp_path / "j" / "test_metrics.json").read_text())
     assert set(report["baselines"]) == {"constant", "longer answer", "untrained model"}
     for name, other in report["baselines"].items():
@@ -286,7 +286,7 @@ def test_a_scalar_head_learns_and_is_transformers_sequence_classifier(
 
     learns = train_type == "full"
     flags = options(tiny_model, data, "cpu", batch_size=8, head="scalar", train_type=train_type, lr=3e-3)
-    flags |= {"output_dir": str(tmp_path), "name": "r", "max_steps": 30 if learns else 3}
+    flags |= {"output_dir": str(tmp_path), "name": "r", "max_steps": 40 if learns else 12}
     assert main(["judge", "train", *words_of(flags), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["test"]["metrics"]["pearson"]
     assert not learns or found > 0.9

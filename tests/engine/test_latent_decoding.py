@@ -11,12 +11,12 @@ import torch
 from latent_sessions import grammar_pairs, opened
 
 from crosstune.recipes.latent_diffusion.batch import T_MIN
-from crosstune.recipes.latent_diffusion.encoders import GrammarEncoder
+from crosstune.recipes.latent_diffusion.corpora import GrammarEncoder
+from crosstune.recipes.latent_diffusion.correction import CorrectOptions, correct_texts
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
 from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.settings import DecodeOptions
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, to_clean
-from crosstune.recipes.latent_diffusion.trained import CorrectOptions, correct_texts
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD
 
 STEPS = 100

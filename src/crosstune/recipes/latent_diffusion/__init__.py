@@ -15,7 +15,7 @@ from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer
 from crosstune.estimate.machine import BackendReport
 from crosstune.recipes.latent_diffusion.build import CORPORA, grammar_pairs
-from crosstune.recipes.latent_diffusion.encoders import GRAMMAR
+from crosstune.recipes.latent_diffusion.corpora import GRAMMAR
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, is_pair_folder, open_pairs
 from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.settings import make_modes

@@ -17,19 +17,24 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.paths import cache_base
 from crosstune.files.plain_files import open_plain
 from crosstune.models.staged import Progress, silent
-from crosstune.recipes.latent_diffusion.encoders import (
-    EDITION,
+from crosstune.recipes.latent_diffusion.corpora import (
     GRAMMAR,
-    MAX_TOKENS,
-    MINILM,
-    NUM_TEXTS,
+    GRAMMAR_EDITION,
+    GRAMMAR_MAX_TOKENS,
+    GRAMMAR_TEXTS,
+    WORDNET,
     GrammarEncoder,
+    fetch_wordnet,
+    make_grammar_texts,
+    read_wordnet,
+    write_grammar_tokenizer,
+)
+from crosstune.recipes.latent_diffusion.encoders import (
+    MINILM,
     encoder_record,
     find_encoder,
     longest_text,
-    make_texts,
     open_encoder,
-    write_tokenizer,
 )
 from crosstune.recipes.latent_diffusion.layouts import Imported, find_layout, read_layout
 from crosstune.recipes.latent_diffusion.pair_folder import (
@@ -40,7 +45,6 @@ from crosstune.recipes.latent_diffusion.pair_folder import (
     write_pairs,
 )
 from crosstune.recipes.latent_diffusion.texts import (
-    WORDNET,
     Chosen,
     Divided,
     WriteOptions,
@@ -48,8 +52,6 @@ from crosstune.recipes.latent_diffusion.texts import (
     choose_rows,
     clean,
     divide,
-    fetch_wordnet,
-    read_wordnet,
 )
 from crosstune.recipes.latent_diffusion.vocabulary import OnCount, TokenRows, tokenize
 
@@ -133,9 +135,9 @@ def build(request: BuildRequest) -> dict[str, Any]:
 
 def grammar_pairs(cache: Path | None = None) -> Path:
     """Return the folder of the generated pairs in the cache; make it on first use."""
-    folder = cache_base(cache) / "pairs" / f"{GRAMMAR}-{EDITION}"
+    folder = cache_base(cache) / "pairs" / f"{GRAMMAR}-{GRAMMAR_EDITION}"
     if not is_pair_folder(folder):
-        options = WriteOptions(max_tokens=MAX_TOKENS)
+        options = WriteOptions(max_tokens=GRAMMAR_MAX_TOKENS)
         build(BuildRequest(source=GRAMMAR, out=folder, options=options))
     return folder
 
@@ -192,10 +194,10 @@ def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
 
 
 def _build_grammar(request: BuildRequest) -> dict[str, Any]:
-    count = request.most_texts if request.most_texts > 0 else NUM_TEXTS
-    texts, encoder = make_texts(count), GrammarEncoder()
+    count = request.most_texts if request.most_texts > 0 else GRAMMAR_TEXTS
+    texts, encoder = make_grammar_texts(count), GrammarEncoder()
     with tempfile.TemporaryDirectory() as scratch:
-        write_tokenizer(Path(scratch))
+        write_grammar_tokenizer(Path(scratch))
         tokenizer = Tokenizer.from_folder(Path(scratch))
         tokens, divided = tokenize(tokenizer, texts), _divide(request, texts)
         return write_pairs(
