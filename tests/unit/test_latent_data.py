@@ -127,7 +127,7 @@ def test_vectors_without_a_direction(tmp_path: Path, tokenizer: Path, bad: float
 
 @pytest.mark.parametrize("latents", [np.ones((2, 4), np.int64), np.ones((2, 0)), np.ones(2)])
 def test_arrays_that_hold_no_vectors(tmp_path: Path, tokenizer: Path, latents: Any) -> None:
-    with pytest.raises(UserError, match="a row of floating-point numbers for each text"):
+    with pytest.raises(UserError, match="each text needs a row of floating-point numbers"):
         write(tmp_path, tokenizer, ["the cat", "a dog"], latents)
 
 
@@ -201,7 +201,7 @@ def test_a_changed_array_is_found(pairs: Path) -> None:
     [
         ("train/latents.npy", lambda a: a[:-1], "the manifest says"),
         ("train/latents.npy", lambda a: a[:, :-1], "the manifest says"),
-        ("train/latents.npy", lambda a: a * 2, "off the norm 1"),
+        ("train/latents.npy", lambda a: a * 2, "the norm of vector 0 differs from 1"),
         ("train/latents.npy", lambda a: a * np.nan, "not finite"),
         ("train/tokens.npy", lambda a: a.astype(np.float32), "the manifest says"),
         ("train/tokens.npy", lambda a: a + 500, "beyond the vocabulary"),
@@ -227,7 +227,7 @@ def test_a_pickled_array_is_not_loaded(pairs: Path) -> None:
         ({"dim": "wide"}, "dim"),
         ({"splits": {"test": 1}}, "the split test"),
         ({"files": {"../x": {"bytes": 1, "sha256": "0"}}}, "is missing"),
-        ({"tokenizer_sha256": "0"}, "tokenizer.json is not the one"),
+        ({"tokenizer_sha256": "0"}, "tokenizer.json is not the tokenizer"),
     ],
 )
 def test_manifests_that_are_wrong(pairs: Path, values: dict[str, Any], why: str) -> None:
@@ -259,7 +259,7 @@ def test_layouts_whose_files_do_not_fit(pairs: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="several dimensions: 7, 96"):
         read_layout(tmp_path / "original")
     one.unlink()
-    with pytest.raises(UserError, match="00000003 has only one of the two files"):
+    with pytest.raises(UserError, match="00000003 and 0 others have only one of the two files"):
         read_layout(tmp_path / "original")
 
 
