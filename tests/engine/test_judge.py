@@ -164,10 +164,10 @@ def test_label_probabilities_are_those_of_all_logits(opened: Opened, verdict: st
     judge = judge_of(opened, verdict)
     if verdict != "digit":
         assert len(judge.tokens.paths) >= 2, "10 begins like 1, and they are told apart later"
-    found = np.exp(judge.label_log_probs(items(2)))
+    judged = judge.judge(items(2))
+    found = np.array([one.probabilities for one in judged])
     for row, one in enumerate(items(2)):
         assert found[row] == pytest.approx(brute_force(judge, one), abs=1e-6)
-    judged = judge.judge(items(2))
     values = np.array(judge.verdict.labels.values)
     assert [one.score for one in judged] == pytest.approx((found @ values).tolist())
     assert all(0 < one.confidence <= 1 for one in judged)

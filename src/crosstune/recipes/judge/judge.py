@@ -103,10 +103,6 @@ class Judge:
         """Return the verdicts that the model writes."""
         return self._generate(self.prompts(items), max_new_tokens=max_new_tokens)
 
-    def label_log_probs(self, items: Sequence[Item], *, progress: Progress | None = None) -> Floats:
-        """Return the log probability of each label for each item, normalized over the labels."""
-        return self._log_probs(items, self.prompts(items), progress=progress)
-
     def prompts(self, items: Sequence[Item]) -> list[list[int]]:
         """Return the tokens of each item up to its label."""
         return encode_prompts(items, verdict=self.verdict, tokens=self.tokens, tokenizer=self.tokenizer)
@@ -145,6 +141,7 @@ class Judge:
         return texts
 
     def _log_probs(self, items: Sequence[Item], prompts: Prompts, *, progress: Progress | None) -> Floats:
+        """Return the log probability of each label for each item, normalized over the labels."""
         known: list[dict[tuple[int, ...], Floats]] = [{} for _ in items]
         parts, current = _parts(self.session.plan.engine), None
         prefix, start = None, 0

@@ -142,6 +142,7 @@ class JudgeRecipe:
         train |= {
             name: facts[name] for name in ("unlocated_answers", "unused_columns", "ignored_by_template")
         }
+        counts = Counter(self.verdict.label_of(item) for item in self.train.items)
         described: dict[str, Any] = {
             "dataset": self.config.dataset,
             "format": f"judge: {self.verdict.name}",
@@ -150,7 +151,7 @@ class JudgeRecipe:
             "num_steps": self.num_steps(),
             "train": train,
             "scale": str(self.verdict.scale),
-            "labels": self._label_counts(),
+            "labels": {text: counts[place] for place, text in enumerate(self.verdict.labels.texts)},
             "groups": len({item.group for item in self.train.items}),
             "leaking_rows": self.data.num_leaking,
             **portrait(corpus, self.tokenizer),
@@ -163,10 +164,6 @@ class JudgeRecipe:
             notes.append(f"{self.data.num_leaking:,} training rows that are also held out were left out")
         warnings = warnings_of(train, num_shared=0)
         return described | {k: v for k, v in (("notes", notes), ("warnings", warnings)) if v}
-
-    def _label_counts(self) -> dict[str, int]:
-        counts = Counter(self.verdict.label_of(item) for item in self.train.items)
-        return {text: counts[place] for place, text in enumerate(self.verdict.labels.texts)}
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
         if self.held_out is None:

@@ -63,7 +63,7 @@ def make_grammar_texts(count: int = GRAMMAR_TEXTS, *, seed: int = 0) -> list[str
     draw = np.random.default_rng(seed)
     found: dict[str, None] = {}
     while len(found) < count:
-        words = {slot: choices[draw.integers(len(choices))] for slot, choices in _SLOTS.items()}
+        words = {slot: choices[int(draw.integers(len(choices)))] for slot, choices in _SLOTS.items()}
         text = f"the {words['size']} {words['subject']} {words['verb']} a {words['colour']} {words['object']}"
         shape = draw.integers(3)
         if shape:

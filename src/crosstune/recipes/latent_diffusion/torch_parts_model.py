@@ -297,8 +297,11 @@ class LatentDiffusionModel(nn.Module):
             times = [self.text_time(text_time, dtype), self.latent_time(latent_time, dtype)]
             cond = self.times_out(functional.silu(self.times_in(functional.silu(torch.cat(times, dim=-1)))))
             cond = functional.silu(cond)
-            length = self._length_logits(latent) if self.keeps_text else None
-            mask = self._key_mask(lengths, width)
+            length = None
+            if self.keeps_text:
+                length = self.length_out(functional.gelu(self.length_in(latent.flatten(1)))).float()
+            keys = torch.arange(width + self.settings.latent_tokens, device=lengths.device)
+            mask = ((keys < lengths[:, None]) | (keys >= width))[:, None, None]
             last = len(self.blocks) - 1
             for number, block in enumerate(self.blocks):
                 keeps = (number < last or self.keeps_text, number < last or self.keeps_latent)
@@ -309,7 +312,10 @@ class LatentDiffusionModel(nn.Module):
                 else:
                     text, latent = block(text, latent, cond, mask, *keeps, layout)
             logits = self._text_logits(text, cond, places, layout) if self.keeps_text else None
-            vector = self._predict_latent(latent, cond) if self.keeps_latent else None
+            vector = None
+            if self.keeps_latent:
+                shift, scale = self.latent_modulation(cond)[:, None].chunk(2, dim=-1)
+                vector = self.latent_head(modulate(latent, shift, scale).flatten(1)).float()
             return Output(logits, vector, length)
 
     def _embed_latent(self, latents: torch.Tensor, without: torch.Tensor | None) -> torch.Tensor:
@@ -319,13 +325,6 @@ class LatentDiffusionModel(nn.Module):
         if without is not None:
             embedded = torch.where(without[:, None, None], null, embedded)
         return embedded + self.latent_position.to(embedded.dtype)
-
-    def _key_mask(self, lengths: torch.Tensor, width: int) -> torch.Tensor:
-        keys = torch.arange(width + self.settings.latent_tokens, device=lengths.device)
-        return ((keys < lengths[:, None]) | (keys >= width))[:, None, None]
-
-    def _length_logits(self, latent: torch.Tensor) -> torch.Tensor:
-        return self.length_out(functional.gelu(self.length_in(latent.flatten(1)))).float()
 
     def _text_logits(
         self,
@@ -344,10 +343,6 @@ class LatentDiffusionModel(nn.Module):
             weight = functional.pad(weight, (0, 0, 0, added))
             bias = functional.pad(bias, (0, added), value=-torch.inf)
         return functional.linear(states, weight, bias)
-
-    def _predict_latent(self, latent: torch.Tensor, cond: torch.Tensor) -> torch.Tensor:
-        shift, scale = self.latent_modulation(cond)[:, None].chunk(2, dim=-1)
-        return self.latent_head(modulate(latent, shift, scale).flatten(1)).float()
 
     def predict(self, *, text: bool, latent: bool) -> None:
         """Choose the outputs, and freeze the weights that only the other outputs use."""

@@ -58,22 +58,19 @@ class Sampler:
         on_step: OnStep | None = None,
     ) -> Decoded:
         """Decode vectors of norm 1 from fully masked text, of the likeliest lengths or the given ones."""
-        if lengths is not None:
-            return self._decode(latents, np.asarray(lengths), options=options, on_step=on_step)
-        order = np.argsort(-self.length_scores(latents), axis=1, kind="stable")[:, : options.num_lengths]
+        if lengths is None:
+            order = np.argsort(-self.length_scores(latents), axis=1, kind="stable")[:, : options.num_lengths]
+            tried = list(order.T + 1)
+        else:
+            tried = [np.asarray(lengths)]
         best: Decoded | None = None
-        for place in range(order.shape[1]):
-            shown = on_step if place == 0 else None
-            found = self._decode(latents, order[:, place] + 1, options=options, on_step=shown)
+        for length in tried:
+            real = np.arange(int(length.max(initial=1))) < length[:, None]
+            shown = on_step if best is None else None
+            found = self.fill(np.where(real, MASK, PAD), length, latents, options=options, on_step=shown)
             best = found if best is None else _more_confident(best, found)
         assert best is not None
         return best
-
-    def _decode(
-        self, latents: NDArray[Any], lengths: NDArray[Any], *, options: DecodeOptions, on_step: OnStep | None
-    ) -> Decoded:
-        real = np.arange(int(lengths.max(initial=1))) < lengths[:, None]
-        return self.fill(np.where(real, MASK, PAD), lengths, latents, options=options, on_step=on_step)
 
     def nats_per_token(
         self, tokens: NDArray[Any], lengths: NDArray[Any], latents: NDArray[Any], *, seed: int = 0

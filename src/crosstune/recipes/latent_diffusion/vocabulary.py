@@ -147,15 +147,14 @@ class Vocabulary:
         for token in ids:
             if token == PAD:
                 continue
-            piece = "░░" if token == MASK else "?" if token == UNKNOWN else self._piece(token)
+            piece = {MASK: "░░", UNKNOWN: "?"}.get(token)
+            if piece is None:
+                piece = self.tokenizer.rust.id_to_token(int(self.kept[token - NUM_SPECIAL])) or "?"
             if piece.startswith("##") and words:
                 words[-1] += piece[2:]
             else:
                 words.append(piece)
         return " ".join(words)
-
-    def _piece(self, token: int) -> str:
-        return self.tokenizer.rust.id_to_token(int(self.kept[token - NUM_SPECIAL])) or "?"
 
     def normalise(self, texts: Sequence[str]) -> list[str]:
         """Tokenize and decode texts: the output of a perfect model."""
