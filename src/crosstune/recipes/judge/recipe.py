@@ -224,7 +224,7 @@ def _check(config: Config) -> None:
     if config.packing:
         raise UserError(
             "--packing does not work with the recipe judge.",
-            why="each item needs a row of its own for its soft label.",
+            why="each item with a soft label needs a separate row.",
             do="leave out --packing",
         )
     if config.train_on_prompt:

@@ -117,7 +117,7 @@ def _open(config: Config) -> PairFolder:
     if "context_length" in config.sources and longest > config.context_length:
         raise UserError(
             f"Texts of {config.dataset} are longer than --context_length {config.context_length}.",
-            why=f"the longest has {longest} tokens; the vector would not fit a truncated text.",
+            why=f"the longest has {longest} tokens; a truncated text would not match its vector.",
             do="build the pairs with --max_tokens and --too_long drop, or use a larger --context_length",
         )
     return pairs

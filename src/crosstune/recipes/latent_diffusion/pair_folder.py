@@ -139,7 +139,7 @@ def check_vectors(latents: NDArray[Any], *, source: str) -> None:
         raise UserError(
             f"The vectors of {source} cannot be used.",
             why=f"the norm of vector {error.argmax()} differs from 1 by {error.max():.4g}.",
-            do="import the vectors with `crosstune latents build`, which normalises them",
+            do="normalise the vectors by importing them with `crosstune latents build`",
         )
 
 

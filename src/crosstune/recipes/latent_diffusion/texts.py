@@ -194,7 +194,7 @@ def choose_rows(
         raise UserError(
             f"{len(refused):,} texts are longer than {limit} tokens.",
             why=f"the first is row {first}, counted from 0, with {lengths[first]} tokens; "
-            "the vector of a text does not fit its beginning alone.",
+            "a truncated text would not match its vector.",
             do=f"use --max_tokens {lengths[refused].max()}, or drop them with --too_long drop",
         )
     fitting = {
