@@ -62,7 +62,7 @@ def _row(name: str, items: list[Item], found: list[Judgement]) -> dict[str, Any]
     expected = np.array([float(item.extra["z_mean"]) for item in items])
     scores = np.array([one.score for one in found], dtype=np.float64)
     once = all_once(len(items))
-    bounds = interval(pearson(draw_weights(len(items)), expected, scores))
+    bounds = interval(lambda w: pearson(w, expected, scores), draw_weights(len(items)))
     row = {
         "name": name,
         "pearson": float(pearson(once, expected, scores)[0]),

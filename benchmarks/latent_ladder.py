@@ -78,15 +78,20 @@ def pack_rows(lines: Sequence[str], lengths: Sequence[int], *, most_tokens: int,
 def make_pairs(out: Path, *, carry: Path | None, most_tokens: int, count: int) -> dict[str, Any]:
     """Write a folder of packed texts and their vectors; return its manifest without the files."""
     from crosstune.data.tokens.tokenizer import Tokenizer
-    from crosstune.recipes.latent_diffusion.encoders import GRAMMAR, make_texts, open_encoder, write_tokenizer
+    from crosstune.recipes.latent_diffusion.corpora import (
+        GRAMMAR,
+        make_grammar_texts,
+        write_grammar_tokenizer,
+    )
+    from crosstune.recipes.latent_diffusion.encoders import open_encoder
     from crosstune.recipes.latent_diffusion.pair_folder import write_pairs
     from crosstune.recipes.latent_diffusion.texts import WriteOptions, choose_rows, clean, divide
     from crosstune.recipes.latent_diffusion.vocabulary import tokenize
 
     with tempfile.TemporaryDirectory() as scratch:
         if carry is None:
-            folder, lines = Path(scratch), make_texts()
-            write_tokenizer(folder)
+            folder, lines = Path(scratch), make_grammar_texts()
+            write_grammar_tokenizer(folder)
             encoder = open_encoder(GRAMMAR)
         else:
             folder = carry / "encoder"

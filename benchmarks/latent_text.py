@@ -78,8 +78,8 @@ def pack(out: Path, *, file: Path | None) -> None:
     from safetensors.numpy import load_file, save_file
 
     from crosstune.config.load import cache_override
+    from crosstune.recipes.latent_diffusion.corpora import fetch_wordnet, read_wordnet
     from crosstune.recipes.latent_diffusion.encoders import MINILM, find_encoder
-    from crosstune.recipes.latent_diffusion.texts import fetch_wordnet, read_wordnet
 
     encoder = out / "encoder"
     out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""docs/internals/add-a-recipe.md, followed as it is written: its file into a copy of the package, its commands one by one."""
+"""Follow docs/internals/add-a-recipe.md: save its file into a copy of the package, run its commands."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pages import Followed, Page, Workshop, check_house_style, open_workshop
 
 PAGE = Page("add-a-recipe.md")
 STRAIGHT = "--recipe curve --train_type full --precision fp32 --batch_size 32 --lr 0.05 --seed 3"
+WHOLE = f"train {STRAIGHT} --backend cpu --max_steps 30 --save_steps 10 --skip_eval"
 
 KILLED = """
 import os, signal
@@ -19,7 +20,7 @@ from crosstune.files.run_record import RunRecord
 plain = RunRecord.on_step
 def on_step(self, metrics):
     plain(self, metrics)
-    if metrics["step"] == 53: os.kill(os.getpid(), signal.SIGKILL)
+    if metrics["step"] == 23: os.kill(os.getpid(), signal.SIGKILL)
 RunRecord.on_step = on_step
 main({words})
 """
@@ -38,6 +39,13 @@ def followed(shop: Workshop) -> Followed:
     return Followed(shop, PAGE)
 
 
+@pytest.fixture(scope="module")
+def whole(shop: Workshop) -> str:
+    """The name of a run that nothing interrupts."""
+    shop.run(f"{WHOLE} --name whole")
+    return "whole"
+
+
 def losses(shop: Workshop, name: str) -> list[tuple[float, float, float]]:
     return [(row["loss"], row["grad_norm"], row["close"]) for row in shop.metrics(name)]
 
@@ -54,13 +62,12 @@ def test_the_commands_of_the_page_train_evaluate_and_continue(shop: Workshop, fo
     assert (shop.home / "runs" / "curve" / "model" / "model.safetensors").is_file()
 
 
-def test_the_recipe_goes_on_in_the_other_engine(shop: Workshop, followed: Followed) -> None:
+def test_the_recipe_continues_on_the_other_engine(shop: Workshop, followed: Followed, whole: str) -> None:
     assert "resumed" in followed[2]
     summary = shop.json("runs/curve-mlx/summary.json")
     assert (summary["engine"], summary["steps"]) == ("mlx", 240)
-    shop.run(f"train {STRAIGHT} --backend cpu --name torch --max_steps 12 --skip_eval")
-    shop.run(f"train {STRAIGHT} --backend mlx --name mlx --max_steps 12 --skip_eval")
-    for one, other in zip(losses(shop, "torch"), losses(shop, "mlx"), strict=True):
+    shop.run(f"train {STRAIGHT} --backend mlx --name mlx --max_steps 30 --skip_eval")
+    for one, other in zip(losses(shop, whole)[:12], losses(shop, "mlx")[:12], strict=True):
         assert one == pytest.approx(other, rel=1e-4)
 
 
@@ -71,20 +78,14 @@ def test_the_metrics_are_in_the_report(shop: Workshop, followed: Followed) -> No
         assert title in page, title
 
 
-@pytest.mark.parametrize("backend", ["cpu", "mlx"])
-def test_a_killed_run_resumes_bit_for_bit(shop: Workshop, backend: str) -> None:
-    options = f"train {STRAIGHT} --backend {backend} --max_steps 80 --save_steps 20 --skip_eval"
-    shop.run(f"{options} --name whole-{backend}")
-    killed = f"killed-{backend}"
-    shop.python(KILLED.format(words=f"{options} --name {killed} --resume auto".split()), code=-signal.SIGKILL)
-    assert not (shop.home / "runs" / killed / "summary.json").exists()
-    shop.run(f"{options} --name {killed} --resume auto")
-    assert losses(shop, killed) == losses(shop, f"whole-{backend}")
-    weights = [
-        (shop.home / "runs" / name / "model" / "model.safetensors").read_bytes()
-        for name in (killed, f"whole-{backend}")
-    ]
-    assert weights[0] == weights[1]
+def test_a_killed_run_resumes_bit_for_bit(shop: Workshop, whole: str) -> None:
+    words = f"{WHOLE} --name killed --resume auto"
+    shop.python(KILLED.format(words=words.split()), code=-signal.SIGKILL)
+    assert not (shop.home / "runs" / "killed" / "summary.json").exists()
+    shop.run(words)
+    assert losses(shop, "killed") == losses(shop, whole)
+    one, other = (shop.home / "runs" / name / "model" / "model.safetensors" for name in ("killed", whole))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_plan_needs_no_model_for_it(shop: Workshop) -> None:
@@ -103,17 +104,16 @@ def test_the_file_passes_the_checks_of_the_house(shop: Workshop) -> None:
 
 def test_commands_for_language_models_say_that_it_is_none(shop: Workshop, followed: Followed) -> None:
     assert followed[0]
-    for words in ("generate runs/curve --prompt hello", "merge runs/curve", "export runs/curve --to hf"):
+    for words in ("generate runs/curve --prompt hello", "merge runs/curve"):
         assert "did not train a language model" in shop.run(words, code=2)
     out = shop.run("move runs/curve --to mlx --out curve.tar")
     assert "written" in out and "base " not in out
 
 
-@pytest.mark.parametrize("train_type", ["qlora", "llama_pro"])
-def test_methods_that_need_a_base_model_are_refused(shop: Workshop, train_type: str) -> None:
-    for command in ("plan", "train"):
-        out = shop.run(f"{command} --recipe curve --train_type {train_type} --backend cpu", code=2)
-        assert f"--train_type {train_type} does not work with the recipe curve" in out
+@pytest.mark.parametrize(("command", "train_type"), [("plan", "qlora"), ("train", "llama_pro")])
+def test_methods_that_need_a_base_model_are_refused(shop: Workshop, command: str, train_type: str) -> None:
+    out = shop.run(f"{command} --recipe curve --train_type {train_type} --backend cpu", code=2)
+    assert f"--train_type {train_type} does not work with the recipe curve" in out
 
 
 @pytest.mark.parametrize("place", ["window", "evaluate"])

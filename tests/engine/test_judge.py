@@ -18,6 +18,7 @@ from crosstune.config.load import make_config
 from crosstune.core.events import Observers
 from crosstune.data.batches.token_batch import IGNORED
 from crosstune.planner.gather import make_plan
+from crosstune.recipes.judge.examples import common_length
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge
 from crosstune.recipes.judge.open_splits import open_judge_data
@@ -39,15 +40,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = []
         for number in range(count):
             word = draw.choice(list(WORDS))
-            score = float(np.clip(WORDS[word] + draw.uniform(0, 1), 0, 10))
-            rows.append(
-                {
-                    "id": f"{split}{number}",
-                    "task": f"write {split} {number}",
-                    "answer": f"a {word} text",
-                    "score": score,
-                }
-            )
+            row = {"id": f"{split}{number}", "task": f"write {split} {number}", "answer": f"a {word} text"}
+            rows.append(row | {"score": float(np.clip(WORDS[word] + draw.uniform(0, 1), 0, 10))})
         (folder / f"judge_{split}.json").write_text(json.dumps(rows))
     return folder
 
@@ -129,7 +123,8 @@ def test_balanced_sampling_draws_every_score_equally(tiny_model: Path, data: Pat
     asked = options(tiny_model, data, "cpu", balance_scores=True, num_epochs=1, max_steps=-1)
     recipe = JudgeRecipe(make_config(**asked), model_folder=tiny_model)
     labels = np.array([recipe.verdict.label_of(item) for item in recipe.train.items])
-    places = [row[0] for step in range(recipe.num_steps()) for row in recipe._order().rows(step)]
+    place_of = {row: place for place, row in enumerate(recipe.train.corpus.rows().tolist())}
+    places = [place_of[row] for step in range(recipe.num_steps()) for row in recipe.rows(step)]
     counts = np.unique(labels[places], return_counts=True)[1]
     plain = np.unique(labels, return_counts=True)[1]
     assert counts.max() - counts.min() <= 1 < plain.max() - plain.min()
@@ -137,11 +132,8 @@ def test_balanced_sampling_draws_every_score_equally(tiny_model: Path, data: Pat
 
 
 def brute_force(judge: Judge, item: Item) -> np.ndarray:
-    """The probability of each label from all logits of prompt, label and what follows."""
-    from crosstune.recipes.judge.examples import encode_prompts
-
-    tokens = judge.tokens
-    [prompt] = encode_prompts([item], verdict=judge.verdict, tokens=tokens, tokenizer=judge.tokenizer)
+    """The probability of each label from all logits of the prompt and the label."""
+    [prompt], tokens = judge.prompts([item]), judge.tokens
     found = []
     for sequence in tokens.sequences:
         logits = judge.session.logits([[*prompt, *sequence]])[0].astype(np.float64)
@@ -167,15 +159,15 @@ def items(count: int, *, rubric: str = "") -> list[Item]:
     ]
 
 
-@pytest.mark.parametrize("verdict", ["digit", "score", "result", "json"])
+@pytest.mark.parametrize("verdict", ["digit", "score", "json"])
 def test_label_probabilities_are_those_of_all_logits(opened: Opened, verdict: str) -> None:
     judge = judge_of(opened, verdict)
     if verdict != "digit":
         assert len(judge.tokens.paths) >= 2, "10 begins like 1, and they are told apart later"
-    found = np.exp(judge.label_log_probs(items(2)))
+    judged = judge.judge(items(2))
+    found = np.array([one.probabilities for one in judged])
     for row, one in enumerate(items(2)):
         assert found[row] == pytest.approx(brute_force(judge, one), abs=1e-6)
-    judged = judge.judge(items(2))
     values = np.array(judge.verdict.labels.values)
     assert [one.score for one in judged] == pytest.approx((found @ values).tolist())
     assert all(0 < one.confidence <= 1 for one in judged)
@@ -186,7 +178,7 @@ def test_a_score_moves_little_with_the_batch_and_the_shared_prefix(opened: Opene
     rubric = "Ten points are for a text that says exactly what was asked, and nothing else."
     asked = [*items(9, rubric=rubric), *items(3, rubric="Count the words.")]
     judge = replace(judge_of(opened, "score"), batch_size=8)
-    assert judge._shared(judge.prompts(asked), range(9)) > 20
+    assert common_length(judge.prompts(asked)[:9]) > 20
     wanted = [one.score for one in judge.judge(asked)]
     for way in ({"batch_size": 1}, {"share_prefixes": False}, {"batch_size": 1, "share_prefixes": False}):
         found = [one.score for one in replace(judge, **way).judge(asked)]
@@ -268,18 +260,8 @@ def test_a_judge_learns_and_beats_every_baseline(
         '{"task": "write", "answer": "a good text"}\n{"task": "write", "answer": "a bad text"}\n'
     )
     out = tmp_path / "verdicts.jsonl"
-    line = [
-        "judge",
-        "predict",
-        str(tmp_path / "j"),
-        "--input",
-        str(tmp_path / "new.jsonl"),
-        "--output",
-        str(out),
-        "--backend",
-        "cpu",
-    ]
-    assert main(line) == 0
+    words = f"judge predict {tmp_path}/j --input {tmp_path}/new.jsonl --output {out} --backend cpu"
+    assert main(words.split()) == 0
     good, bad = (json.loads(row)["predicted"] for row in out.read_text().splitlines())
     assert good > bad + 4
     recipe = JudgeRecipe(make_config(**flags), model_folder=tiny_model)
@@ -290,9 +272,7 @@ def test_a_judge_learns_and_beats_every_baseline(
     written = [one.score for one in judge.judge(asked, by="generation", max_new_tokens=8)]
     assert written == likeliest, "a judge writes the label that it finds most probable"
     capsys.readouterr()
-    assert (
-        main(["judge", "eval", "--predictions", str(tmp_path / "j" / "test_predictions.json"), "--json"]) == 0
-    )
+    assert main(f"judge eval --predictions {tmp_path}/j/test_predictions.json --json".split()) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["metrics"]["pearson"] == pytest.approx(report["metrics"]["pearson"], abs=1e-9)
 

@@ -11,12 +11,12 @@ import torch
 from latent_sessions import grammar_pairs, opened
 
 from crosstune.recipes.latent_diffusion.batch import T_MIN
-from crosstune.recipes.latent_diffusion.encoders import GrammarEncoder
+from crosstune.recipes.latent_diffusion.corpora import GrammarEncoder
+from crosstune.recipes.latent_diffusion.correction import CorrectOptions, correct_texts
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
 from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.settings import DecodeOptions
 from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler, to_clean
-from crosstune.recipes.latent_diffusion.trained import CorrectOptions, correct_texts
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD
 
 STEPS = 100
@@ -24,23 +24,18 @@ STEPS = 100
 
 @pytest.fixture(scope="module")
 def overfit(tmp_path_factory: pytest.TempPathFactory) -> LatentDiffusionRecipe:
-    """A model that has learned 32 pairs by heart: texts from vectors, and both from noise."""
+    """A model that has learned 16 pairs by heart: texts from vectors, and both from noise."""
     pairs = grammar_pairs(tmp_path_factory.mktemp("pairs") / "grammar")
-    return learned(
-        pairs,
-        STEPS,
-        loss_type="random",
-        mode_weights="l2t:0.7,unconditional:0.3",
-    )
+    return learned(pairs, STEPS, loss_type="random", mode_weights="l2t:0.7,unconditional:0.3")
 
 
 def learned(pairs: PairFolder, steps: int, **options: Any) -> LatentDiffusionRecipe:
-    """Train on 32 pairs, all in every step."""
+    """Train on 16 pairs, all in every step."""
     recipe, session = opened(
         pairs,
         latent_loss_weight=1.0,
-        dataset_samples=32,
-        batch_size=32,
+        dataset_samples=16,
+        batch_size=16,
         hidden_size=64,
         n_blocks=1,
         max_steps=steps,
@@ -66,7 +61,7 @@ def test_every_parameterization_gives_the_clean_vector_back(kind: str) -> None:
     torch.testing.assert_close(found, clean, rtol=1e-3, atol=1e-4)
 
 
-def test_32_pairs_are_learned_to_the_last_token(overfit: LatentDiffusionRecipe) -> None:
+def test_16_pairs_are_learned_to_the_last_token(overfit: LatentDiffusionRecipe) -> None:
     train, vocabulary = overfit.train, overfit.pairs.vocabulary
     sampler = sampler_of(overfit)
     found = sampler.decode(train.latents, options=DecodeOptions(steps=8))
@@ -75,13 +70,13 @@ def test_32_pairs_are_learned_to_the_last_token(overfit: LatentDiffusionRecipe) 
     assert vocabulary.decode_batch(shuffled.tokens) == np.roll(train.texts, 1).tolist()
 
 
-def test_the_vectors_of_32_texts_are_learned(overfit: LatentDiffusionRecipe) -> None:
+def test_the_vectors_of_16_texts_are_learned(overfit: LatentDiffusionRecipe) -> None:
     recipe = learned(overfit.pairs, 64, loss_type="t2l")
     train = recipe.train
     vectors = sampler_of(recipe).encode(train.tokens, train.lengths, steps=8)
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
     near = vectors @ np.asarray(train.latents).T
-    assert (near.argmax(1) == np.arange(32)).all() and np.diag(near).mean() > 0.9
+    assert (near.argmax(1) == np.arange(16)).all() and np.diag(near).mean() > 0.9
 
 
 def test_texts_and_vectors_from_noise_belong_together(overfit: LatentDiffusionRecipe) -> None:
@@ -152,12 +147,9 @@ def test_the_bound_is_that_of_all_masks_and_times(overfit: LatentDiffusionRecipe
             exact += weight * float((chance * (each * masks).sum(1)).sum() / node)
         drawn = [
             sampler.sum_of_nats(
-                tokens.expand(2048, -1),
-                torch.full((2048,), 4),
-                vector.expand(2048, -1),
-                key=(7, number),
+                tokens.expand(1024, -1), torch.full((1024,), 4), vector.expand(1024, -1), key=(7, number)
             )
-            / 2048
+            / 1024
             for number in range(12)
         ]
     assert exact > 1.0
@@ -208,9 +200,7 @@ def test_correction_comes_nearer_to_the_vector(overfit: LatentDiffusionRecipe) -
         options=DecodeOptions(),
         correct=CorrectOptions(rounds=9, candidates=6),
     )
-    means = []
-    for found in itertools.islice(rounds, 4):
-        means.append(float(found.cosine.mean()))
+    means = [float((found := each).cosine.mean()) for each in itertools.islice(rounds, 4)]
     assert means == sorted(means) and means[-1] > first + 0.05
     texts = vocabulary.decode_batch(found.tokens)
     cosines = (encoder.encode(texts) * held_out.latents).sum(-1)

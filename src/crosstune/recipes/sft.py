@@ -41,8 +41,8 @@ from crosstune.models.adapter_files import has_trained_template, replace_tokeniz
 from crosstune.models.folder import config_shape, longest_context, read_config_json
 from crosstune.models.llama_layout import CHAT_TEMPLATE
 
-_ROWS_LOOKED_AT = 4096
-"""Packed rows among which the fullest are found."""
+_ROWS_SEARCHED = 4096
+"""Number of packed rows to search for the fullest."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,14 @@ class SftRecipe:
         self.data = opener.open()
         self.train, self.held_out = self.data.train, self.data.held_out
         self.questions = _questions(self.data.held_out_rows, self.tokenizer)
-        self._packed = self._pack()
+        self._packed = None
+        if config.packing:
+            self._packed = PackedOrder(
+                self.train.lengths(),
+                capacity=self.train.limit,
+                seed=config.seed,
+                mixture=self.data.mixture,
+            )
 
     def longest_row(self) -> int:
         lengths = self.train.lengths()
@@ -101,7 +108,7 @@ class SftRecipe:
             longest = np.argsort(-self.train.lengths(), kind="stable")
             places = [int(longest[number % len(longest)]) for number in range(size)]
             return pad_rows([self.train[place] for place in places], pad_id=pad_id)
-        lengths, rows = self.train.lengths(), self._packed.rows(0, min(self.num_rows(), _ROWS_LOOKED_AT))
+        lengths, rows = self.train.lengths(), self._packed.rows(0, min(self.num_rows(), _ROWS_SEARCHED))
         fullest = sorted(rows, key=lambda row: -int(lengths[row].sum()))
         chosen = [fullest[number % len(fullest)] for number in range(size)]
         return pack_rows([[self.train[int(place)] for place in row] for row in chosen], pad_id=pad_id)
@@ -128,8 +135,7 @@ class SftRecipe:
         return [self.train[place].index for row in self._order().rows(step) for place in row]
 
     def identity(self) -> str:
-        """Return a hash of the token ids and the number of supervised ones, which a copy of the file or a rewritten
-        tokenizer does not change."""
+        """Return a hash of the token ids and the number of supervised tokens: a copy of the file has the same."""
         return _identity(self.train)
 
     def eval_identity(self) -> str | None:
@@ -177,43 +183,30 @@ class SftRecipe:
         if self.held_out is not None:
             described["eval"] = self.held_out.stats
         shared = num_shared(self.train, self.held_out) if self.held_out is not None else 0
+        config, notes = self.config, [*self.data.notes]
+        if "dataset" not in config.sources:
+            notes.insert(
+                0,
+                f"no --dataset was given: this is the bundled demo data `{config.dataset}`; "
+                "pass your own with --dataset FILE, a folder or a hub id",
+            )
         warnings = [
             *warnings_of(train, num_shared=shared),
-            *format_warnings(self.config, self.tokenizer, form=self.train.form),
-            *self._missing_evaluation(),
-            *self._other_template(),
+            *format_warnings(config, self.tokenizer, form=self.train.form),
         ]
-        notes = [*self._demo_note(), *self.data.notes]
+        if self.held_out is None and not config.skip_eval and config.eval_samples:
+            warnings.append(
+                "nothing is evaluated: the data is too small to hold out a tenth; give other rows with --eval_dataset"
+            )
+        adapter = Path(config.base_adapter).expanduser() if config.base_adapter else None
+        if adapter is not None and config.chat_template is None and has_trained_template(adapter):
+            warnings.append(
+                f"the adapter {adapter} was trained with its own chat template, and it is not used here; "
+                f"to use it, pass --chat_template {adapter / CHAT_TEMPLATE}"
+            )
         return described | {
             name: found for name, found in (("notes", notes), ("warnings", warnings)) if found
         }
-
-    def _demo_note(self) -> list[str]:
-        config = self.config
-        if "dataset" in config.sources:
-            return []
-        return [
-            f"no --dataset was given: this is the bundled demo data `{config.dataset}`; "
-            "pass your own with --dataset FILE, a folder or a hub id"
-        ]
-
-    def _missing_evaluation(self) -> list[str]:
-        config = self.config
-        if self.held_out is not None or config.skip_eval or not config.eval_samples:
-            return []
-        return [
-            "nothing is evaluated: the data is too small to hold out a tenth; give other rows with --eval_dataset"
-        ]
-
-    def _other_template(self) -> list[str]:
-        config = self.config
-        adapter = Path(config.base_adapter).expanduser() if config.base_adapter else None
-        if adapter is None or config.chat_template is not None or not has_trained_template(adapter):
-            return []
-        return [
-            f"the adapter {adapter} was trained with a chat template of its own, which is not used here; to use it, pass "
-            f"--chat_template {adapter / CHAT_TEMPLATE}"
-        ]
 
     def metric(self) -> str:
         if self.config.eval_metric == "auto":
@@ -249,29 +242,22 @@ class SftRecipe:
                 stop_ids=sorted(self.tokenizer.stop_ids),
             )
             samples += [
-                Sample(prompt=question.text, answer=self._text(answer), reference=question.reference)
+                Sample(
+                    prompt=question.text,
+                    answer=self.tokenizer.decode(answer).strip(),
+                    reference=question.reference,
+                )
                 for question, answer in zip(asked, answers, strict=True)
             ]
             observer.on_event(Evaluating(done=len(samples), total=len(questions)))
         return samples
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens).strip()
-
-    def _pack(self) -> PackedOrder | None:
-        if not self.config.packing:
-            return None
-        return PackedOrder(
-            self.train.lengths(),
-            capacity=self.train.limit,
-            seed=self.config.seed,
-            mixture=self.data.mixture,
-        )
-
 
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
-    """Raise if a row of the data cannot be read, or rendered with the template if the model is here; return
-    descriptions of what was not checked. Nothing is tokenized."""
+    """Raise if a row cannot be read, or not rendered with the template if the model is here; return the checks left out.
+
+    Nothing is tokenized.
+    """
     checker = RowChecker(
         asked_format=config.dataset_format,
         columns=parse_columns(config.columns),
@@ -300,8 +286,7 @@ def _identity(corpus: Corpus) -> str:
 
 
 def write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, *, has_turns: bool = True) -> None:
-    """Write the tokenizer that the model was trained with, and its chat template: that of --chat_template, or the plain
-    one if the tokenizer has none."""
+    """Write the tokenizer of the training and its chat template: --chat_template, or a plain one if there is none."""
     if config.tokenizer is not None:
         replace_tokenizer(Path(config.tokenizer).expanduser(), folder)
     if config.chat_template is not None:
@@ -314,8 +299,10 @@ def write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, *, has_t
 
 
 def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
-    """Open the tokenizer of --tokenizer or the model's own, with the template of --chat_template or its own. A special
-    token that ends an answer in the given template also ends generation."""
+    """Open the tokenizer of --tokenizer or of the model, with the chat template of --chat_template or its own.
+
+    A special token that ends an answer in --chat_template also ends generation.
+    """
     if config.tokenizer is None:
         tokenizer = Tokenizer.from_folder(model_folder)
     else:
@@ -332,7 +319,7 @@ def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
 
 
 def _reporting(batches: Iterable[TokenBatch], total: int, observer: Observer) -> Iterator[TokenBatch]:
-    """Pass the batches of an evaluation on, and report about twenty times how many are done."""
+    """Yield the batches of an evaluation, and report its progress about twenty times."""
     every = max(1, total // 20)
     for index, batch in enumerate(batches):
         if index and index % every == 0:

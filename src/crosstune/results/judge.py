@@ -20,7 +20,7 @@ from crosstune.recipes.judge.evaluation import (
     UNTRAINED,
     Report,
     baseline_verdicts,
-    evaluate_beside,
+    evaluate_with_baselines,
     worst_items,
 )
 from crosstune.recipes.judge.items import Item, Scale, common_scale, read_scale
@@ -169,7 +169,7 @@ def measure_judge(
         untrained = dataclasses.replace(request, untrained=True)
         base = open_judge(untrained, items=items, config=config, observer=observer)
         others[UNTRAINED] = ask(base, items, untrained, observer)
-    report = evaluate_beside(items, found, scale=scale, others=others)
+    report = evaluate_with_baselines(items, found, scale=scale, others=others)
     report["judge"] = dataclasses.asdict(settings) | {"by": request.by, "target": request.target}
     report["worst"] = [prediction_row(items[place], found[place]) for place in worst_items(items, found)]
     return JudgeTest(items=items, found=found, others=others, scale=scale, report=report)

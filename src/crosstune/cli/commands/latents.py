@@ -253,7 +253,7 @@ def _export(own: argparse.Namespace) -> int:
 
 
 def _decode(own: argparse.Namespace) -> int:
-    from crosstune.recipes.latent_diffusion.evaluation import decode
+    from crosstune.recipes.latent_diffusion.trained import decode
 
     trained, output = _open(own), Output()
     live = own.live and not own.json
@@ -278,7 +278,7 @@ def _decode(own: argparse.Namespace) -> int:
 
 
 def _encode(own: argparse.Namespace) -> int:
-    from crosstune.recipes.latent_diffusion.evaluation import encode
+    from crosstune.recipes.latent_diffusion.trained import encode
 
     steps = own.steps or 10
     found = encode(_open(own), own.text, steps=steps, guidance=own.guidance, seed=own.seed, out=own.out)
@@ -288,7 +288,7 @@ def _encode(own: argparse.Namespace) -> int:
 
 
 def _sample(own: argparse.Namespace) -> int:
-    from crosstune.recipes.latent_diffusion.evaluation import sample
+    from crosstune.recipes.latent_diffusion.trained import sample
 
     trained, output = _open(own), Output()
     found = sample(

@@ -1,4 +1,4 @@
-"""Train and use judges: models that score an answer, or say which of two answers is better."""
+"""The recipe `judge`: train models that score an answer, or choose the better of two answers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def open_recipe(config: Config, *, model_folder: Path, observer: Observer | None
 
 
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
-    """Raise if a row cannot be read or leaks into the held-out data; return what was not checked."""
+    """Raise if a row cannot be read or leaks into the held-out data; return the checks left out."""
     data = open_judge_data(config)
     choose_format(config.verdict, scale=data.scale, items=[*data.train, *data.val])
     return ["whether every item fits the context: nothing is tokenized"]
 
 
 def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the commands for a finished run: a judge answers with verdicts, so there is no chat."""
+    """Return labels and commands for the uses of a finished run."""
     return [
         ("use it", f"crosstune judge predict {run} --input answers.jsonl --output verdicts.jsonl"),
         ("test it", f"crosstune judge eval {run} --dataset labelled.jsonl"),

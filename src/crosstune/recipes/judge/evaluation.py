@@ -1,4 +1,4 @@
-"""Compare a judge's verdicts with people's: metrics with intervals, beside baselines that know nothing."""
+"""Compare a judge's verdicts with people's: metrics with intervals, and trivial baselines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crosstune.recipes.judge.metrics import Floats, are_within
 
 Report = dict[str, Any]
 Metric = Callable[[Floats], Floats]
-"""Return the value in each draw of the bootstrap, from the weights of the items."""
+"""Return the value in each bootstrap draw, from the weights of the items."""
 UNREADABLE = "unreadable"
 CONSTANT, LONGER, UNTRAINED = "constant", "longer answer", "untrained model"
 
@@ -24,9 +24,9 @@ CONSTANT, LONGER, UNTRAINED = "constant", "longer answer", "untrained model"
 def evaluate_items(
     items: Sequence[Item], found: Sequence[Judgement], *, scale: Scale, intervals: bool = True
 ) -> Report:
-    """Return the metrics, their 95 % intervals, the confusion of labels, and notes on undefined metrics.
+    """Return the metrics, their 95 % intervals, the confusion matrix, and notes on undefined metrics.
 
-    An unreadable verdict counts as wrong: as the score farthest from the right one, or as a fourth winner.
+    An unreadable verdict counts as wrong: as the score farthest from people's score, or as a fourth winner.
     """
     is_pair = items[0].is_pair
     computed, confusion = (_compare_winners if is_pair else _compare_scores)(items, found, scale)
@@ -43,8 +43,8 @@ def evaluate_items(
     }
     if intervals:
         weights = metrics.draw_weights(len(items), groups=[item.group for item in items])
-        bounds = {n: metrics.interval(metric(weights)) for n, metric in computed.items() if len(items) > 1}
-        report["intervals"] = {name: each for name, each in bounds.items() if each is not None}
+        bounds = {name: metrics.interval(metric, weights) for name, metric in computed.items()}
+        report["intervals"] = {name: each for name, each in bounds.items() if each and len(items) > 1}
     _add_calibration(report, items, found, scale)
     explained = [(item, one) for item, one in zip(items, found, strict=True) if item.critique and one.text]
     if explained:
@@ -54,19 +54,19 @@ def evaluate_items(
 
 
 def headline(report: Report) -> dict[str, float]:
-    """Return the defined metrics of an evaluation during training."""
+    """Return the metrics to show during training: those that are defined."""
     shown = {name: value for name, value in report["metrics"].items() if math.isfinite(value)}
     return shown | {"unreadable": report["num_unreadable"] / report["num_items"]}
 
 
-def evaluate_beside(
+def evaluate_with_baselines(
     items: Sequence[Item],
     found: Sequence[Judgement],
     *,
     scale: Scale,
     others: Mapping[str, Sequence[Judgement]],
 ) -> Report:
-    """Return the report of a judge, with those of other judges of the same items under `baselines`."""
+    """Return the report of a judge, and under `baselines` the reports of other judges of the same items."""
     report = evaluate_items(items, found, scale=scale)
     report["baselines"] = {name: evaluate_items(items, each, scale=scale) for name, each in others.items()}
     return report
@@ -150,11 +150,8 @@ def _notes(items: Sequence[Item], values: Mapping[str, float]) -> list[str]:
     if not undefined:
         return []
     labels = {item.winner if item.is_pair else item.score for item in items}
-    if len(labels) == 1:
-        [only] = labels
-        why = f"every item has the same label, {only}"
-    else:
-        why = "every verdict is the same"
+    same_label = f"every item has the same label, {labels.pop()}" if len(labels) == 1 else ""
+    why = same_label or "every verdict is the same"
     return [f"{', '.join(undefined)} undefined: {why}"]
 
 
@@ -170,16 +167,16 @@ def _add_calibration(report: Report, items: Sequence[Item], found: Sequence[Judg
 def baseline_verdicts(
     items: Sequence[Item], *, scale: Scale, train: Sequence[Item] = ()
 ) -> dict[str, list[Judgement]]:
-    """Return the verdicts of judges that do not read: a constant, and the length of the answer.
+    """Return the verdicts of two trivial judges: a constant, and one that goes by the length of the answer.
 
-    They are fitted on the training items; without those on the items themselves, which favours them.
+    They are fitted on the training items. Without training items they are fitted on the test items and look too good.
     """
     known = [item for item in train if item.is_labelled] or list(items)
     return {CONSTANT: _constant(items, known), LONGER: _longer(items, known, scale)}
 
 
 def _constant(items: Sequence[Item], known: Sequence[Item]) -> list[Judgement]:
-    """Always give the mean score, or the most frequent winner."""
+    """Return the mean score, or the most frequent winner, for every item."""
     if items[0].is_pair:
         winners = [item.winner for item in known]
         return [Judgement(winner=max(WINNERS, key=winners.count))] * len(items)

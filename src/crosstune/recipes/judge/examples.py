@@ -1,12 +1,12 @@
-"""Tokenize items: whole conversations with shared labels for training, and prompts for judging."""
+"""Tokenize items: conversations with soft labels for training, prompts for judging, and the tokens of the labels."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,126 +21,105 @@ from crosstune.data.tokens.corpus import Corpus, open_corpus
 from crosstune.data.tokens.encode import OnProgress
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.judge.items import Item
-from crosstune.recipes.judge.verdicts import Messages, VerdictFormat, open_messages, training_messages
+from crosstune.recipes.judge.metrics import Floats, log_softmax
+from crosstune.recipes.judge.verdicts import Messages, VerdictFormat, prompt_messages, training_messages
 
 _QUESTION = [{"role": "user", "content": "Rate the answer."}]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelTokens:
-    """The labels as token sequences, as far as they differ from each other.
-
-    A label of several tokens, such as 10 beside 1, is told apart at a later token: `paths` are the token prefixes after
-    which labels differ, the empty one first.
-    """
-
-    before: tuple[int, ...]
-    """The tokens of a verdict before its label."""
-    sequences: tuple[tuple[int, ...], ...]
-    """The tokens of each label, up to the first that is unique to it."""
-
-    @property
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """The token prefixes with more than one continuation, shortest first."""
-        found: dict[tuple[int, ...], set[int]] = {}
-        for sequence in self.sequences:
-            for length in range(len(sequence)):
-                found.setdefault(sequence[:length], set()).add(sequence[length])
-        branching = [path for path, following in found.items() if len(following) > 1]
-        return tuple(sorted(branching, key=lambda path: (len(path), path)))
-
-    @property
-    def probes(self) -> tuple[tuple[int, ...], ...]:
-        """The token sequences to append to a prompt so that all paths are covered; usually one."""
-        paths = self.paths
-        return tuple(
-            path for path in paths if not any(other != path and other[: len(path)] == path for other in paths)
-        )
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All tokens of the labels."""
-        return tuple(sorted({token for sequence in self.sequences for token in sequence}))
-
-    def log_probs(
-        self, log_probs: Sequence[dict[tuple[int, ...], NDArray[np.float64]]]
-    ) -> NDArray[np.float64]:
-        """Return the log probability of each label of each item, normalized over the labels, from those of `token_ids`
-        after each path."""
-        places = {token: place for place, token in enumerate(self.token_ids)}
-        paths = set(self.paths)
-        found = np.zeros((len(log_probs), len(self.sequences)))
-        for row, known in enumerate(log_probs):
-            for label, sequence in enumerate(self.sequences):
-                for length in range(len(sequence)):
-                    if sequence[:length] in paths:
-                        found[row, label] += known[sequence[:length]][places[sequence[length]]]
-        shifted = found - found.max(axis=1, keepdims=True)
-        normalized: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-        return normalized
-
-    def place_in(self, tokens: IntArray, supervised: NDArray[np.bool_]) -> int:
-        """Return the index of the first label token of an example, after the last `before` in its verdict; -1 if the
-        verdict has another form."""
-        [own] = supervised.nonzero()
-        if not len(own):
-            return -1
-        first, length = int(own[0]), len(self.before)
-        verdict = tokens[first:].tolist()
-        for start in range(len(verdict) - length - 1, -1, -1):
-            if tuple(verdict[start : start + length]) == self.before and (length or start == 0):
-                return first + start + length
-        return -1
-
-
-def find_label_tokens(verdict: VerdictFormat, tokenizer: Tokenizer) -> LabelTokens:
-    """Tokenize a verdict with each of the labels, and compare."""
-    examples = [
-        encode_conversation(
-            [*_QUESTION, {"role": "assistant", "content": verdict.write(label)}],
-            tokenizer,
-            index=0,
-            whole=False,
-        )
-        for label in verdict.labels.texts
-    ]
-    texts = [example.tokens.tolist() for example in examples]
-    first = int(examples[0].supervised.argmax()) if examples[0].supervised.any() else 0
-    common = common_length(texts)
-    if common < first:
-        raise UserError(
-            f"The verdict format {verdict.name} does not work with this tokenizer.",
-            why="its tokens before the verdict depend on the label.",
-            do="use another --verdict",
-        )
-    tails = [tuple(text[common:]) for text in texts]
-    return LabelTokens(
-        before=tuple(texts[0][first:common]), sequences=tuple(_distinct(tail, tails) for tail in tails)
+def encode_items(
+    items: Sequence[Item],
+    *,
+    verdict: VerdictFormat,
+    tokens: LabelTokens,
+    tokenizer: Tokenizer,
+    config: Config,
+    name: str,
+    model_limit: int | None,
+    progress: OnProgress | None = None,
+) -> ItemCorpus:
+    """Tokenize conversations with their verdicts. A score between two labels becomes a soft label, if --soft_scores."""
+    corpus = _corpus(
+        [training_messages(item, verdict) for item in items],
+        tokenizer,
+        name=name,
+        context_length=config.context_length,
+        truncation=config.truncation,
+        model_limit=model_limit,
+        progress=progress,
+    )
+    kept = [items[place] for place in corpus.rows().tolist()]
+    return ItemCorpus(
+        corpus=corpus,
+        items=kept,
+        soft=[
+            soft_label(item, corpus[place], verdict=verdict, tokens=tokens) if config.soft_scores else None
+            for place, item in enumerate(kept)
+        ],
+        targets=np.array([_target(item, verdict) for item in kept], np.float32),
     )
 
 
-def _distinct(tail: tuple[int, ...], tails: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shortest prefix of a tail that no other tail has."""
-    for length in range(1, len(tail) + 1):
-        if sum(other[:length] == tail[:length] for other in tails) == 1:
-            return tail[:length]
-    raise UserError(
-        "Two labels of the verdict have the same tokens.", do="use another --verdict, or another tokenizer"
+def encode_prompts(
+    items: Sequence[Item], *, verdict: VerdictFormat, tokens: LabelTokens, tokenizer: Tokenizer
+) -> list[list[int]]:
+    """Return the tokens of each item up to its label, rendered exactly as in training."""
+    any_verdict = {"role": "assistant", "content": verdict.write(verdict.labels.texts[0])}
+    corpus = _corpus(
+        [[*prompt_messages(item, verdict), any_verdict] for item in items],
+        tokenizer,
+        name="the items to judge",
+        context_length=2**24,
+        truncation="error",
+        model_limit=None,
     )
+    prompts = []
+    for example in corpus:
+        place = tokens.place_in(example.tokens, example.supervised)
+        assert place > 0, "our own verdict has its label at the expected place"
+        prompts.append(example.tokens[:place].tolist())
+    return prompts
 
 
-def common_length(texts: Sequence[Sequence[int]]) -> int:
-    """Return how many first tokens all texts share."""
-    length = 0
-    while all(len(text) > length and text[length] == texts[0][length] for text in texts):
-        length += 1
-    return length
+def soft_label(
+    item: Item, example: Example, *, verdict: VerdictFormat, tokens: LabelTokens
+) -> SoftLabel | None:
+    """Return the soft label at the first token where the two labels differ; None where the score is on a label."""
+    if item.score is None:
+        return None
+    nearest, other, share = verdict.labels.neighbours(item.score)
+    place = tokens.place_in(example.tokens, example.supervised)
+    first, second = tokens.sequences[nearest], tokens.sequences[other]
+    same = next(length for length, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    written = tuple(example.tokens[place : place + same + 1].tolist())
+    if not share or place < 1 or written != first[: same + 1]:  # the data may have its own verdict
+        return None
+    return SoftLabel(place=place + same, other=second[same], share=share)
+
+
+def _target(item: Item, verdict: VerdictFormat) -> float:
+    if item.score is not None:
+        return verdict.scale.normalized(item.score)
+    return {"A": 1.0, "B": 0.0}.get(item.winner or "", 0.5)
+
+
+def _corpus(
+    conversations: Sequence[Messages],
+    tokenizer: Tokenizer,
+    *,
+    name: str,
+    progress: Any = None,
+    **options: Any,
+) -> Corpus:
+    rows = [{"messages": messages} for messages in conversations]
+    source = Source(name=name, parts=(RowsPart(name=name, loaded=rows),), form="messages")
+    return open_corpus(source, tokenizer, asked_format="messages", whole=False, progress=progress, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeBatch(TokenBatch):
-    """Rows with soft targets: position t predicts `targets[:, t]` with the share 1 - `shares[:, t]`, and `others[:, t]`
-    with the rest."""
+    """Rows with soft targets: at position t, `targets[:, t]` has the probability 1 - `shares[:, t]` and `others[:, t]`
+    the rest."""
 
     others: IntArray
     shares: NDArray[np.float32]
@@ -156,9 +135,8 @@ class JudgeBatch(TokenBatch):
         return len(self.scores) if self.by_rows else super().weight
 
 
-@dataclass(frozen=True, kw_only=True)
-class SoftLabel:
-    """The position of a label, and the other label that shares its probability."""
+class SoftLabel(NamedTuple):
+    """The position of a label in its example, and the other token that shares its probability."""
 
     place: int
     other: int
@@ -167,7 +145,7 @@ class SoftLabel:
 
 @dataclass(frozen=True, kw_only=True)
 class ItemCorpus:
-    """Tokenized items that fit into the context."""
+    """The tokenized items that fit into the context."""
 
     corpus: Corpus
     items: Sequence[Item]
@@ -175,6 +153,7 @@ class ItemCorpus:
     soft: Sequence[SoftLabel | None]
     """The soft label of each example; None if it has a single label."""
     targets: NDArray[np.float32]
+    """The score of each example as a fraction of the scale."""
 
     def __len__(self) -> int:
         return len(self.corpus)
@@ -211,95 +190,108 @@ class ItemCorpus:
         sha = hashlib.sha256(self.corpus.hashes().astype("<u8").tobytes())
         sha.update(self.corpus.num_supervised.astype("<i8").tobytes())
         sha.update(self.targets.astype("<f4").tobytes())
-        sha.update(repr([(s.place, s.other, s.share) if s else None for s in self.soft]).encode())
+        sha.update(repr([tuple(soft) if soft else None for soft in self.soft]).encode())
         return sha.hexdigest()
 
 
-def encode_items(
-    items: Sequence[Item],
-    *,
-    verdict: VerdictFormat,
-    tokens: LabelTokens,
-    tokenizer: Tokenizer,
-    config: Config,
-    name: str,
-    model_limit: int | None,
-    progress: OnProgress | None = None,
-) -> ItemCorpus:
-    """Tokenize whole conversations. A score between two labels becomes a soft label, unless --soft_scores false."""
-    corpus = _corpus(
-        [training_messages(item, verdict) for item in items],
-        tokenizer,
-        name=name,
-        context_length=config.context_length,
-        truncation=config.truncation,
-        model_limit=model_limit,
-        progress=progress,
-    )
-    kept = [items[place] for place in corpus.rows().tolist()]
-    soft = [
-        soft_label(item, corpus[place], verdict=verdict, tokens=tokens) if config.soft_scores else None
-        for place, item in enumerate(kept)
+@dataclass(frozen=True, kw_only=True)
+class LabelTokens:
+    """The labels as token sequences, each up to the token that makes it unique.
+
+    Labels of several tokens, such as 1 and 10, differ at a later token: `paths` are the token prefixes after which labels
+    differ, the empty one first.
+    """
+
+    before: tuple[int, ...]
+    """The tokens of a verdict before its label."""
+    sequences: tuple[tuple[int, ...], ...]
+    """The tokens of each label, up to the first that no other label has."""
+
+    @property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The token prefixes with more than one continuation, shortest first."""
+        found: dict[tuple[int, ...], set[int]] = {}
+        for sequence in self.sequences:
+            for length in range(len(sequence)):
+                found.setdefault(sequence[:length], set()).add(sequence[length])
+        branching = [path for path, following in found.items() if len(following) > 1]
+        return tuple(sorted(branching, key=lambda path: (len(path), path)))
+
+    @property
+    def probes(self) -> tuple[tuple[int, ...], ...]:
+        """The token sequences to append to a prompt so that all paths are covered; usually one."""
+        paths = self.paths
+        return tuple(
+            path for path in paths if not any(other != path and other[: len(path)] == path for other in paths)
+        )
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens of the labels."""
+        return tuple(sorted({token for sequence in self.sequences for token in sequence}))
+
+    def log_probs(self, known: Sequence[Mapping[tuple[int, ...], Floats]]) -> Floats:
+        """Return the log probability of each label of each item, normalized over the labels.
+
+        `known` has, for each item and path, the log probabilities of `token_ids` after the path.
+        """
+        places = {token: place for place, token in enumerate(self.token_ids)}
+        found = np.zeros((len(known), len(self.sequences)))
+        for label, sequence in enumerate(self.sequences):
+            for length, token in enumerate(sequence):
+                if (path := sequence[:length]) in self.paths:
+                    found[:, label] += [each[path][places[token]] for each in known]
+        return log_softmax(found)
+
+    def place_in(self, tokens: IntArray, supervised: NDArray[np.bool_]) -> int:
+        """Return the index of the first label token of an example: after the last `before` in its verdict. -1 if the
+        verdict has another format."""
+        [own] = supervised.nonzero()
+        if not len(own):
+            return -1
+        first, length = int(own[0]), len(self.before)
+        verdict = tokens[first:].tolist()
+        for start in range(len(verdict) - length - 1, -1, -1):
+            if tuple(verdict[start : start + length]) == self.before and (length or start == 0):
+                return first + start + length
+        return -1
+
+
+def find_label_tokens(verdict: VerdictFormat, tokenizer: Tokenizer) -> LabelTokens:
+    """Tokenize a verdict with each of the labels, and find the tokens in which they differ."""
+    examples = [
+        encode_conversation(
+            [*_QUESTION, {"role": "assistant", "content": verdict.write(label)}],
+            tokenizer,
+            index=0,
+            whole=False,
+        )
+        for label in verdict.labels.texts
     ]
-    return ItemCorpus(
-        corpus=corpus,
-        items=kept,
-        soft=soft,
-        targets=np.array([_target(item, verdict) for item in kept], np.float32),
+    texts = [example.tokens.tolist() for example in examples]
+    first = int(examples[0].supervised.argmax()) if examples[0].supervised.any() else 0
+    common = common_length(texts)
+    if common < first:
+        raise UserError(
+            f"The verdict format {verdict.name} does not work with this tokenizer.",
+            why="its tokens before the verdict depend on the label.",
+            do="use another --verdict",
+        )
+    tails = [tuple(text[common:]) for text in texts]
+    return LabelTokens(
+        before=tuple(texts[0][first:common]), sequences=tuple(_distinct(tail, tails) for tail in tails)
     )
 
 
-def encode_prompts(
-    items: Sequence[Item], *, verdict: VerdictFormat, tokens: LabelTokens, tokenizer: Tokenizer
-) -> list[list[int]]:
-    """Return the tokens of each item up to its label, rendered exactly as in training."""
-    label = verdict.labels.texts[0]
-    corpus = _corpus(
-        [open_messages(item, verdict, label=label) for item in items],
-        tokenizer,
-        name="the items to judge",
-        context_length=2**24,
-        truncation="error",
-        model_limit=None,
-    )
-    prompts = []
-    for example in corpus:
-        place = tokens.place_in(example.tokens, example.supervised)
-        assert place > 0, "a verdict that we wrote has its label where we look for it"
-        prompts.append(example.tokens[:place].tolist())
-    return prompts
+def _distinct(tail: tuple[int, ...], tails: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shortest prefix of a tail that no other tail has."""
+    for length in range(1, len(tail) + 1):
+        if sum(other[:length] == tail[:length] for other in tails) == 1:
+            return tail[:length]
+    raise UserError("Two labels have the same tokens.", do="use another --verdict, or another tokenizer")
 
 
-def soft_label(
-    item: Item, example: Example, *, verdict: VerdictFormat, tokens: LabelTokens
-) -> SoftLabel | None:
-    """Return the soft label at the first token where the two labels differ; None where the score is on a label."""
-    if item.score is None:
-        return None
-    nearest, other, share = verdict.labels.neighbours(item.score)
-    place = tokens.place_in(example.tokens, example.supervised)
-    first, second = tokens.sequences[nearest], tokens.sequences[other]
-    same = next(length for length, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    written = tuple(example.tokens[place : place + same + 1].tolist())
-    if not share or place < 1 or written != first[: same + 1]:  # the data's own verdict may differ
-        return None
-    return SoftLabel(place=place + same, other=second[same], share=share)
-
-
-def _target(item: Item, verdict: VerdictFormat) -> float:
-    if item.score is not None:
-        return verdict.scale.normalized(item.score)
-    return {"A": 1.0, "B": 0.0}.get(item.winner or "", 0.5)
-
-
-def _corpus(
-    conversations: Sequence[Messages],
-    tokenizer: Tokenizer,
-    *,
-    name: str,
-    progress: Any = None,
-    **options: Any,
-) -> Corpus:
-    rows = [{"messages": messages} for messages in conversations]
-    source = Source(name=name, parts=(RowsPart(name=name, loaded=rows),), form="messages")
-    return open_corpus(source, tokenizer, asked_format="messages", whole=False, progress=progress, **options)
+def common_length(texts: Sequence[list[int]]) -> int:
+    """Return the length of the longest common prefix."""
+    first, last = min(texts), max(texts)
+    return next((n for n, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))

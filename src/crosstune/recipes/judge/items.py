@@ -1,4 +1,4 @@
-"""Define an item to judge: a task with one or two answers, and people's verdict."""
+"""Define an item to judge (a task, one or two answers, people's verdict), its score scale and its labels."""
 
 from __future__ import annotations
 
@@ -13,101 +13,11 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError, shown
 
-_RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:-|\.\.|to|,)\s*(-?\d+(?:\.\d+)?)")
-MOST_POINTS = 11
-"""Number of evenly spaced points that a scale with more whole numbers is written with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scale:
-    low: float
-    high: float
-
-    @property
-    def point(self) -> float:
-        """The size of one point: 1 on a scale of up to ten, a tenth of a longer scale."""
-        return max(1.0, self.span / (MOST_POINTS - 1)) if self.span >= 1 else self.span / (MOST_POINTS - 1)
-
-    @property
-    def span(self) -> float:
-        return self.high - self.low
-
-    def holds(self, score: float) -> bool:
-        return math.isfinite(score) and self.low <= score <= self.high
-
-    def normalized(self, score: float) -> float:
-        """Return a score as a fraction of the scale."""
-        return (score - self.low) / self.span
-
-    def points(self) -> list[float]:
-        """Return the scores that a model writes: whole numbers, or evenly spaced ones if those are too many."""
-        whole = float(self.low).is_integer() and float(self.high).is_integer()
-        if whole and self.span <= MOST_POINTS - 1:
-            return [float(value) for value in range(int(self.low), int(self.high) + 1)]
-        return [round(float(value), 6) for value in np.linspace(self.low, self.high, MOST_POINTS)]
-
-    def __str__(self) -> str:
-        return f"{write_number(self.low)}-{write_number(self.high)}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Labels:
-    """The labels that a model chooses from; for scores, with their values in rising order."""
-
-    texts: tuple[str, ...]
-    values: tuple[float, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def neighbours(self, score: float) -> tuple[int, int, float]:
-        """Return the label nearest to a score, the label on its other side, and the share of the latter.
-
-        The shares make the expected value equal the score.
-        """
-        values = self.values
-        upper = int(np.clip(np.searchsorted(values, score), 1, len(values) - 1))
-        lower = upper - 1
-        share = float(np.clip((score - values[lower]) / (values[upper] - values[lower]), 0.0, 1.0))
-        return (lower, upper, share) if share <= 0.5 else (upper, lower, 1.0 - share)
-
-    def distribution(self, score: float) -> NDArray[np.float64]:
-        nearest, other, share = self.neighbours(score)
-        found = np.zeros(len(self.values))
-        found[nearest] += 1.0 - share
-        found[other] += share
-        return found
-
-
-def read_scale(text: str) -> Scale:
-    """Read a scale such as 0-10 or 1-5."""
-    match = _RANGE.fullmatch(text.strip())
-    low, high = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
-    if not low < high or not math.isfinite(high - low):
-        raise UserError(
-            f"--score_scale cannot be {shown(text)}.",
-            why="it is the lowest and the highest score, in this order.",
-            do="write it as 0-10 or 1-5",
-        )
-    return Scale(low=low, high=high)
-
-
-def number_labels(scale: Scale) -> Labels:
-    points = scale.points()
-    return Labels(texts=tuple(write_number(point) for point in points), values=tuple(points))
-
-
-def digit_labels(scale: Scale) -> Labels:
-    """Return the ten digits, spread evenly over the scale: one token each in almost every vocabulary."""
-    values = np.linspace(scale.low, scale.high, 10)
-    return Labels(texts=tuple("0123456789"), values=tuple(float(value) for value in values))
-
-
-def write_number(value: float) -> str:
-    return f"{value:.6f}".rstrip("0").rstrip(".") if not float(value).is_integer() else str(int(value))
-
-
 WINNERS = ("A", "B", "tie")
+MOST_POINTS = 11
+"""Most score labels of a scale. A scale with more whole numbers gets this many evenly spaced labels."""
+_RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:-|\.\.|to|,)\s*(-?\d+(?:\.\d+)?)")
+_OTHER_SIDE = {"A": "B", "B": "A"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +37,9 @@ class Item:
     critique: str = ""
     issues: tuple[str, ...] = ()
     messages: Sequence[Mapping[str, Any]] = ()
-    """The prompt of the data; empty if the prompt is made from the fields above."""
+    """The prompt in the data; empty if the prompt is made from the fields above."""
     verdict: str = ""
-    """The verdict text of the data."""
+    """The text of the verdict in the data."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row, kept for predictions."""
 
@@ -141,26 +51,114 @@ class Item:
     def is_labelled(self) -> bool:
         return self.score is not None or self.winner is not None
 
+
+def swapped(item: Item) -> Item:
+    """Return a pair with its answers in the other order."""
+    return replace(item, answers=item.answers[::-1], winner=other_winner(item.winner))
+
+
+def other_winner(winner: str | None) -> str | None:
+    """Return the winner after the answers are swapped."""
+    return _OTHER_SIDE.get(winner or "", winner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    low: float
+    high: float
+
     @property
-    def key(self) -> tuple[str, ...]:
-        """The texts by which two items are the same."""
-        return (self.task, *self.answers)
+    def span(self) -> float:
+        return self.high - self.low
+
+    @property
+    def point(self) -> float:
+        """The size of one point: 1 on a scale of up to ten points, a tenth of a longer scale."""
+        tenth = self.span / (MOST_POINTS - 1)
+        return max(1.0, tenth) if self.span >= 1 else tenth
+
+    def holds(self, score: float) -> bool:
+        return math.isfinite(score) and self.low <= score <= self.high
+
+    def normalized(self, score: float) -> float:
+        """Return a score as a fraction of the scale."""
+        return (score - self.low) / self.span
+
+    def points(self) -> list[float]:
+        """Return the scores that a model writes: whole numbers, or evenly spaced ones on a longer scale."""
+        whole = float(self.low).is_integer() and float(self.high).is_integer()
+        if whole and self.span <= MOST_POINTS - 1:
+            return [float(value) for value in range(int(self.low), int(self.high) + 1)]
+        return [round(float(value), 6) for value in np.linspace(self.low, self.high, MOST_POINTS)]
+
+    def __str__(self) -> str:
+        return f"{write_number(self.low)}-{write_number(self.high)}"
+
+
+def read_scale(text: str) -> Scale:
+    """Read a scale such as 0-10 or 1-5."""
+    match = _RANGE.fullmatch(text.strip())
+    low, high = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
+    if not low < high or not math.isfinite(high - low):
+        raise UserError(
+            f"--score_scale cannot be {shown(text)}.",
+            why="it is the lowest and the highest score, in this order.",
+            do="write it as 0-10 or 1-5",
+        )
+    return Scale(low=low, high=high)
 
 
 def common_scale(items: Sequence[Item], *, default: Scale) -> Scale:
-    """Return the scale of all items; raise if there are several. An item without one is on the default scale."""
+    """Return the scale of all scored items; raise if there are several. An item without a scale has the default."""
     found = {item.scale or default for item in items if not item.is_pair}
     if len(found) > 1:
-        named = ", ".join(sorted(map(str, found)))
         raise UserError(
-            f"The scores are on different scales: {named}.",
+            f"The scores are on different scales: {', '.join(sorted(map(str, found)))}.",
             why="a judge learns one scale.",
-            do="bring them to one scale, or put them into two data sets",
+            do="convert them to one scale, or put them into two data sets",
         )
     return next(iter(found), default)
 
 
-def swapped(item: Item) -> Item:
-    """Return a pair with its answers in the other order."""
-    winner = {"A": "B", "B": "A"}.get(item.winner or "", item.winner)
-    return replace(item, answers=item.answers[::-1], winner=winner)
+def write_number(value: float) -> str:
+    return f"{value:.6f}".rstrip("0").rstrip(".") if not float(value).is_integer() else str(int(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """The labels that a model chooses from; for scores, with their values in ascending order."""
+
+    texts: tuple[str, ...]
+    values: tuple[float, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def neighbours(self, score: float) -> tuple[int, int, float]:
+        """Return the label nearest to a score, the label on the score's other side, and that label's share.
+
+        With these shares, the expected value equals the score.
+        """
+        values = self.values
+        upper = int(np.clip(np.searchsorted(values, score), 1, len(values) - 1))
+        lower = upper - 1
+        share = float(np.clip((score - values[lower]) / (values[upper] - values[lower]), 0.0, 1.0))
+        return (lower, upper, share) if share <= 0.5 else (upper, lower, 1.0 - share)
+
+    def distribution(self, score: float) -> NDArray[np.float64]:
+        """Return the probability of each label for a score."""
+        nearest, other, share = self.neighbours(score)
+        found = np.zeros(len(self.values))
+        found[nearest] += 1.0 - share
+        found[other] += share
+        return found
+
+
+def number_labels(scale: Scale) -> Labels:
+    points = scale.points()
+    return Labels(texts=tuple(map(write_number, points)), values=tuple(points))
+
+
+def digit_labels(scale: Scale) -> Labels:
+    """Return the ten digits, spread evenly over the scale: one token each in almost every vocabulary."""
+    return Labels(texts=tuple("0123456789"), values=tuple(np.linspace(scale.low, scale.high, 10).tolist()))

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Generates, Task
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.recipes.judge.examples import LabelTokens, encode_prompts, find_label_tokens
-from crosstune.recipes.judge.items import WINNERS, Item, swapped
-from crosstune.recipes.judge.metrics import fit_temperature, soften
+from crosstune.recipes.judge.examples import LabelTokens, common_length, encode_prompts, find_label_tokens
+from crosstune.recipes.judge.items import WINNERS, Item, other_winner, swapped
+from crosstune.recipes.judge.metrics import Floats, fit_temperature, soften
 from crosstune.recipes.judge.verdicts import JudgeSettings, VerdictFormat, prompt_messages
 
 Progress = Callable[[int, int], None]
-Prompts = Sequence[Sequence[int]]
+Prompts = Sequence[list[int]]
 FEWEST_SHARED = 8
-"""Fewest shared tokens for which computing them once pays."""
+"""Shared tokens from which computing them once pays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Judgement:
     """None if the generated verdict cannot be read; None for pairs."""
     winner: str | None = None
     probabilities: tuple[float, ...] = ()
-    """Probability of each label, not calibrated."""
+    """Uncalibrated probability of each label."""
     confidence: float | None = None
     """Calibrated probability that the score is at most a point off, or that the winner is right."""
     consistent: bool | None = None
@@ -57,14 +57,14 @@ class Judge:
     share_prefixes: bool = True
     max_tokens: int | None = None
     """The model's context. A longer prompt is not judged: its verdict counts as unreadable."""
-    tokens: LabelTokens = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", find_label_tokens(self.verdict, self.tokenizer))
-
-    @property
+    @cached_property
     def verdict(self) -> VerdictFormat:
         return self.settings.format()
+
+    @cached_property
+    def tokens(self) -> LabelTokens:
+        return find_label_tokens(self.verdict, self.tokenizer)
 
     def judge(
         self,
@@ -74,21 +74,55 @@ class Judge:
         max_new_tokens: int = 256,
         progress: Progress | None = None,
     ) -> list[Judgement]:
-        """Judge every item; pairs in both orders. `progress` gets the number of prompts done and their total."""
+        """Judge every item; pairs in both orders. `progress` gets the number of finished prompts and their total."""
         if not items:
             return []
-        if not items[0].is_pair:
-            return self._judge_once(items, by=by, max_new_tokens=max_new_tokens, progress=progress)
-        both = [*items, *(swapped(item) for item in items)]
-        found = self._judge_once(both, by=by, max_new_tokens=max_new_tokens, progress=progress)
-        return [
-            self._combined(one, other)
-            for one, other in zip(found[: len(items)], found[len(items) :], strict=True)
-        ]
+        is_pair = items[0].is_pair
+        asked = [*items, *(swapped(item) for item in items)] if is_pair else items
+        prompts = self.prompts(asked)
+        room = max(map(len, self.tokens.sequences))
+        longest = self.max_tokens - room if self.max_tokens else max(map(len, prompts))
+        fitting = [place for place, prompt in enumerate(prompts) if len(prompt) <= longest]
+        chosen = [prompts[place] for place in fitting]
+        if self.settings.head == "scalar":
+            judged = self._judge_by_scalar(chosen, progress=progress)
+        elif by == "generation":
+            texts = self._generate(chosen, max_new_tokens=max_new_tokens, progress=progress)
+            judged = [self._read(text) for text in texts]
+        else:
+            log_probs = self._log_probs([asked[place] for place in fitting], chosen, progress=progress)
+            judged = [self._from_log_probs(row) for row in log_probs]
+        found = [Judgement(too_long=True)] * len(asked)
+        for place, one in zip(fitting, judged, strict=True):
+            found[place] = one
+        if not is_pair:
+            return found
+        return [self._combine(*both) for both in zip(found[: len(items)], found[len(items) :], strict=True)]
 
     def generate(self, items: Sequence[Item], *, max_new_tokens: int) -> list[str]:
         """Return the verdicts that the model writes."""
         return self._generate(self.prompts(items), max_new_tokens=max_new_tokens)
+
+    def prompts(self, items: Sequence[Item]) -> list[list[int]]:
+        """Return the tokens of each item up to its label."""
+        return encode_prompts(items, verdict=self.verdict, tokens=self.tokens, tokenizer=self.tokenizer)
+
+    def prompt_text(self, item: Item) -> str:
+        return "\n".join(str(message["content"]) for message in prompt_messages(item, self.verdict))
+
+    def fit_temperature(self, items: Sequence[Item], found: Sequence[Judgement]) -> float:
+        """Return the temperature that calibrates the probabilities; 1 without probabilities."""
+        rows = [(item, one) for item, one in zip(items, found, strict=True) if one.probabilities]
+        if not rows:
+            return 1.0
+        probs, labels = np.array([one.probabilities for _, one in rows]), self.verdict.labels
+        targets = [
+            labels.distribution(item.score)
+            if item.score is not None
+            else np.eye(len(labels))[self.verdict.label_of(item)]
+            for item, _ in rows
+        ]
+        return fit_temperature(np.log(np.maximum(probs, 1e-30)), np.array(targets))
 
     def _generate(
         self, prompts: Prompts, *, max_new_tokens: int, progress: Progress | None = None
@@ -106,123 +140,67 @@ class Judge:
                 texts[place] = self.tokenizer.decode(answer).strip()
         return texts
 
-    def _before_verdict(self, prompts: Prompts) -> Prompts:
-        """Return prompts that end before the verdict, not just before its label."""
-        return [prompt[: len(prompt) - len(self.tokens.before)] for prompt in prompts]
-
-    def label_log_probs(
-        self, items: Sequence[Item], *, progress: Progress | None = None
-    ) -> NDArray[np.float64]:
+    def _log_probs(self, items: Sequence[Item], prompts: Prompts, *, progress: Progress | None) -> Floats:
         """Return the log probability of each label for each item, normalized over the labels."""
-        return self._log_probs(items, self.prompts(items), progress=progress)
-
-    def _log_probs(
-        self, items: Sequence[Item], prompts: Prompts, *, progress: Progress | None
-    ) -> NDArray[np.float64]:
-        ids = self.tokens.token_ids
-        known: list[dict[tuple[int, ...], NDArray[np.float64]]] = [{} for _ in items]
-        parts, current = self._parts(), None
+        known: list[dict[tuple[int, ...], Floats]] = [{} for _ in items]
+        parts, current = _parts(self.session.plan.engine), None
         prefix, start = None, 0
         for group, places in self._batches(prompts, self._groups(items), progress):
             if group is not current:
-                shared, current = self._shared(prompts, group), group
+                shared, current = self._num_shared(prompts, group), group
                 prefix = parts.read_prefix(self.session, prompts[group[0]][:shared]) if shared else None
                 start = shared if prefix is not None else 0
             for probe in self.tokens.probes:
-                rows = [[*prompts[place][start:], *probe] for place in places]
                 found = parts.next_log_probs(
-                    self.session, rows, token_ids=ids, last=len(probe) + 1, prefix=prefix
+                    self.session,
+                    [[*prompts[place][start:], *probe] for place in places],
+                    token_ids=self.tokens.token_ids,
+                    last=len(probe) + 1,
+                    prefix=prefix,
                 )
                 for place, values in zip(places, found, strict=True):
-                    for length in range(len(probe) + 1):
-                        known[place][probe[:length]] = values[length]
+                    known[place] |= {probe[:length]: value for length, value in enumerate(values)}
         return self.tokens.log_probs(known)
 
-    def fit_temperature(self, items: Sequence[Item], found: Sequence[Judgement]) -> float:
-        """Return the temperature that calibrates the probabilities; 1 without probabilities."""
-        rows = [(item, one) for item, one in zip(items, found, strict=True) if one.probabilities]
-        if not rows:
-            return 1.0
-        probs = np.array([one.probabilities for _, one in rows])
-        labels, verdict = self.verdict.labels, self.verdict
-        targets = [
-            labels.distribution(item.score)
-            if item.score is not None
-            else np.eye(len(labels))[verdict.label_of(item)]
-            for item, _ in rows
-        ]
-        return fit_temperature(np.log(np.maximum(probs, 1e-30)), np.array(targets))
-
-    def prompt_text(self, item: Item) -> str:
-        return "\n".join(str(message["content"]) for message in prompt_messages(item, self.verdict))
-
-    def _judge_once(
-        self, items: Sequence[Item], *, by: str, max_new_tokens: int, progress: Progress | None
-    ) -> list[Judgement]:
-        """Judge the items whose prompt and verdict fit into the model's context."""
-        prompts = self.prompts(items)
-        room = max(map(len, self.tokens.sequences))
-        longest = self.max_tokens - room if self.max_tokens else max(map(len, prompts))
-        fitting = [place for place, prompt in enumerate(prompts) if len(prompt) <= longest]
-        found = [Judgement(too_long=True)] * len(items)
-        if fitting:
-            chosen = [items[place] for place in fitting], [prompts[place] for place in fitting]
-            judged = self._ask(*chosen, by=by, max_new_tokens=max_new_tokens, progress=progress)
-            for place, one in zip(fitting, judged, strict=True):
-                found[place] = one
-        return found
-
-    def _ask(
-        self,
-        items: Sequence[Item],
-        prompts: Prompts,
-        *,
-        by: str,
-        max_new_tokens: int,
-        progress: Progress | None,
-    ) -> list[Judgement]:
-        if self.settings.head == "scalar":
-            return self._judge_by_scalar(prompts, progress=progress)
-        if by == "generation":
-            texts = self._generate(prompts, max_new_tokens=max_new_tokens, progress=progress)
-            return [self._read(text) for text in texts]
-        return [self._from_log_probs(row) for row in self._log_probs(items, prompts, progress=progress)]
-
     def _judge_by_scalar(self, prompts: Prompts, *, progress: Progress | None) -> list[Judgement]:
-        prompts = self._before_verdict(prompts)
-        scale, found = self.verdict.scale, [Judgement() for _ in prompts]
+        prompts, scale = self._before_verdict(prompts), self.verdict.scale
+        found = [Judgement()] * len(prompts)
         for _, places in self._batches(prompts, [range(len(prompts))], progress):
-            values = self._parts().scalar_scores(self.session, [prompts[place] for place in places])
+            parts = _parts(self.session.plan.engine)
+            values = parts.scalar_scores(self.session, [prompts[place] for place in places])
             for place, value in zip(places, values, strict=True):
-                score = scale.low + scale.span * min(1.0, max(0.0, float(value)))
-                found[place] = Judgement(score=score)
+                found[place] = Judgement(score=scale.low + scale.span * min(1.0, max(0.0, float(value))))
         return found
 
-    def _from_log_probs(self, log_probs: NDArray[np.float64]) -> Judgement:
+    def _before_verdict(self, prompts: Prompts) -> Prompts:
+        """Cut the start of the verdict, before its label, off the prompts."""
+        return [prompt[: len(prompt) - len(self.tokens.before)] for prompt in prompts]
+
+    def _from_log_probs(self, log_probs: Floats) -> Judgement:
         probs = np.exp(log_probs)
-        sure = soften(probs, self.settings.temperature)
-        kept = tuple(float(prob) for prob in probs)
+        calibrated = soften(probs, self.settings.temperature)
+        kept = tuple(probs.tolist())
         if self.verdict.name == "winner":
             best = int(probs.argmax())
-            return Judgement(winner=WINNERS[best], probabilities=kept, confidence=float(sure[best]))
+            return Judgement(winner=WINNERS[best], probabilities=kept, confidence=float(calibrated[best]))
         values = np.array(self.verdict.labels.values)
         score = float((probs * values).sum() / probs.sum())
         near = np.abs(values - score) <= self.verdict.scale.point
-        return Judgement(score=score, probabilities=kept, confidence=float(sure[near].sum()))
+        return Judgement(score=score, probabilities=kept, confidence=float(calibrated[near].sum()))
 
     def _read(self, text: str) -> Judgement:
-        said = self.verdict.read(text)
+        said, is_pair = self.verdict.read(text), self.verdict.name == "winner"
         return Judgement(
-            score=said.score if self.verdict.name != "winner" else None,
-            winner=said.winner if self.verdict.name == "winner" else None,
+            score=None if is_pair else said.score,
+            winner=said.winner if is_pair else None,
             text=text,
             issues=said.issues,
             feedback=said.feedback,
         )
 
-    def _combined(self, one: Judgement, other: Judgement) -> Judgement:
-        """Combine the verdicts of both orders: mean probabilities, or the winner on which both agree."""
-        turned = {"A": "B", "B": "A"}.get(other.winner or "", other.winner)
+    def _combine(self, one: Judgement, other: Judgement) -> Judgement:
+        """Combine the verdicts of both orders: mean probabilities, or the winner if both agree, else a tie."""
+        turned = other_winner(other.winner)
         consistent = one.winner == turned and one.winner is not None
         if one.probabilities:
             a, b, tie = other.probabilities
@@ -232,9 +210,6 @@ class Judge:
             return replace(one, winner=None, consistent=False, too_long=one.too_long or other.too_long)
         return replace(one, winner=one.winner if consistent else "tie", consistent=consistent)
 
-    def prompts(self, items: Sequence[Item]) -> list[list[int]]:
-        return encode_prompts(items, verdict=self.verdict, tokens=self.tokens, tokenizer=self.tokenizer)
-
     def _groups(self, items: Sequence[Item]) -> list[list[int]]:
         """Group items with the same rubric and system message: their prompts share a prefix."""
         groups: dict[tuple[str, ...], list[int]] = {}
@@ -243,14 +218,12 @@ class Judge:
             groups.setdefault((item.rubric, str(start.get("content", ""))), []).append(place)
         return list(groups.values())
 
-    def _shared(self, prompts: Prompts, group: Sequence[int]) -> int:
+    def _num_shared(self, prompts: Prompts, group: Sequence[int]) -> int:
         """Return the length of the common prefix of a group; 0 if computing it once does not pay."""
         if not self.share_prefixes or len(group) < 2:
             return 0
-        first, shortest = prompts[group[0]], min(len(prompts[place]) for place in group)
-        length = 0
-        while length < shortest - 1 and all(prompts[place][length] == first[length] for place in group):
-            length += 1
+        grouped = [prompts[place] for place in group]
+        length = min(common_length(grouped), min(map(len, grouped)) - 1)
         return length if length >= FEWEST_SHARED else 0
 
     def _batches(
@@ -267,21 +240,19 @@ class Judge:
                 if progress is not None:
                     progress(done, len(prompts))
 
-    def _parts(self) -> Any:
-        return importlib.import_module(f"crosstune.recipes.judge.{self.session.plan.engine}_parts")
-
 
 def judge_task(head: str, engine: str) -> Task:
     """Return the task of a head; raise a UserError if the engine has none."""
-    parts = importlib.import_module(f"crosstune.recipes.judge.{engine}_parts")
-    if head == "tokens":
-        tokens: Task = parts.ScoreTokens()
-        return tokens
-    if not hasattr(parts, "ScalarHead"):
+    parts = _parts(engine)
+    if head == "scalar" and not hasattr(parts, "ScalarHead"):
         raise UserError(
             "--head scalar works with torch only.",
             why=f"the {engine} engine has no model with a scalar head.",
             do="use --head tokens, or a torch backend",
         )
-    scalar: Task = parts.ScalarHead()
-    return scalar
+    task: Task = parts.ScalarHead() if head == "scalar" else parts.ScoreTokens()
+    return task
+
+
+def _parts(engine: str) -> Any:
+    return importlib.import_module(f"crosstune.recipes.judge.{engine}_parts")

@@ -1,7 +1,7 @@
-"""Compute a judge's metrics: correlation, agreement, calibration, ROUGE-L, and intervals by the bootstrap.
+"""Compute a judge's metrics: correlation, agreement, calibration, ROUGE-L and bootstrap intervals.
 
-Metrics over items have a row of `weights` for each draw of the bootstrap: how often each item counts in it. They return
-a value for each draw, NaN where the metric is undefined. `all_once` weighs every item once.
+A metric over items gets a row of `weights` per bootstrap draw, the count of each item in the draw. It returns one value
+per draw, NaN where it is undefined. `all_once` counts every item once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 NUM_DRAWS = 1000
 NUM_BINS = 10
-_BLOCK = 2048
-"""Items whose pairs with all others are compared at a time."""
+_DRAWS_AT_ONCE = 50
+"""Bounds the memory of the intervals: a metric holds several arrays of draws x items."""
 _ROUNDING = 1e-13
 """Relative spread below which a series is constant."""
 _TEMPERATURES = np.exp(np.linspace(math.log(0.05), math.log(20.0), 241))
@@ -33,9 +33,9 @@ def all_once(count: int) -> Floats:
 def draw_weights(
     count: int, *, groups: Sequence[str] | None = None, num_draws: int = NUM_DRAWS, seed: int = 0
 ) -> Floats:
-    """Return how often each item is drawn, a row for each draw with replacement.
+    """Draw items with replacement; return the count of each item, one row per draw.
 
-    Whole groups are drawn where there are several: items of one source are not independent.
+    With several groups, draw whole groups: items of one source are not independent.
     """
     numbers: dict[str, int] = {}
     places = [numbers.setdefault(group, len(numbers)) for group in groups or ()]
@@ -48,8 +48,12 @@ def draw_weights(
     return weights[:, place]
 
 
-def interval(values: Floats, *, level: float = 0.95) -> list[float] | None:
-    """Return the percentile interval of a metric's draws; None if it is undefined in more than half of them."""
+def interval(
+    metric: Callable[[Floats], Floats], weights: Floats, *, level: float = 0.95
+) -> list[float] | None:
+    """Return the percentile interval of a metric; None if it is undefined in more than half of the draws."""
+    parts = range(0, len(weights), _DRAWS_AT_ONCE)
+    values = np.concatenate([metric(weights[start : start + _DRAWS_AT_ONCE]) for start in parts])
     finite = values[np.isfinite(values)]
     if not len(finite) or len(finite) * 2 < len(values):
         return None
@@ -72,17 +76,49 @@ def spearman(weights: Floats, first: Floats, second: Floats) -> Floats:
 
 
 def kendall(weights: Floats, first: Floats, second: Floats) -> Floats:
-    """Return Kendall's tau-b, from the signs of all pairs of items."""
+    """Return Kendall's tau-b, in O(n log n) per draw."""
     first, second = _without_rounding(first), _without_rounding(second)
-    balance = np.zeros(len(weights))
-    for start in range(0, len(first), _BLOCK):
-        block = slice(start, start + _BLOCK)
-        signs = np.sign(first[block, None] - first[None]) * np.sign(second[block, None] - second[None])
-        balance += ((weights @ signs.T) * weights[:, block]).sum(axis=1) / 2
     size = weights.sum(axis=1)
-    counts = (_counts_of_values(weights, values) for values in (first, second))
-    free = [size * (size - 1) / 2 - (each * (each - 1) / 2).sum(axis=1) for each in counts]
-    return _divide(balance, np.sqrt(free[0]) * np.sqrt(free[1]))
+    every, tied_first, tied_second, tied_both = (
+        (counts * (counts - 1) / 2).sum(axis=1)
+        for counts in (
+            size[:, None],
+            _counts_of_values(weights, first),
+            _counts_of_values(weights, second),
+            _counts_of_values(weights, np.stack([first, second], axis=1)),
+        )
+    )
+    order = np.lexsort((second, first))
+    # Pairs that tie in `first` are in ascending order of `second`, so `_count_ascending` counts them too.
+    balance = _count_ascending(weights.T[order], second[order]) - (tied_first - tied_both)
+    return _divide(balance, np.sqrt(every - tied_first) * np.sqrt(every - tied_second))
+
+
+def _count_ascending(weights: Floats, values: Floats) -> Floats:
+    """Return the number of ascending pairs minus the number of descending pairs; `weights` has a column per draw.
+
+    As in merge sort, each half of a span is compared with the other half, for spans of 2, 4, 8 ... items.
+    """
+    ranks = np.unique(values, return_inverse=True)[1]
+    place, num_ranks = np.arange(len(values)), len(values) + 1
+    total = np.zeros(weights.shape[1])
+    width = 1
+    while width < len(values):
+        keys = place // (2 * width) * num_ranks + ranks
+        right = place // width % 2 == 1
+        order = np.flatnonzero(~right)
+        order = order[np.argsort(keys[order], kind="stable")]
+        left_keys, right_keys = keys[order], keys[right]
+        sums = np.cumsum(np.pad(weights[order], ((1, 0), (0, 0))), axis=0)
+        start = right_keys - right_keys % num_ranks
+        # Keys are whole numbers: the left keys up to k are those below k + 1.
+        below, up_to, before, after = (
+            sums[np.searchsorted(left_keys, key)]
+            for key in (right_keys, right_keys + 1, start, start + num_ranks)
+        )
+        total += (weights[right] * (below + up_to - before - after)).sum(axis=0)
+        width *= 2
+    return total
 
 
 def of_counts(
@@ -93,7 +129,7 @@ def of_counts(
     *,
     num_classes: int,
 ) -> Floats:
-    """Return a metric of the confusion of classes."""
+    """Return a metric of the confusion matrix of each draw."""
     cells = np.eye(num_classes**2)[rows * num_classes + columns]
     tables = np.rint(weights @ cells).astype(np.int64).reshape(-1, num_classes, num_classes)
     return np.array([metric(table) for table in tables])
@@ -107,7 +143,7 @@ def _without_rounding(values: Floats) -> Floats:
 
 
 def _centred(values: Floats) -> Floats:
-    """Return values around zero, of at most one, so that squares neither overflow nor vanish."""
+    """Centre values and scale them to at most 1, so that squares neither overflow nor underflow."""
     values = _without_rounding(values)
     centred = values - values.mean() if len(values) else values
     largest = np.abs(centred).max(initial=0.0)
@@ -116,7 +152,7 @@ def _centred(values: Floats) -> Floats:
 
 
 def _ranks(weights: Floats, values: Floats) -> Floats:
-    """Return the mean rank of each item in each draw, as a fraction of the draw around zero."""
+    """Return the mean rank of each item in each draw, scaled to -0.5 ... 0.5."""
     values = _without_rounding(values)
     counts = _counts_of_values(weights, values)
     places = np.unique(values, return_inverse=True)[1]
@@ -126,17 +162,16 @@ def _ranks(weights: Floats, values: Floats) -> Floats:
 
 
 def _counts_of_values(weights: Floats, values: Floats) -> Floats:
-    """Return how often each distinct value is drawn."""
-    distinct, places = np.unique(values, return_inverse=True)
-    sums = np.zeros((len(weights), len(distinct)))
+    """Return the count of each distinct value, or of each distinct row, in each draw."""
+    places = np.unique(values, axis=0, return_inverse=True)[1].reshape(-1)
     order = np.argsort(places, kind="stable")
-    starts = np.searchsorted(places[order], np.arange(len(distinct)))
-    np.add.reduceat(weights[:, order], starts, axis=1, out=sums)
-    return sums
+    starts = np.flatnonzero(np.diff(places[order], prepend=-1))
+    counts: Floats = np.add.reduceat(weights[:, order], starts, axis=1)
+    return counts
 
 
 def _correlate(weights: Floats, first: Floats, second: Floats) -> Floats:
-    """Return the correlation of two series; they are the same for all draws, or have a row for each."""
+    """Return the correlation of two series of one row, or of one row per draw."""
     size = weights.sum(axis=1)
 
     def average(values: Floats) -> Floats:
@@ -156,7 +191,7 @@ def _divide(above: Floats, below: Floats) -> Floats:
 
 
 def are_within(expected: ArrayLike, found: ArrayLike, *, distance: float) -> NDArray[np.bool_]:
-    """Return which scores are at most `distance` away; a NaN is not."""
+    """Return which scores differ by at most `distance`; False for NaN."""
     difference = np.abs(np.asarray(found, np.float64) - np.asarray(expected, np.float64))
     # Scores are sums of decimal fractions: 8.7 - 7.7 is a little more than 1.
     near: NDArray[np.bool_] = difference <= distance * (1 + 1e-9)
@@ -182,10 +217,7 @@ def macro_f1(counts: Counts) -> float:
 
 
 def cohen_kappa(counts: Counts, *, quadratic: bool = False) -> float:
-    """Return Cohen's kappa; with `quadratic`, a miss weighs the square of its distance in the order of the classes.
-
-    NaN where both sides have the same single class.
-    """
+    """Return Cohen's kappa, with quadratic weights on request; NaN where both sides have the same single class."""
     total = int(counts.sum())
     if not total:
         return math.nan
@@ -198,7 +230,7 @@ def cohen_kappa(counts: Counts, *, quadratic: bool = False) -> float:
 
 
 def reliability(confidence: ArrayLike, correct: ArrayLike) -> list[dict[str, Any]]:
-    """Return the confidence and the accuracy in each occupied one of ten intervals; each includes its upper end."""
+    """Return confidence and accuracy in each non-empty bin of the confidence; a bin includes its upper end."""
     sure, right = np.asarray(confidence, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     place = np.clip(np.ceil(sure * NUM_BINS).astype(np.int64) - 1, 0, NUM_BINS - 1)
     return [
@@ -215,7 +247,7 @@ def reliability(confidence: ArrayLike, correct: ArrayLike) -> list[dict[str, Any
 
 
 def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike) -> float:
-    """Return the mean distance between confidence and accuracy over the bins, weighted by their items."""
+    """Return the mean gap between confidence and accuracy over the bins, weighted by their counts."""
     bins = reliability(confidence, correct)
     total = sum(each["count"] for each in bins)
     distance = sum(each["count"] * abs(each["confidence"] - each["accuracy"]) for each in bins)
@@ -223,20 +255,20 @@ def expected_calibration_error(confidence: ArrayLike, correct: ArrayLike) -> flo
 
 
 def fit_temperature(log_probs: Floats, targets: Floats) -> float:
-    """Return the temperature with the lowest cross entropy to the `targets`, distributions over the labels."""
+    """Return the temperature with the lowest cross entropy to `targets`, distributions over the labels."""
     if not len(log_probs):
         return 1.0
-    losses = [-(targets * _log_softmax(log_probs / t)).sum(axis=1).mean() for t in _TEMPERATURES]
+    losses = [-(targets * log_softmax(log_probs / t)).sum(axis=1).mean() for t in _TEMPERATURES]
     return float(_TEMPERATURES[int(np.argmin(losses))])
 
 
 def soften(probs: Floats, temperature: float) -> Floats:
     """Return probabilities at another temperature."""
-    softened: Floats = np.exp(_log_softmax(np.log(np.maximum(probs, 1e-300)) / temperature))
+    softened: Floats = np.exp(log_softmax(np.log(np.maximum(probs, 1e-300)) / temperature))
     return softened
 
 
-def _log_softmax(values: Floats) -> Floats:
+def log_softmax(values: Floats) -> Floats:
     shifted = values - values.max(axis=-1, keepdims=True)
     found: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return found
@@ -247,7 +279,7 @@ def rouge_l(reference: str, text: str) -> float:
     first, second = _WORD.findall(reference.lower()), _WORD.findall(text.lower())
     if not first and not second:
         return 1.0
-    row = [0] * (len(second) + 1)  # of the table of lengths
+    row = [0] * (len(second) + 1)  # of the table of subsequence lengths
     for word in first:
         diagonal = 0
         for place, other in enumerate(second, start=1):

@@ -1,4 +1,4 @@
-"""Train and ask a judge with MLX: score tokens with divided targets, and their probabilities after shared prefixes."""
+"""Train and run a judge with MLX: label tokens with soft targets, and their probabilities after shared prefixes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from crosstune.recipes.judge.examples import JudgeBatch
 
 
 class ScoreTokens(CausalLM):
-    """A language model whose targets may be divided between two tokens."""
+    """A language model with soft targets: a target may be divided between two tokens."""
 
     eval_metric_names = ()
 
@@ -38,7 +38,7 @@ class ScoreTokens(CausalLM):
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """The keys and values of tokens that several prompts begin with, for each layer."""
+    """The keys and values of a prefix that several prompts share, for each layer."""
 
     states: Sequence[Sequence[mx.array]]
     length: int
@@ -54,13 +54,13 @@ class Prefix:
 
 
 def read_prefix(session: Any, tokens: Sequence[int]) -> Prefix | None:
-    """Compute the keys and values of a prefix; None for a model whose cache holds something else."""
+    """Compute the keys and values of a prefix; None for a model with another kind of cache."""
     caches = make_prompt_cache(session.model)
     if any(type(cache) is not KVCache for cache in caches):
         return None
     with memory_errors(doing=EVALUATING):
         session.model(mx.array([list(tokens)]), cache=caches)
-        # A cache is longer than what it holds.
+        # The arrays of a cache are longer than its contents.
         states = [
             tuple(array[..., : cache.offset, :] for array in (cache.keys, cache.values)) for cache in caches
         ]
@@ -76,21 +76,16 @@ def next_log_probs(
     last: int,
     prefix: Prefix | None = None,
 ) -> NDArray[np.float64]:
-    """Return the log probabilities of some tokens after each of the `last` positions of each row, in fp32.
+    """Return the log probabilities of `token_ids` after each of the `last` positions of each row, in fp32.
 
-    Rows are padded on the right, where attention is causal and no token sees the padding.
+    Rows are padded on the right: attention is causal, so no token attends to the padding.
     """
     width = max(map(len, rows))
     ids = np.zeros((len(rows), width), dtype=np.int32)
     for number, row in enumerate(rows):
         ids[number, : len(row)] = row
-    places = np.array(
-        [
-            number * width + len(row) - last + offset
-            for number, row in enumerate(rows)
-            for offset in range(last)
-        ]
-    )
+    ends = np.array([number * width + len(row) for number, row in enumerate(rows)])
+    places = (ends[:, None] + np.arange(-last, 0)).reshape(-1)
     options = {"cache": prefix.repeated(len(rows))} if prefix is not None else {}
     with memory_errors(doing=EVALUATING):
         logits = session.task.prepared.logits_at(mx.array(ids), mx.array(places), **options).astype(

@@ -1,4 +1,4 @@
-"""Open the training, validation and test items of a configuration, and check for leaks."""
+"""Open the training, validation and test items of a configuration, without leaks between them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,118 @@ from crosstune.recipes.judge.items import Item, Scale, common_scale, read_scale
 from crosstune.recipes.judge.read_items import TARGETS, ItemReader
 
 Splits = Mapping[str, Sequence[Item]]
+HELD_OUT_SHARE = 0.1
+TEST_SPLITS = ("test", "eval")
 _SPLIT_KEY = 2**33
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leak:
-    """Training items that are also in a held-out split."""
+class JudgeData:
+    """The items of a run by split. A split is empty if it is off or the data is too small."""
 
-    split: str
-    kind: str
-    """`group`, `id` or `text`."""
-    example: str
-    places: tuple[int, ...]
-    """Their indices in the training split."""
+    train: Sequence[Item]
+    val: Sequence[Item]
+    test: Sequence[Item]
+    num_leaking: int = 0
+    """Training items left out because they leak."""
+    notes: Sequence[str] = ()
+    scale: Scale
+    """The scale of the scores: --score_scale, or the one that the rows name."""
+
+
+def open_judge_data(config: Config) -> JudgeData:
+    """Read the items of --dataset, --eval_dataset and --test_dataset; hold out a tenth of the groups for each missing
+    split."""
+    reader = item_reader(config)
+    sources = [by_split(entry.name) for entry in unweighted(config.dataset, option="dataset")]
+    found = {
+        split: [item for source in sources if split in source for item in reader.read(source[split])]
+        for split in ("train", "val", "test")
+    }
+    for split, option in (("val", "eval_dataset"), ("test", "test_dataset")):
+        if name := getattr(config, option):
+            with naming(option):
+                found[split] = [
+                    item
+                    for entry in unweighted(name, option=option)
+                    for item in read_split(reader, entry.name, split)
+                ]
+    everything = [item for items in found.values() for item in items]
+    reader.check_together(everything, config.dataset)
+    scale = common_scale(everything, default=reader.scale)
+    notes = []
+    if missing := [split for split in ("val", "test") if not found[split]]:
+        shares = dict.fromkeys(missing, HELD_OUT_SHARE)
+        found |= split_groups(found["train"], shares=shares, seed=config.seed)
+        named = " and ".join({"val": "validation", "test": "test"}[split] for split in missing)
+        notes.append(
+            f"a tenth of the groups is held out for {named}: whole groups, so that no source is in two splits"
+        )
+    held_out = {split: found[split] for split in ("val", "test") if found[split]}
+    check_ids(held_out)
+    train, num_leaking = without_leaks(found["train"], held_out, policy=config.leaks)
+    if config.dataset_samples != -1:
+        train = train[: config.dataset_samples]
+    return JudgeData(
+        train=train,
+        val=[] if config.skip_eval else found["val"][: config.eval_samples],
+        test=found["test"][: config.eval_samples] if "eval_samples" in config.sources else found["test"],
+        num_leaking=num_leaking,
+        notes=notes,
+        scale=scale,
+    )
+
+
+def item_reader(config: Config, *, labelled: bool = True, scale: Scale | None = None) -> ItemReader:
+    """Return a reader for the options of a configuration. `scale` is the default if neither user nor data names one."""
+    asked = "score_scale" in config.sources
+    return ItemReader(
+        scale=read_scale(config.score_scale) if asked or scale is None else scale,
+        scale_asked=asked,
+        columns=parse_columns(config.columns, targets=TARGETS),
+        group_by=config.group_by,
+        references=config.references,
+        labelled=labelled,
+    )
+
+
+def read_split(reader: ItemReader, name: str, split: str) -> list[Item]:
+    """Return the items of a source given for one split: its split of that name, or its first one."""
+    found = by_split(name, needs_training=False)
+    return reader.read(found.get(split) or next(iter(found.values())))
+
+
+def by_split(name: str, *, needs_training: bool = True) -> dict[str, Source]:
+    """Return the splits of a source: train, and val and test if it has them."""
+    if name in JUDGED:
+        return {
+            split: Source(name=name, parts=(RowsPart(name=f"{name} ({split})", loaded=JUDGED[name](split)),))
+            for split in ("train", "val", "test")
+        }
+    source = open_source(name, needs_training=needs_training)
+    folder = Path(name).expanduser()
+    parts: dict[str, list[Part]] = {"train": list(source.parts)}
+    for part in (*source.held_out, *(file_part(folder / file) for file in source.unused)):
+        parts.setdefault(_split_name(part, folder), []).append(part)
+    return {
+        split: replace(source, parts=tuple(found), held_out=(), unused=())
+        for split, found in parts.items()
+        if found
+    }
+
+
+def _split_name(part: Part, folder: Path) -> str:
+    """Return val or test for a held-out part: from the name of its file, or of its split on the hub."""
+    path = getattr(part, "path", None)
+    named = split_of(path.relative_to(folder)) if path is not None else getattr(part, "split", "val")
+    return "test" if named in TEST_SPLITS else "val"
 
 
 def split_groups(items: Sequence[Item], *, shares: Mapping[str, float], seed: int) -> dict[str, list[Item]]:
-    """Divide items at random, whole groups at a time. `shares` are shares of the groups; the rest is named train. Each
-    share gets at least one group if there are enough."""
+    """Split items at random by whole groups. `shares` are shares of the groups, and the rest is `train`.
+
+    Each share gets at least one group if there are enough.
+    """
     groups = sorted({item.group for item in items})
     draw = np.random.Generator(np.random.Philox(key=(seed, _SPLIT_KEY)))
     order = [groups[place] for place in draw.permutation(len(groups))]
@@ -53,27 +147,27 @@ def split_groups(items: Sequence[Item], *, shares: Mapping[str, float], seed: in
     return found
 
 
-def find_leaks(train: Sequence[Item], held_out: Splits) -> list[Leak]:
-    """Return the training items whose group, id or text is also in a held-out split."""
-    leaks = []
-    texts: dict[str, Callable[[Item], Hashable]] = {
-        "group": lambda item: _normal(item.group),
-        "text": lambda item: tuple(map(_normal, item.key)),
-    }
-    for split, items in held_out.items():
-        kinds = dict(texts)
-        if _has_own_ids(train) and _has_own_ids(items):
-            kinds["id"] = lambda item: item.id
-        for kind, key in kinds.items():
-            known = {key(item) for item in items}
-            places = tuple(place for place, item in enumerate(train) if key(item) in known)
-            if places:
-                example = train[places[0]]
-                shown_part = (
-                    example.id if kind == "id" else example.group if kind == "group" else example.task
-                )
-                leaks.append(Leak(split=split, kind=kind, example=shown_part, places=places))
-    return leaks
+def check_ids(splits: Splits) -> None:
+    """Raise for an id that occurs twice in a split: predictions are identified by id."""
+    for split, items in splits.items():
+        counts = Counter(item.id for item in items)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise UserError(
+                f"{len(twice)} ids of the {split} split occur more than once, such as {shown(twice[0])}.",
+                do="give every row a different id, or remove the column",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leak:
+    """Training items that are also in a held-out split."""
+
+    split: str
+    kind: str
+    """`group`, `id` or `text`."""
+    example: str
+    places: tuple[int, ...]
+    """Their indices in the training split."""
 
 
 def without_leaks(train: Sequence[Item], held_out: Splits, *, policy: str) -> tuple[list[Item], int]:
@@ -91,32 +185,39 @@ def without_leaks(train: Sequence[Item], held_out: Splits, *, policy: str) -> tu
             f"{len(leaking):,} of {len(train):,} training rows leak into the held-out data.",
             why=f"the {first.kind} {shown(first.example)} is also in the {first.split} split, so the test "
             "would measure memorisation.",
-            do="leave them out of the training with --leaks drop, split by source again with "
+            do="drop them from the training with --leaks drop, split by source again with "
             "`crosstune judge data DATA --split_to DIR`, or accept it with --leaks allow",
         )
     kept = [item for place, item in enumerate(train) if place not in leaking]
     if not kept:
         raise UserError(
-            "No training row is left.",
-            why="every one of them is also in the held-out data.",
+            "There is no training row without a leak.",
+            why="every row is also in the held-out data.",
             do="split the data again with `crosstune judge data DATA --split_to DIR`",
         )
     return kept, len(leaking)
 
 
-def check_ids(splits: Splits) -> None:
-    """Raise for an id that occurs twice in a split: predictions are identified by id."""
-    for split, items in splits.items():
-        counts = Counter(item.id for item in items)
-        if twice := [name for name, count in counts.items() if count > 1]:
-            raise UserError(
-                f"{len(twice)} ids of the {split} split occur more than once, such as {shown(twice[0])}.",
-                do="give every row an id of its own, or leave the column out",
-            )
+def find_leaks(train: Sequence[Item], held_out: Splits) -> list[Leak]:
+    """Return the training items whose group, id or text is also in a held-out split."""
+    kinds: dict[str, tuple[Callable[[Item], Hashable], Callable[[Item], str]]] = {
+        "group": (lambda item: _normal(item.group), lambda item: item.group),
+        "text": (lambda item: tuple(map(_normal, (item.task, *item.answers))), lambda item: item.task),
+        "id": (lambda item: item.id, lambda item: item.id),
+    }
+    leaks = []
+    for split, items in held_out.items():
+        for kind, (key, text) in kinds.items():
+            if kind == "id" and not (_has_own_ids(train) and _has_own_ids(items)):
+                continue
+            known = {key(item) for item in items}
+            if places := tuple(place for place, item in enumerate(train) if key(item) in known):
+                leaks.append(Leak(split=split, kind=kind, example=text(train[places[0]]), places=places))
+    return leaks
 
 
 def _has_own_ids(items: Sequence[Item]) -> bool:
-    """Return whether ids identify items across splits, rather than count the rows of each split."""
+    """Return whether ids identify items across splits, rather than number the rows of each split."""
     return not any(
         all(item.id == str(place) for place, item in enumerate(items, start=start)) for start in (0, 1)
     )
@@ -124,116 +225,3 @@ def _has_own_ids(items: Sequence[Item]) -> bool:
 
 def _normal(text: str) -> str:
     return " ".join(text.split()).casefold()
-
-
-HELD_OUT_SHARE = 0.1
-TEST_SPLITS = ("test", "eval")
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgeData:
-    """The items of a run by split. A split is empty if it was not asked for, or if the data is too small."""
-
-    train: Sequence[Item]
-    val: Sequence[Item]
-    test: Sequence[Item]
-    num_leaking: int = 0
-    """Training items left out because they leak."""
-    notes: Sequence[str] = ()
-    scale: Scale
-    """The scale of the scores: --score_scale, or else the one that the rows name."""
-
-
-def item_reader(config: Config, *, labelled: bool = True, scale: Scale | None = None) -> ItemReader:
-    """Return a reader for the options of a configuration. `scale` is the default if neither user nor data names one."""
-    asked = "score_scale" in config.sources
-    return ItemReader(
-        scale=read_scale(config.score_scale) if asked or scale is None else scale,
-        scale_asked=asked,
-        columns=parse_columns(config.columns, targets=TARGETS),
-        group_by=config.group_by,
-        references=config.references,
-        labelled=labelled,
-    )
-
-
-def open_judge_data(config: Config) -> JudgeData:
-    """Read the items of --dataset, --eval_dataset and --test_dataset; hold out a tenth of the groups for each missing
-    split."""
-    reader = item_reader(config)
-    sources = [by_split(entry.name) for entry in unweighted(config.dataset, option="dataset")]
-    found = {
-        split: [item for source in sources if split in source for item in reader.read(source[split])]
-        for split in ("train", "val", "test")
-    }
-    for split, option in (("val", "eval_dataset"), ("test", "test_dataset")):
-        name = getattr(config, option)
-        if name:
-            with naming(option):
-                found[split] = [
-                    item
-                    for entry in unweighted(name, option=option)
-                    for item in read_split(reader, entry.name, split)
-                ]
-    everything = [item for items in found.values() for item in items]
-    reader.check_together(everything, config.dataset)
-    scale = common_scale(everything, default=reader.scale)
-    missing = [split for split in ("val", "test") if not found[split]]
-    notes = []
-    if missing:
-        shares = dict.fromkeys(missing, HELD_OUT_SHARE)
-        divided = split_groups(found["train"], shares=shares, seed=config.seed)
-        found |= divided
-        named = " and ".join({"val": "validation", "test": "test"}[split] for split in missing)
-        notes.append(
-            f"a tenth of the groups is held out for {named}: whole groups, so that no source is in two splits"
-        )
-    check_ids({split: items for split, items in found.items() if split != "train"})
-    held_out = {split: found[split] for split in ("val", "test") if found[split]}
-    train, num_leaking = without_leaks(found["train"], held_out, policy=config.leaks)
-    if config.dataset_samples != -1:
-        train = train[: config.dataset_samples]
-    most = config.eval_samples
-    return JudgeData(
-        train=train,
-        val=[] if config.skip_eval else found["val"][:most],
-        test=found["test"][:most] if "eval_samples" in config.sources else found["test"],
-        num_leaking=num_leaking,
-        notes=notes,
-        scale=scale,
-    )
-
-
-def read_split(reader: ItemReader, name: str, split: str) -> list[Item]:
-    """Return the items of a source given for one split: its split of that name, or else its first one."""
-    found = by_split(name, needs_training=False)
-    return reader.read(found.get(split) or next(iter(found.values())))
-
-
-def by_split(name: str, *, needs_training: bool = True) -> dict[str, Source]:
-    """Return the splits of a source: train, and val and test if it has them."""
-    if name in JUDGED:
-        return {
-            split: Source(name=name, parts=(RowsPart(name=f"{name} ({split})", loaded=JUDGED[name](split)),))
-            for split in ("train", "val", "test")
-        }
-    source = open_source(name, needs_training=needs_training)
-    folder = Path(name).expanduser()
-    parts: dict[str, list[Part]] = {"train": list(source.parts)}
-    for part in source.held_out:
-        parts.setdefault(_split_name(part, folder), []).append(part)
-    for file in source.unused:
-        part = file_part(folder / file)
-        parts.setdefault(_split_name(part, folder), []).append(part)
-    return {
-        split: replace(source, parts=tuple(found), held_out=(), unused=())
-        for split, found in parts.items()
-        if found
-    }
-
-
-def _split_name(part: Part, folder: Path) -> str:
-    """Return val or test for a held-out part: a file by its name, a split of the hub by its own."""
-    path = getattr(part, "path", None)
-    named = split_of(path.relative_to(folder)) if path is not None else getattr(part, "split", "val")
-    return "test" if named in TEST_SPLITS else "val"

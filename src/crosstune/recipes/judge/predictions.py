@@ -1,4 +1,4 @@
-"""Write judged items to a file, and read such a file."""
+"""Write predictions, the judged items of a test, and read them back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LIMIT_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """The judged items of a file."""
+    """Judged items, read from a file."""
 
     items: Sequence[Item]
     found: Sequence[Judgement]
@@ -58,7 +58,7 @@ def write_predictions(
     scale: Scale,
     others: Mapping[str, Sequence[Judgement]] | None = None,
 ) -> None:
-    """Write every item with its verdict and those of the baselines, enough to compute the metrics again."""
+    """Write every item with the verdicts of the judge and the baselines, so that metrics can be computed again."""
     rows = []
     for place, (item, one) in enumerate(zip(items, found, strict=True)):
         row = prediction_row(item, one)
@@ -81,7 +81,7 @@ def _short_row(found: Judgement) -> dict[str, Any]:
 
 
 def read_predictions(path: Path, *, scale: Scale, scale_asked: bool = False) -> Predictions:
-    """Read a file of predictions. Its own scale counts, unless the user set `scale`."""
+    """Read a file of predictions. `scale` is the default, or with `scale_asked` the scale of every row."""
     try:
         text = read_plain_text(path, limit=_LIMIT_BYTES)
         rows = parse_json(text) if text.strip() else []
@@ -135,7 +135,7 @@ def _read_row(row: Any, place: str) -> tuple[Item, Judgement]:
     if not (is_pair or _is_number(expected)):
         raise UserError(
             f"{place} is not a prediction.",
-            why=f"expected is {expected!r:.40}, which is neither a score nor a winner.",
+            why=f"expected is {expected!r:.40}, neither a score nor a winner.",
         )
     answers = ("answer_a", "answer_b") if is_pair else ("answer",)
     item = Item(

@@ -1,4 +1,4 @@
-"""Choose defaults by the backend and its memory, as the users' guide promises."""
+"""Choose the defaults of a judge's training by the backend and its memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crosstune.estimate.machine import BackendReport
 GUIDE_DATA = "datasets/judge_eval"
 DEMO_DATA = "judge_translations"
 SMALL_CARD_BYTES, LARGE_CARD_BYTES = 9 * 10**9, 15 * 10**9
-"""A card of 8 GB reports less than the former, a card of 16 GB more than the latter."""
+"""A card of 8 GB reports less than the first, a card of 16 GB more than the second."""
 BYTES_PER_PARAMETER = 4
 """Memory of LoRA over a 16-bit base: 12 GB for three billion parameters, two rows of 512 tokens (from the guide)."""
 
@@ -58,7 +58,7 @@ BY_BACKEND: Mapping[str, Mapping[str, Any]] = {
     "xpu": GPU,
 }
 LARGEST_AT_RANK_16 = {"mps": 2.0, "cpu": 2.0, "mlx": 2.0}
-"""Billions of parameters above which adapters have rank 8; 4 elsewhere."""
+"""Billions of parameters above which adapters have rank 8; 4 on other backends."""
 OPTIONS = ("dataset", "lora_rank", "lora_alpha", *ALL, *GPU, "precision")
 """Every option that a preset may set."""
 _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", re.I)
@@ -70,14 +70,18 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
     values: dict[str, tuple[Any, str]] = {
         option: (value, title) for option, value in {**ALL, **BY_BACKEND[name]}.items()
     }
-    values["dataset"] = _dataset()
+    if Path(GUIDE_DATA).is_dir():
+        values["dataset"] = (GUIDE_DATA, "the guide's folder is here")
+    else:
+        why = f"there is no folder {GUIDE_DATA} here: this is the bundled data; pass your own with --dataset"
+        values["dataset"] = (DEMO_DATA, why)
     model = config.model_name if "model_name" in config.sources else str(values["model_name"][0])
     billions = read_billions(model)
     if billions is not None and billions > LARGEST_AT_RANK_16.get(name, 4.0):
         why = f"{title} for a model of {billions:g} billion parameters"
         values |= {"lora_rank": (8, why), "lora_alpha": (16, why)}
     if BY_BACKEND[name] is GPU:
-        values |= _fit_card(report.memory_total_bytes, billions, config)
+        values |= _fit_card(report.memory_total_bytes, billions)
     method = config.train_type if "train_type" in config.sources else values["train_type"][0]
     if "lora" not in str(method) and "dora" not in str(method):
         for option in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"):
@@ -89,11 +93,10 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
         values.pop("num_epochs")
     if config.skip_eval:
         values.pop("eval_steps")
-    asked = config.sources
     return {
         option: Preset(value=value, reason=why)
         for option, (value, why) in values.items()
-        if option not in asked
+        if option not in config.sources
     }
 
 
@@ -105,21 +108,14 @@ def read_billions(model: str) -> float | None:
     return float(found[1]) / (1 if found[2].lower() == "b" else 1000)
 
 
-def _dataset() -> tuple[str, str]:
-    if Path(GUIDE_DATA).is_dir():
-        return GUIDE_DATA, "the guide's folder is here"
-    return (
-        DEMO_DATA,
-        f"there is no folder {GUIDE_DATA} here: this is the bundled data; pass your own with --dataset",
-    )
-
-
-def _fit_card(total_bytes: int, billions: float | None, config: Config) -> dict[str, tuple[Any, str]]:
-    """Return the guide's presets for a card of this memory."""
+def _fit_card(total_bytes: int, billions: float | None) -> dict[str, tuple[Any, str]]:
+    """Return the guide's presets for a card with this much memory."""
     size = f"a card of {total_bytes / 1e9:.0f} GB"
     if 0 < total_bytes <= SMALL_CARD_BYTES:
         return {"batch_size": (1, size), "gradient_accumulation_steps": (4, size)}
-    needed = BYTES_PER_PARAMETER * 1e9 * billions if billions is not None else None
-    if total_bytes >= LARGE_CARD_BYTES and needed is not None and needed <= total_bytes:
-        return {"train_type": ("lora", f"{size} holds the model without 4 bits, which is faster")}
+    fits = billions is not None and BYTES_PER_PARAMETER * 1e9 * billions <= total_bytes
+    if total_bytes >= LARGE_CARD_BYTES and fits:
+        return {
+            "train_type": ("lora", f"{size} holds the model without 4-bit quantization, and that is faster")
+        }
     return {}

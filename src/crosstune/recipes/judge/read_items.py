@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from crosstune.core.errors import UserError, shown
 from crosstune.data.read.columns import Columns, check_columns
 from crosstune.data.read.files import Row
-from crosstune.data.read.sources import Part, Source, rename
+from crosstune.data.read.sources import Source
 from crosstune.recipes.judge.items import WINNERS, Item, Scale, read_scale
 from crosstune.recipes.judge.verdicts import parse_text_verdict
 
-# Column -> other names for it, used if the row has no column of the first name.
+# Column -> other names, tried in this order if the row has no column of the first name.
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "task": ("source", "original", "instruction", "prompt", "question"),
     "answer": ("translation", "response", "output", "completion"),
@@ -39,6 +39,10 @@ _WINNER_NAMES = {
     "a": "A", "1": "A", "answer_a": "A", "response1": "A", "first": "A", "b": "B", "2": "B", "answer_b": "B",
     "response2": "B", "second": "B", "tie": "tie", "0": "tie", "c": "tie", "draw": "tie", "equal": "tie", "none": "tie",
 }  # fmt: skip
+_SHAPES = (
+    "a row has `messages` that end with the verdict; or task, answer and score; or task, answer_a, answer_b and winner; "
+    "--columns maps other names, as in --columns original=task,mean=score"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ class ItemReader:
     scale: Scale
     """The scale of rows without a column score_scale."""
     scale_asked: bool = False
-    """True if the user set the scale: rows must not name another one."""
+    """True if the user set the scale: a row that names another scale is an error."""
     columns: Columns = field(default_factory=dict)
     group_by: str | None = None
     """The column that groups rows; None: the column `group`, or the text of the task."""
@@ -56,29 +60,38 @@ class ItemReader:
     labelled: bool = True
     """True if every row must have a score or a winner."""
 
-    def read(self, source: Source, *, limit: int = -1) -> list[Item]:
-        """Return the items of a source, at most `limit` unless it is -1; raise for a bad row."""
+    def read(self, source: Source) -> list[Item]:
+        """Return the items of a source; raise for a bad row."""
         if self.columns:
             check_columns(list(source.parts), self.columns, source=source.name)
         items: list[Item] = []
-        for part, row, number in self._rows(source):
-            if len(items) == limit:
-                break
+        for part, found, _ in replace(source, columns=tuple(self.columns.items())).rows():
             try:
-                items.append(self._item(row, number=len(items)))
+                items.append(self._item(found.row, number=len(items)))
             except UserError as error:
                 raise UserError(
-                    f"{part.place(number)}: {error.message}", why=error.why, do=error.do
+                    f"{part.place(found.number)}: {error.message}", why=error.why, do=error.do
                 ) from error
         if not items:
             raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
         self.check_together(items, source.name)
         return items
 
-    def _rows(self, source: Source) -> Iterator[tuple[Part, Row, int]]:
-        for part in source.parts:
-            for found in part.rows():
-                yield part, rename(found.row, self.columns) if self.columns else found.row, found.number
+    def check_together(self, items: Sequence[Item], source: str) -> None:
+        """Raise if the rows mix scores and pairs, or only some have a reference."""
+        pairs = sum(item.is_pair for item in items)
+        if 0 < pairs < len(items):
+            raise UserError(
+                f"{source} mixes {len(items) - pairs} scored answers with {pairs} pairs of answers.",
+                do="put them into two data sets",
+            )
+        without = sum(not item.reference for item in items)
+        if self.references == "auto" and 0 < without < len(items):
+            raise UserError(
+                f"{without} of {len(items)} rows of {source} have no reference.",
+                why="with a reference for only some of the answers, a judge learns two tasks at once.",
+                do="add the references, or pass --references optional or --references ignore",
+            )
 
     def _item(self, row: Row, *, number: int) -> Item:
         fields = _named_fields(row)
@@ -89,9 +102,9 @@ class ItemReader:
         }
         if "messages" in fields and "score" not in fields and "winner" not in fields:
             return self._from_messages(fields, group=group, shared=shared)
-        scale = self._own_scale(fields)
+        scale, task, more = self._own_scale(fields), _required(fields, "task"), _text(fields.get("input"))
         shared |= {
-            "task": _join(_required(fields, "task"), _text(fields.get("input"))),
+            "task": f"{task}\n\n{more}" if more.strip() else task,
             "reference": "" if self.references == "ignore" else _text(fields.get("reference")),
             "rubric": _text(fields.get("rubric")),
             "critique": _text(fields.get("critique")),
@@ -107,31 +120,28 @@ class ItemReader:
     def _from_messages(self, fields: Mapping[str, Any], *, group: str, shared: dict[str, Any]) -> Item:
         """Read a conversation that ends with the verdict."""
         messages = fields["messages"]
-        if (
-            not isinstance(messages, list)
-            or len(messages) < 2
-            or not all(isinstance(m, dict) for m in messages)
-        ):
+        is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+        if not is_list or len(messages) < 2:
             raise UserError("It has no conversation with a verdict in `messages`.", do=_SHAPES)
         verdict = str(messages[-1].get("content", ""))
         if messages[-1].get("role") != "assistant":
             raise UserError("Its last message is not the assistant's verdict.", do=_SHAPES)
         found = parse_text_verdict(verdict)
-        score = found.score
-        if score is None:
+        if found.score is None:
             raise UserError(
                 f"Its verdict has no score: {shown(verdict)}.",
                 do="write it as `Score: N/10`, or as `[RESULT] n`",
             )
         scale = self._own_scale(fields)
-        _check_scale(score, scale or self.scale, out_of=found.out_of)
-        task = _text(fields.get("task")) or str(messages[-2].get("content", ""))
+        _check_scale(found.score, scale or self.scale, out_of=found.out_of)
+        asked = str(messages[-2].get("content", ""))
+        task = _text(fields.get("task")) or asked
         return Item(
             **shared,
             group=group or task,
             task=task,
-            answers=(_text(fields.get("answer")) or str(messages[-2].get("content", "")),),
-            score=score,
+            answers=(_text(fields.get("answer")) or asked,),
+            score=found.score,
             scale=scale,
             critique=found.feedback,
             issues=found.issues,
@@ -144,7 +154,7 @@ class ItemReader:
             return _text(fields.get("group"))
         if self.group_by not in row:
             raise UserError(
-                f"It has no column '{self.group_by}', which --group_by names.",
+                f"It has no column '{self.group_by}' for --group_by.",
                 do=f"its columns are: {', '.join(map(str, row))}",
             )
         return _text(row[self.group_by])
@@ -191,22 +201,6 @@ class ItemReader:
             raise UserError(f"Its winner is {shown(value)}.", do=f"use one of {', '.join(WINNERS)}")
         return name
 
-    def check_together(self, items: Sequence[Item], source: str) -> None:
-        """Raise if the rows mix scores and pairs, or only some have a reference."""
-        pairs = sum(item.is_pair for item in items)
-        if 0 < pairs < len(items):
-            raise UserError(
-                f"{source} mixes {len(items) - pairs} scored answers with {pairs} pairs of answers.",
-                do="put them into two data sets",
-            )
-        without = sum(not item.reference for item in items)
-        if self.references == "auto" and 0 < without < len(items):
-            raise UserError(
-                f"{without} of {len(items)} rows of {source} have no reference.",
-                why="a judge that sees a reference for some answers only learns two tasks at once.",
-                do="add the references, or pass --references optional or --references ignore",
-            )
-
 
 def split_row(item: Item, name: str, *, scale: Scale) -> dict[str, Any]:
     """Return an item as a row that reads back as the same item, with another id."""
@@ -224,32 +218,21 @@ def split_row(item: Item, name: str, *, scale: Scale) -> dict[str, Any]:
     return row | {"answer": item.answers[0], "score": item.score}
 
 
-_SHAPES = (
-    "a row has `messages` that end with the verdict; or task, answer and score; or task, answer_a, answer_b and winner; "
-    "--columns maps other names, as in --columns original=task,mean=score"
-)
-
-
 def _check_scale(score: float, scale: Scale, *, out_of: float | None = None) -> None:
-    """Raise for a score outside the scale, or written with another highest score."""
+    """Raise for a score outside the scale, or with another highest score than the scale's."""
+    do = "set the scale of the data with --score_scale LOW-HIGH, or correct the row"
     if not scale.holds(score):
-        raise UserError(
-            f"Its score {score:g} is outside the scale {scale}.",
-            do="set the scale of the data with --score_scale LOW-HIGH, or correct the row",
-        )
+        raise UserError(f"Its score {score:g} is outside the scale {scale}.", do=do)
     if out_of is not None and out_of != scale.high:
-        raise UserError(
-            f"Its verdict is {score:g} of {out_of:g}, and the scale is {scale}.",
-            do="set the scale of the data with --score_scale LOW-HIGH, or correct the row",
-        )
+        raise UserError(f"Its verdict is {score:g} of {out_of:g}, and the scale is {scale}.", do=do)
 
 
 def _named_fields(row: Row) -> dict[str, Any]:
-    """Return the values by the recipe's names, and the columns used."""
+    """Return the values of a row by our column names, and under `used` the columns they come from."""
     found: dict[str, Any] = {}
     used: set[str] = set()
     for name, aliases in ALIASES.items():
-        column = next((each for each in (name, *aliases) if each in row and row[each] is not None), None)
+        column = next((each for each in (name, *aliases) if row.get(each) is not None), None)
         if column is not None and column not in used:
             found[name] = row[column]
             used.add(column)
@@ -269,10 +252,6 @@ def _text(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value)
-
-
-def _join(task: str, more: str) -> str:
-    return f"{task}\n\n{more}" if more.strip() else task
 
 
 def _issues(value: Any) -> tuple[str, ...]:

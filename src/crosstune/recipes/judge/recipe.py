@@ -1,4 +1,4 @@
-"""Train a judge: loss on the verdict alone, evaluation by agreement with people's scores."""
+"""Train a judge: loss on the verdict only, evaluation by agreement with people's verdicts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from crosstune.recipes.judge.examples import ItemCorpus, JudgeBatch, encode_item
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge, judge_task
 from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
-from crosstune.recipes.judge.verdicts import JudgeSettings, VerdictFormat, choose_format
+from crosstune.recipes.judge.verdicts import JudgeSettings, VerdictFormat, choose_format, training_messages
 from crosstune.recipes.sft import open_tokenizer, write_tokenizer
 
 
@@ -38,11 +38,14 @@ class JudgeRecipe:
         self.config, self.observer = config, observer or Observers()
         self.tokenizer = open_tokenizer(config, model_folder)
         self.data: JudgeData = open_judge_data(config)
-        self.verdict: VerdictFormat = choose_format(
-            config.verdict,
-            scale=self.data.scale,
-            items=[*self.data.train, *self.data.val],
-        )
+        items = [*self.data.train, *self.data.val]
+        self.verdict: VerdictFormat = choose_format(config.verdict, scale=self.data.scale, items=items)
+        if config.head == "scalar" and self.verdict.name == "winner":
+            raise UserError(
+                "--head scalar does not learn from pairs yet.",
+                why="it learns scores.",
+                do="use --head tokens, or data with a score for each answer",
+            )
         self.tokens = find_label_tokens(self.verdict, self.tokenizer)
         self._limit = longest_context(model_folder)
         self.train, self.mixture = self._balanced(self._encode(self.data.train, "training"))
@@ -50,12 +53,6 @@ class JudgeRecipe:
         self.temperature = 1.0
         if config.head == "scalar":
             self.weight_name = "examples"
-            if self.verdict.name == "winner":
-                raise UserError(
-                    "--head scalar does not learn from pairs yet.",
-                    why="it learns scores.",
-                    do="use --head tokens, or data with a score for each answer",
-                )
 
     def _encode(self, items: Sequence[Item], name: str) -> ItemCorpus:
         def show(done: int, total: int, examples: int) -> None:
@@ -75,7 +72,7 @@ class JudgeRecipe:
         )
 
     def _balanced(self, corpus: ItemCorpus) -> tuple[ItemCorpus, Mixture | None]:
-        """Order the examples by label, so that a mixture draws each label as often as the others."""
+        """Sort the examples by label for a mixture that draws every label equally often."""
         if not self.config.balance_scores:
             return corpus, None
         labels = np.array([self.verdict.label_of(item) for item in corpus.items])
@@ -145,6 +142,7 @@ class JudgeRecipe:
         train |= {
             name: facts[name] for name in ("unlocated_answers", "unused_columns", "ignored_by_template")
         }
+        counts = Counter(self.verdict.label_of(item) for item in self.train.items)
         described: dict[str, Any] = {
             "dataset": self.config.dataset,
             "format": f"judge: {self.verdict.name}",
@@ -153,7 +151,7 @@ class JudgeRecipe:
             "num_steps": self.num_steps(),
             "train": train,
             "scale": str(self.verdict.scale),
-            "labels": self._label_counts(),
+            "labels": {text: counts[place] for place, text in enumerate(self.verdict.labels.texts)},
             "groups": len({item.group for item in self.train.items}),
             "leaking_rows": self.data.num_leaking,
             **portrait(corpus, self.tokenizer),
@@ -167,15 +165,11 @@ class JudgeRecipe:
         warnings = warnings_of(train, num_shared=0)
         return described | {k: v for k, v in (("notes", notes), ("warnings", warnings)) if v}
 
-    def _label_counts(self) -> dict[str, int]:
-        counts = Counter(self.verdict.label_of(item) for item in self.train.items)
-        return {text: counts[place] for place, text in enumerate(self.verdict.labels.texts)}
-
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
         if self.held_out is None:
             return Evaluation(metrics={})
-        places = list(range(len(self.held_out)))
-        result = session.evaluate(self._batches(self.held_out, places, size=rows_per_evaluation(self.config)))
+        places, size = range(len(self.held_out)), rows_per_evaluation(self.config)
+        result = session.evaluate(self._batches(self.held_out, places, size=size))
         judge = self.judge(session)
 
         def show(done: int, total: int) -> None:
@@ -215,16 +209,13 @@ class JudgeRecipe:
             Sample(
                 prompt=judge.prompt_text(item),
                 answer=text,
-                reference=item.verdict or self.verdict.write(self._label(item), item),
+                reference=str(training_messages(item, self.verdict)[-1]["content"]),
             )
             for item, text in zip(items, texts, strict=True)
         ]
 
-    def _label(self, item: Item) -> str:
-        return self.verdict.labels.texts[self.verdict.label_of(item)]
-
     def complete_result(self, folder: Path) -> None:
-        """Write the tokenizer and the judge's settings beside the weights."""
+        """Write the tokenizer and the judge's settings into the folder of the weights."""
         write_tokenizer(self.config, self.tokenizer, folder)
         self.settings().write(folder)
 
@@ -233,13 +224,13 @@ def _check(config: Config) -> None:
     if config.packing:
         raise UserError(
             "--packing does not work with the recipe judge.",
-            why="the soft label of a verdict needs a row of its own.",
-            do="leave out --packing; rows are batched as they are",
+            why="each item with a soft label needs a separate row.",
+            do="leave out --packing",
         )
     if config.train_on_prompt:
         raise UserError(
             "--train_on_prompt does not work with the recipe judge.",
-            why="a judge learns the verdict alone.",
+            why="a judge learns only the verdict.",
             do="leave it out",
         )
     if config.truncation in ("cut", "split"):

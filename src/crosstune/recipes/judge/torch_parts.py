@@ -1,4 +1,4 @@
-"""Train and ask a judge with torch: score tokens with divided targets, and their probabilities after shared prefixes."""
+"""Train and run a judge with torch: label tokens with soft targets and shared prefixes, or a scalar head."""
 
 from __future__ import annotations
 
@@ -40,11 +40,123 @@ from crosstune.torch_engine.tasks.causal_lm import (
 )
 
 HEAD = "score"
-"""The name of transformers' head of a sequence classifier."""
+"""The name of a sequence classifier's head in transformers."""
+
+
+class ScoreTokens(CausalLM):
+    """A language model with soft targets: a target may be divided between two tokens."""
+
+    eval_metric_names = ()
+
+    def arrays(self, batch: JudgeBatch) -> Mapping[str, Array]:  # type: ignore[override]
+        arrays = dict(super().arrays(batch))
+        if not batch.shares.any():
+            return arrays
+        supervised = batch.targets != IGNORED
+        return arrays | {
+            "others": batch.others[supervised].astype("int64"),
+            "shares": batch.shares[supervised],
+        }
+
+    def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
+        """Return the cross entropy to the soft targets, summed over the supervised tokens.
+
+        Moving a share s to another token adds s times the difference of the two logits to the loss of the first token.
+        """
+        targets = tensors["targets"]
+        logits = self.supervised_logits(model, ModelInput.of(tensors))
+        loss = cross_entropy_sum(logits, targets)
+        if "others" not in tensors:
+            return loss, {}
+        others, shares = tensors["others"], tensors["shares"]
+        [soft] = shares.nonzero(as_tuple=True)
+        rows = logits[soft].float()
+        first, second = (rows.gather(1, ids[soft][:, None])[:, 0] for ids in (targets, others))
+        return loss + (shares[soft] * (first - second)).sum(), {}
+
+    def evaluate(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
+        return self.loss(model, tensors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """The keys and values of a prefix that several prompts share."""
+
+    cache: DynamicCache
+    length: int
+
+    def repeated(self, count: int) -> DynamicCache:
+        cache = copy.deepcopy(self.cache)
+        cache.batch_repeat_interleave(count)
+        return cache
+
+
+def read_prefix(session: Any, tokens: Sequence[int]) -> Prefix | None:
+    """Compute the keys and values of a prefix; None for a model with another kind of cache."""
+    with _inference(session):
+        ids = torch.tensor([list(tokens)], device=session.device)
+        cache = session.model(input_ids=ids, use_cache=True, **_keep(session.model, 1)).past_key_values
+    if type(cache) is not DynamicCache or {type(layer) for layer in cache.layers} != {DynamicLayer}:
+        return None
+    return Prefix(cache=cache, length=len(tokens))
+
+
+def next_log_probs(
+    session: Any,
+    rows: Sequence[Sequence[int]],
+    *,
+    token_ids: Sequence[int],
+    last: int,
+    prefix: Prefix | None = None,
+) -> NDArray[np.float64]:
+    """Return the log probabilities of `token_ids` after each of the `last` positions of each row.
+
+    Rows are padded on the left, so that their last positions are the last columns.
+    """
+    width, start = max(map(len, rows)), prefix.length if prefix is not None else 0
+    ids = np.zeros((len(rows), width), dtype=np.int64)
+    mask = np.zeros((len(rows), start + width), dtype=np.int64)
+    mask[:, :start] = 1
+    for number, row in enumerate(rows):
+        ids[number, width - len(row) :] = row
+        mask[number, start + width - len(row) :] = 1
+    positions = (mask.cumsum(axis=1) - 1).clip(min=0)[:, start:]
+    options: dict[str, Any] = {"position_ids": torch.from_numpy(positions).to(session.device)}
+    if not mask.all():
+        options["attention_mask"] = torch.from_numpy(mask).to(session.device)
+    with _inference(session):
+        if prefix is not None:
+            options["past_key_values"] = prefix.repeated(len(rows))
+        found = session.model(
+            input_ids=torch.from_numpy(ids).to(session.device),
+            use_cache=prefix is not None,
+            **options,
+            **_keep(session.model, last),
+        ).logits[:, -last:]
+        chosen = torch.tensor(list(token_ids), device=session.device)
+        log_probs = torch.log_softmax(found.float(), dim=-1).index_select(-1, chosen)
+    result: NDArray[np.float64] = log_probs.double().cpu().numpy()
+    return result
+
+
+def _keep(model: nn.Module, last: int) -> dict[str, Any]:
+    return {"logits_to_keep": last} if takes_logits_to_keep(model) else {}
+
+
+@contextlib.contextmanager
+def _inference(session: Any) -> Iterator[None]:
+    """Run the model without gradients and dropout, in the precision of the session."""
+    with (
+        evaluating(session.model),
+        memory_errors(session.device, doing=EVALUATING),
+        torch.inference_mode(),
+        session.precision.context(session.device),
+    ):
+        yield
 
 
 class Head(nn.Module):
-    """A linear layer with one output. It is no nn.Linear, so that it gets no adapter: it is trained whole."""
+    """A linear layer with one output. Not an nn.Linear, so that it gets no adapter: all of it is trained."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -64,12 +176,12 @@ class ScalarHead:
         self.opening: BuildContext | None = None
 
     def build(self, opening: BuildContext) -> nn.Module:
-        """Put the body of a language model under a new head, or load a folder that has a head already."""
+        """Add a new head to a language model's body, or load a folder that already has one."""
         folder = opening.folder
-        assert folder is not None, "a scalar head is put on a base model"
+        assert folder is not None, "a scalar head is added to a base model"
         self.opening = opening
         if self.head_names[0] in find_tensors(folder):
-            return _read_trained(folder, opening)
+            return _load_trained(folder, opening)
         config = read_config(folder)
         if type(config) not in AutoModelForSequenceClassification._model_mapping:
             raise UserError(
@@ -98,8 +210,8 @@ class ScalarHead:
         }
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
-        """Return the squared error, summed over the rows of a batch."""
-        error = pooled_scores(model, tensors["input_ids"], tensors["ends"]) - tensors["scores"]
+        """Return the squared error, summed over the rows."""
+        error = model(tensors["input_ids"], tensors["ends"]) - tensors["scores"]
         return (error**2).sum(), {"absolute_error": (error.abs().sum(), len(error))}
 
     def base_record(self) -> dict[str, Any]:
@@ -118,7 +230,7 @@ class ScalarHead:
         adapters = {
             name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)
         }
-        # By the config: FSDP2 gives a sharded model a class of its own.
+        # Found by the config, since FSDP2 changes the class of a sharded model.
         kind = AutoModelForSequenceClassification._model_mapping[type(model.config)]
         model.config.architectures = [kind.__name__]
         export.save_model(folder, model.config, export.merged_tensors(model, adapters), base=base)
@@ -129,13 +241,8 @@ class ScalarHead:
         return self.opening
 
 
-def pooled_scores(model: Any, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return the head's output after the token `ends` of each row, in fp32. Rows are padded on the right."""
-    scores: torch.Tensor = model(ids, ends)
-    return scores
-
-
 def _forward(model: Any, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return the head's output after the token `ends` of each row, in fp32. Rows are padded on the right."""
     hidden = getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state
     last = hidden[torch.arange(len(ids), device=ids.device), ends]
     scores: torch.Tensor = model.get_submodule(HEAD)(last)[:, 0]
@@ -149,18 +256,13 @@ def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.
     for number, prompt in enumerate(prompts):
         ids[number, : len(prompt)] = prompt
     ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=session.device)
-    with (
-        evaluating(session.model),
-        memory_errors(session.device, doing=EVALUATING),
-        torch.inference_mode(),
-        session.precision.context(session.device),
-    ):
-        found = pooled_scores(session.model, torch.from_numpy(ids).to(session.device), ends)
+    with _inference(session):
+        found = session.model(torch.from_numpy(ids).to(session.device), ends)
     values: NDArray[np.float64] = found.double().cpu().numpy()
     return values
 
 
-def _read_trained(folder: Path, opening: BuildContext) -> nn.Module:
+def _load_trained(folder: Path, opening: BuildContext) -> nn.Module:
     with readable_errors(folder):
         model = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=opening.precision.weights, trust_remote_code=False, local_files_only=True
@@ -171,126 +273,6 @@ def _read_trained(folder: Path, opening: BuildContext) -> nn.Module:
 
 
 def _set_head(model: Any, weight: torch.Tensor) -> None:
-    """Give a sequence classifier our head. The scores come from its own forward pass, for which FSDP2 gathers weights."""
+    """Replace the head. The model's own `forward` returns the scores, since FSDP2 gathers weights only for it."""
     setattr(model, HEAD, Head(weight))
     model.forward = functools.partial(_forward, model)
-
-
-__all__ = ["ScalarHead", "ScoreTokens", "next_log_probs", "read_prefix", "scalar_scores"]
-
-
-class ScoreTokens(CausalLM):
-    """A language model whose targets may be divided between two tokens."""
-
-    eval_metric_names = ()
-
-    def arrays(self, batch: JudgeBatch) -> Mapping[str, Array]:  # type: ignore[override]
-        arrays = dict(super().arrays(batch))
-        if not batch.shares.any():
-            return arrays
-        supervised = batch.targets != IGNORED
-        return arrays | {
-            "others": batch.others[supervised].astype("int64"),
-            "shares": batch.shares[supervised],
-        }
-
-    def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
-        """Return the cross entropy to the divided targets, summed over the supervised tokens.
-
-        To give a share s to another token adds s times the difference of the two logits to the loss of the first alone.
-        """
-        targets = tensors["targets"]
-        logits = self.supervised_logits(model, ModelInput.of(tensors))
-        loss = cross_entropy_sum(logits, targets)
-        if "others" not in tensors:
-            return loss, {}
-        others, shares = tensors["others"], tensors["shares"]
-        [soft] = shares.nonzero(as_tuple=True)
-        rows = logits[soft].float()
-        first, second = (rows.gather(1, ids[soft][:, None])[:, 0] for ids in (targets, others))
-        return loss + (shares[soft] * (first - second)).sum(), {}
-
-    def evaluate(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
-        return self.loss(model, tensors)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prefix:
-    """The keys and values of tokens that several prompts begin with."""
-
-    cache: DynamicCache
-    length: int
-
-    def repeated(self, count: int) -> DynamicCache:
-        cache = copy.deepcopy(self.cache)
-        cache.batch_repeat_interleave(count)
-        return cache
-
-
-def read_prefix(session: Any, tokens: Sequence[int]) -> Prefix | None:
-    """Compute the keys and values of a prefix; None for a model whose cache holds something else."""
-    with asking(session):
-        ids = torch.tensor([list(tokens)], device=session.device)
-        cache = session.model(input_ids=ids, use_cache=True, **_keep(session.model, 1)).past_key_values
-    layers = getattr(cache, "layers", ())
-    if (
-        type(cache) is not DynamicCache
-        or not layers
-        or any(type(layer) is not DynamicLayer for layer in layers)
-    ):
-        return None
-    return Prefix(cache=cache, length=len(tokens))
-
-
-def next_log_probs(
-    session: Any,
-    rows: Sequence[Sequence[int]],
-    *,
-    token_ids: Sequence[int],
-    last: int,
-    prefix: Prefix | None = None,
-) -> NDArray[np.float64]:
-    """Return the log probabilities of some tokens after each of the `last` positions of each row.
-
-    Rows are padded on the left, so that their last positions are the last columns.
-    """
-    width, start = max(map(len, rows)), prefix.length if prefix is not None else 0
-    ids = np.zeros((len(rows), width), dtype=np.int64)
-    mask = np.zeros((len(rows), start + width), dtype=np.int64)
-    mask[:, :start] = 1
-    for number, row in enumerate(rows):
-        ids[number, width - len(row) :] = row
-        mask[number, start + width - len(row) :] = 1
-    positions = (mask.cumsum(axis=1) - 1).clip(min=0)[:, start:]
-    options: dict[str, Any] = {"position_ids": torch.from_numpy(positions).to(session.device)}
-    if not mask.all():
-        options["attention_mask"] = torch.from_numpy(mask).to(session.device)
-    with asking(session):
-        if prefix is not None:
-            options["past_key_values"] = prefix.repeated(len(rows))
-        found = session.model(
-            input_ids=torch.from_numpy(ids).to(session.device),
-            use_cache=prefix is not None,
-            **options,
-            **_keep(session.model, last),
-        ).logits[:, -last:]
-        chosen = torch.tensor(list(token_ids), device=session.device)
-        log_probs = torch.log_softmax(found.float(), dim=-1).index_select(-1, chosen)
-    result: NDArray[np.float64] = log_probs.double().cpu().numpy()
-    return result
-
-
-def _keep(model: nn.Module, last: int) -> dict[str, Any]:
-    return {"logits_to_keep": last} if takes_logits_to_keep(model) else {}
-
-
-@contextlib.contextmanager
-def asking(session: Any) -> Iterator[None]:
-    """Run the model without gradients and dropout, in the precision of the session."""
-    with (
-        evaluating(session.model),
-        memory_errors(session.device, doing=EVALUATING),
-        torch.inference_mode(),
-        session.precision.context(session.device),
-    ):
-        yield

@@ -1,4 +1,4 @@
-"""Define the formats of a verdict: how each is written, where its label is, and how it is read."""
+"""Write verdicts and their prompts in each format, read verdicts from text, and store the format of a judge."""
 
 from __future__ import annotations
 
@@ -32,23 +32,21 @@ _RESULT = re.compile(rf"\[RESULT\]\s*\(?({_NUMBER}|A|B|C|tie)\b", re.I)
 _ISSUES = re.compile(r"^issues\s*:\s*(.*)$", re.I | re.M)
 _FEEDBACK = re.compile(r"^feedback\s*:\s*(.*)$", re.I | re.M)
 _WINNER = re.compile(r"^\W*(?:(?:winner|verdict|answer|result)\s*:?\s*)?\W*(A|B|C|tie)\b", re.I)
+SETTINGS_FILE = "judge.json"
+_FIELDS = {
+    "verdict": Rule(f"one of {', '.join(FORMATS)}", lambda value: value in FORMATS),
+    "scale": TEXT,
+    "explains": FLAG,
+    "head": Rule("tokens or scalar", lambda value: value in ("tokens", "scalar")),
+    "temperature": real(0),
+}
 
-
-@dataclass(frozen=True, kw_only=True)
-class TextVerdict:
-    """The score or winner read from a text, or None."""
-
-    score: float | None = None
-    out_of: float | None = None
-    """The highest score, if the text names it."""
-    winner: str | None = None
-    issues: tuple[str, ...] = ()
-    feedback: str = ""
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerdictFormat:
-    """A format on a scale. A verdict is `before`, a label, `after`; feedback follows, or precedes in `result`."""
+    """A format on a scale. A verdict is `before`, a label, `after`, and feedback at the end (in `result` at the start)."""
 
     name: str
     scale: Scale
@@ -89,7 +87,7 @@ class VerdictFormat:
         return f"{rate} Reply with {shape}."
 
     def write(self, label: str, item: Item | None = None) -> str:
-        """Return the verdict with a label, and the feedback of an item if the format has any."""
+        """Return the verdict with a label, and with the feedback of an item if the format has feedback."""
         said = f"{self.before}{label}{self.after}"
         if not self.explains or item is None:
             return said
@@ -104,52 +102,28 @@ class VerdictFormat:
         return f"{said}\nFeedback: {feedback}" if self.name == "winner" else said
 
     def label_of(self, item: Item) -> int:
-        """Return the index of the label nearest to what people said."""
+        """Return the index of the label nearest to people's score, or of their winner."""
         if item.winner is not None:
             return WINNERS.index(item.winner)
         assert item.score is not None
         return self.labels.neighbours(item.score)[0]
 
     def read(self, text: str) -> TextVerdict:
-        """Read a generated text; a score outside the scale counts as none."""
+        """Read a generated text; the score is None if it is outside the scale."""
         if self.name == "digit":
             digit = re.match(r"\s*(\d)(?!\d)", text)
             return TextVerdict(score=self.labels.values[int(digit[1])] if digit else None)
         if self.name == "winner":
             return _read_winner(text)
         found = _read_json(text) if self.name == "json" else parse_text_verdict(text)
-        if found.score is None or not self.scale.holds(found.score):
-            return TextVerdict(issues=found.issues, feedback=found.feedback)
-        if found.out_of is not None and found.out_of != self.scale.high:
-            return TextVerdict(issues=found.issues, feedback=found.feedback)
-        return found
-
-
-def parse_text_verdict(text: str) -> TextVerdict:
-    """Read `Score: N/10` with its issues and feedback, `[RESULT] n`, or a JSON verdict."""
-    if text.lstrip().startswith("{"):
-        return _read_json(text)
-    issues = _ISSUES.search(text)
-    feedback = _FEEDBACK.search(text)
-    explained: dict[str, Any] = {
-        "issues": _split_issues(issues[1]) if issues else (),
-        "feedback": _RESULT.sub("", feedback[1]).strip() if feedback else "",
-    }
-    if match := _RESULT.search(text):
-        value = match[1]
-        is_number = value[0].isdigit() or value[0] == "-"
-        return TextVerdict(
-            score=float(value) if is_number else None,
-            winner=None if is_number else _winner_name(value),
-            **explained,
-        )
-    if match := _SCORE.search(text):
-        return TextVerdict(score=float(match[1]), out_of=float(match[2]) if match[2] else None, **explained)
-    return TextVerdict(**explained)
+        on_scale = found.score is not None and self.scale.holds(found.score)
+        if on_scale and found.out_of in (None, self.scale.high):
+            return found
+        return TextVerdict(issues=found.issues, feedback=found.feedback)
 
 
 def choose_format(name: str, *, scale: Scale, items: list[Item]) -> VerdictFormat:
-    """Return the format of --verdict; auto fits the data."""
+    """Return the format of --verdict; `auto` chooses it by the data."""
     pairs = items[0].is_pair
     explained = any(item.critique or item.issues for item in items)
     if name == "auto":
@@ -168,6 +142,88 @@ def _format_of(verdict: str) -> str:
     if verdict.lstrip().startswith("{"):
         return "json"
     return "result" if _RESULT.search(verdict) else "score"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeSettings:
+    """The verdict format of a trained judge, stored in judge.json."""
+
+    verdict: str
+    scale: str
+    explains: bool = False
+    head: str = "tokens"
+    temperature: float = 1.0
+    """Divisor of the labels' log probabilities that calibrates the confidence; fitted on the validation items."""
+
+    def format(self) -> VerdictFormat:
+        return VerdictFormat(name=self.verdict, scale=read_scale(self.scale), explains=self.explains)
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / SETTINGS_FILE, asdict(self))
+
+
+def read_judge_settings(folder: Path) -> JudgeSettings | None:
+    """Read the settings in the folder of a judge's weights; None if there are none."""
+    path = folder / SETTINGS_FILE
+    if not path.is_file():
+        return None
+    written = read_json(path)
+    check_fields(written, _FIELDS, source=path, required=("verdict", "scale"), do="train the judge again")
+    return JudgeSettings(**{name: written[name] for name in _FIELDS if name in written})
+
+
+def prompt_messages(item: Item, verdict: VerdictFormat) -> Messages:
+    """Return the conversation before the verdict: the one in the data, or one made from the fields of the item."""
+    if item.messages:
+        return [dict(message) for message in item.messages]
+    parts = [verdict.request()]
+    if item.rubric:
+        parts.append(f"Rubric: {item.rubric}")
+    parts.append(f"Task: {item.task}")
+    if item.reference:
+        parts.append(f"Reference: {item.reference}")
+    if item.is_pair:
+        parts += [f"Answer A: {item.answers[0]}", f"Answer B: {item.answers[1]}"]
+    else:
+        parts.append(f"Answer: {item.answers[0]}")
+    return [{"role": "user", "content": "\n".join(parts)}]
+
+
+def training_messages(item: Item, verdict: VerdictFormat) -> Messages:
+    """Return the conversation with its verdict: the one in the data, or one made from the label."""
+    label = verdict.labels.texts[verdict.label_of(item)]
+    said = item.verdict or verdict.write(label, item)
+    return [*prompt_messages(item, verdict), {"role": "assistant", "content": said}]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextVerdict:
+    """The score or winner read from a text, or None."""
+
+    score: float | None = None
+    out_of: float | None = None
+    """The highest score, if the text names it."""
+    winner: str | None = None
+    issues: tuple[str, ...] = ()
+    feedback: str = ""
+
+
+def parse_text_verdict(text: str) -> TextVerdict:
+    """Read `Score: N/10` with its issues and feedback, `[RESULT] n`, or a JSON verdict."""
+    if text.lstrip().startswith("{"):
+        return _read_json(text)
+    issues = _ISSUES.search(text)
+    feedback = _FEEDBACK.search(text)
+    explained: dict[str, Any] = {
+        "issues": _split_issues(issues[1]) if issues else (),
+        "feedback": _RESULT.sub("", feedback[1]).strip() if feedback else "",
+    }
+    if match := _RESULT.search(text):
+        winner = _winner_name(match[1])
+        return TextVerdict(score=float(match[1]) if winner is None else None, winner=winner, **explained)
+    if match := _SCORE.search(text):
+        return TextVerdict(score=float(match[1]), out_of=float(match[2]) if match[2] else None, **explained)
+    return TextVerdict(**explained)
 
 
 def _read_json(text: str) -> TextVerdict:
@@ -207,74 +263,3 @@ def _winner_name(text: str) -> str | None:
 def _split_issues(text: str) -> tuple[str, ...]:
     parts = tuple(part.strip() for part in text.split(";") if part.strip())
     return () if parts == (NO_ISSUES,) else parts
-
-
-Messages = list[dict[str, Any]]
-
-
-def prompt_messages(item: Item, verdict: VerdictFormat) -> Messages:
-    """Return the conversation before the verdict: the data's own, or one made from the fields of the item."""
-    if item.messages:
-        return [dict(message) for message in item.messages]
-    parts = [verdict.request()]
-    if item.rubric:
-        parts.append(f"Rubric: {item.rubric}")
-    parts.append(f"Task: {item.task}")
-    if item.reference:
-        parts.append(f"Reference: {item.reference}")
-    if item.is_pair:
-        parts += [f"Answer A: {item.answers[0]}", f"Answer B: {item.answers[1]}"]
-    else:
-        parts.append(f"Answer: {item.answers[0]}")
-    return [{"role": "user", "content": "\n".join(parts)}]
-
-
-def training_messages(item: Item, verdict: VerdictFormat) -> Messages:
-    """Return the whole conversation. A verdict that the data has written is kept as it is."""
-    label = verdict.labels.texts[verdict.label_of(item)]
-    said = item.verdict or verdict.write(label, item)
-    return [*prompt_messages(item, verdict), {"role": "assistant", "content": said}]
-
-
-def open_messages(item: Item, verdict: VerdictFormat, *, label: str) -> Messages:
-    """Return the conversation with any label in the place of the verdict, for a judge to fill in."""
-    return [*prompt_messages(item, verdict), {"role": "assistant", "content": verdict.write(label)}]
-
-
-SETTINGS_FILE = "judge.json"
-_FIELDS = {
-    "verdict": Rule(f"one of {', '.join(FORMATS)}", lambda value: value in FORMATS),
-    "scale": TEXT,
-    "explains": FLAG,
-    "head": Rule("tokens or scalar", lambda value: value in ("tokens", "scalar")),
-    "temperature": real(0),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class JudgeSettings:
-    verdict: str
-    scale: str
-    explains: bool = False
-    head: str = "tokens"
-    temperature: float = 1.0
-    """Divides the log probabilities of the labels, to calibrate the confidence; fitted on the validation items."""
-
-    def format(self) -> VerdictFormat:
-        return VerdictFormat(name=self.verdict, scale=read_scale(self.scale), explains=self.explains)
-
-    def write(self, folder: Path) -> None:
-        write_json(folder / SETTINGS_FILE, asdict(self))
-
-
-def read_judge_settings(folder: Path) -> JudgeSettings | None:
-    """Return the settings beside the weights of a judge; None if there are none."""
-    path = folder / SETTINGS_FILE
-    if not path.is_file():
-        return None
-    written = read_json(path)
-    check_fields(written, _FIELDS, source=path)
-    missing = [name for name in ("verdict", "scale") if name not in written]
-    if missing:
-        raise UserError(f"{path} does not say the {missing[0]} of the judge.", do="train the judge again")
-    return JudgeSettings(**{name: written[name] for name in _FIELDS if name in written})

@@ -1,4 +1,4 @@
-"""Train latent diffusion on (text, vector) pairs: a model that turns sentence vectors into texts and back."""
+"""The recipe `latent_diffusion`: train a model that turns sentence vectors into texts and back."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Observer
 from crosstune.estimate.machine import BackendReport
 from crosstune.recipes.latent_diffusion.build import CORPORA, grammar_pairs
-from crosstune.recipes.latent_diffusion.encoders import GRAMMAR
+from crosstune.recipes.latent_diffusion.corpora import GRAMMAR
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, is_pair_folder, open_pairs
 from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.settings import make_modes
 
 _DEFAULTS = {"dataset": "grammar", "train_type": "full", "lr": 1e-3, "batch_size": 64, "eval_samples": 256}
-"""Options whose default is another one with this recipe, on every backend."""
+"""Options with another default in this recipe, on every backend."""
 _MEANINGLESS = {
     "its model starts from random weights": "model_name base_adapter llama_pro_path quantization_backend no_4bit",
-    "its texts have the tokenizer of their folder of pairs": "tokenizer chat_template",
+    "its tokenizer is in the folder of pairs": "tokenizer chat_template",
     "its data is a folder of pairs, with a validation split and without conversations": (
         "eval_dataset dataset_format columns truncation packing train_on_prompt loading_workers"
     ),
     "it decodes texts of a known length": "max_new_tokens",
 }
-"""Reason -> options that mean nothing with this recipe."""
+"""Reason -> options without meaning in this recipe."""
 _MODE_OPTIONS = ("loss_type", "mode_weights", "sequential_schedule")
 
 
@@ -63,41 +63,27 @@ def check_dataset(name: str) -> None:
 
 def check_options(config: Config) -> list[UserError]:
     """Return the problems of options that do not work with this recipe."""
+    refused = "The recipe latent_diffusion does not train with"
     problems = []
     if config.backend == "mlx":
-        problems.append(
-            UserError(
-                "The recipe latent_diffusion does not train with --backend mlx.",
-                why="its model is written for torch.",
-                do="use --backend mps on a Mac, or cpu",
-            )
-        )
+        why, do = "its model is written for torch.", "use --backend mps on a Mac, or cpu"
+        problems.append(UserError(f"{refused} --backend mlx.", why=why, do=do))
     if config.train_type != "full":
-        problems.append(
-            UserError(
-                f"The recipe latent_diffusion does not train with --train_type {config.train_type}.",
-                why="its model starts from random weights, so there is no base for an adapter.",
-                do="use --train_type full, or leave it out",
-            )
-        )
+        why = "its model starts from random weights, so there is no base for an adapter."
+        do = "use --train_type full, or leave it out"
+        problems.append(UserError(f"{refused} --train_type {config.train_type}.", why=why, do=do))
     for why, options in _MEANINGLESS.items():
         if found := [f"--{option}" for option in options.split() if option in config.sources]:
-            plural = len(found) > 1
-            problems.append(
-                UserError(
-                    f"{' and '.join(found)} {'have' if plural else 'has'} no meaning with --recipe latent_diffusion.",
-                    why=f"{why}.",
-                    do=f"leave {'them' if plural else 'it'} out",
-                )
-            )
+            have, them = ("have", "them") if len(found) > 1 else ("has", "it")
+            message = f"{' and '.join(found)} {have} no meaning with --recipe latent_diffusion."
+            problems.append(UserError(message, why=f"{why}.", do=f"leave {them} out"))
     return problems
 
 
 def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return labels and commands for what to do with a finished run."""
-    modes = make_modes(
-        make_config(**{name: options[name] for name in _MODE_OPTIONS if name in options})
-    ).all()
+    """Return labels and commands for the uses of a finished run."""
+    given = {name: options[name] for name in _MODE_OPTIONS if name in options}
+    modes = make_modes(make_config(**given)).all()
     commands = []
     if modes != {"t2l"}:
         commands.append(("try it", f'crosstune latents decode {run} --text "..." --live'))
@@ -131,7 +117,7 @@ def _open(config: Config) -> PairFolder:
     if "context_length" in config.sources and longest > config.context_length:
         raise UserError(
             f"Texts of {config.dataset} are longer than --context_length {config.context_length}.",
-            why=f"the longest has {longest} tokens; truncated, it would not be the text of its vector.",
+            why=f"the longest has {longest} tokens; a truncated text would not match its vector.",
             do="build the pairs with --max_tokens and --too_long drop, or use a larger --context_length",
         )
     return pairs

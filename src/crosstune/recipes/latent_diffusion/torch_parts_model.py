@@ -1,4 +1,4 @@
-"""Define the multimodal diffusion transformer: text tokens and latent tokens, own weights for each, one joint attention."""
+"""Define the multimodal diffusion transformer: separate weights for text and latent tokens, joint attention."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _TIME_COLUMNS = 256
 _TIME_SCALE = 1000.0
 _INITIAL_STD = 0.02
 _ALIGNED = 64
-"""Multiple that the number of logits is padded to on GPUs, where unaligned rows are slow."""
+"""The number of logits is padded to a multiple of this on GPUs, where unaligned rows are slow."""
 
 
 class Layout(NamedTuple):
-    """Map a flat list of real tokens to padded rows and back: all layers but attention then skip the padding.
+    """Map the flat list of real tokens to padded rows and back, so that only attention computes padding.
 
-    Every conversion is a gather, and so is its gradient: no sum depends on the device's timing.
+    Conversions and their gradients are gathers, so results are deterministic.
     """
 
     row: torch.Tensor
     """(tokens,): the row of each token."""
     place: torch.Tensor
-    """(tokens,): its flat index in the padded rows."""
+    """(tokens,): the flat index of each token in the padded rows."""
     token: torch.Tensor
-    """(rows, width): the token of each place; any token where it is padding."""
+    """(rows, width): the token at each position; any token at padding."""
     real: torch.Tensor
-    """(rows, width): whether a place is no padding."""
+    """(rows, width): False at padding."""
 
 
 def make_layout(row: torch.Tensor, place: torch.Tensor, lengths: torch.Tensor, *, width: int) -> Layout:
@@ -106,10 +106,10 @@ class _ForTokens(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """Compute in the dtype of the input, whatever the dtype of the weights."""
+    """A linear layer that computes in the dtype of its input."""
 
     def reset_parameters(self) -> None:
-        """Draw nothing: `initialise` draws all weights, and a billion random numbers cost seconds."""
+        """Do nothing: `initialise` draws all weights, and drawing a billion numbers twice costs seconds."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias.to(x.dtype) if self.bias is not None else None
@@ -130,7 +130,7 @@ class TimeEmbedding(nn.Module):
 
 
 class Stream(nn.Module):
-    """Hold the weights of one modality in a block."""
+    """The weights of one modality in a block."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Stream(nn.Module):
         self.dropout = settings.dropout
 
     def modulations(self, cond: torch.Tensor, layout: Layout | None) -> tuple[torch.Tensor, ...]:
-        """Return the six scales, shifts and gates of a block from the time embedding."""
+        """Return the six shifts, scales and gates of a block for the time embedding."""
         return per_token(self.modulation(cond), layout).chunk(6, dim=-1)
 
     def project(
@@ -167,7 +167,7 @@ class Stream(nn.Module):
         parts: tuple[torch.Tensor, ...],
         layout: Layout | None,
     ) -> torch.Tensor:
-        """Add the attention's output and the feed-forward layer to the residual stream."""
+        """Add the output of attention and of the feed-forward layer to the residual stream."""
         gate, shift, scale, last_gate = parts
         attended = attended.transpose(1, 2).flatten(2)
         if layout is not None:
@@ -181,9 +181,9 @@ class Stream(nn.Module):
 
 
 class Block(nn.Module):
-    """Attend over both modalities. In the last block, a modality that is not predicted ends with its keys and values.
+    """Attention over both modalities. In the last block, a modality without a prediction only gives keys and values.
 
-    With a layout, the text is a list of the real tokens of all rows.
+    With a layout, the text is the flat list of the real tokens of all rows.
     """
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -220,7 +220,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Output:
-    """Predictions; None for those not requested."""
+    """Predictions; None if not requested."""
 
     logits: torch.Tensor | None
     """Logits of the tokens at `places`, or of all."""
@@ -236,7 +236,7 @@ class LatentDiffusionModel(nn.Module):
         self.settings, self.compute_dtype = settings, compute_dtype
         self.keeps_text = self.keeps_latent = True
         self.aligns_logits = False
-        """Whether to pad the logits of `places` with -inf to a multiple of 64."""
+        """Whether to pad the vocabulary of the logits with -inf to a multiple of 64."""
         self._recomputes: dict[str, Any] | None = None
         self.token_embedding = nn.Embedding(settings.vocabulary, hidden)
         self.position_embedding = nn.Embedding(settings.max_tokens, hidden)
@@ -281,11 +281,10 @@ class LatentDiffusionModel(nn.Module):
         places: torch.Tensor | None = None,
         real: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Output:
-        """Predict clean tokens and the clean vector from noisy ones.
+        """Predict the clean tokens and the clean vector from noisy ones.
 
-        Keys beyond a row's length are masked. `places` are the flat indices of the tokens whose logits are wanted.
-        `real` holds the row and the flat index of each real token: the layers then compute only these, and `places`
-        index into them.
+        Logits are computed for the tokens at the flat indices `places`. With `real`, the row and the flat index of each
+        real token, the layers skip padding, and `places` are indices into the real tokens.
         """
         with torch.autocast(tokens.device.type, enabled=False):
             dtype, width = self.compute_dtype, tokens.shape[1]
@@ -298,8 +297,11 @@ class LatentDiffusionModel(nn.Module):
             times = [self.text_time(text_time, dtype), self.latent_time(latent_time, dtype)]
             cond = self.times_out(functional.silu(self.times_in(functional.silu(torch.cat(times, dim=-1)))))
             cond = functional.silu(cond)
-            length = self._length_logits(latent) if self.keeps_text else None
-            mask = self._key_mask(lengths, width)
+            length = None
+            if self.keeps_text:
+                length = self.length_out(functional.gelu(self.length_in(latent.flatten(1)))).float()
+            keys = torch.arange(width + self.settings.latent_tokens, device=lengths.device)
+            mask = ((keys < lengths[:, None]) | (keys >= width))[:, None, None]
             last = len(self.blocks) - 1
             for number, block in enumerate(self.blocks):
                 keeps = (number < last or self.keeps_text, number < last or self.keeps_latent)
@@ -310,7 +312,10 @@ class LatentDiffusionModel(nn.Module):
                 else:
                     text, latent = block(text, latent, cond, mask, *keeps, layout)
             logits = self._text_logits(text, cond, places, layout) if self.keeps_text else None
-            vector = self._predict_latent(latent, cond) if self.keeps_latent else None
+            vector = None
+            if self.keeps_latent:
+                shift, scale = self.latent_modulation(cond)[:, None].chunk(2, dim=-1)
+                vector = self.latent_head(modulate(latent, shift, scale).flatten(1)).float()
             return Output(logits, vector, length)
 
     def _embed_latent(self, latents: torch.Tensor, without: torch.Tensor | None) -> torch.Tensor:
@@ -320,13 +325,6 @@ class LatentDiffusionModel(nn.Module):
         if without is not None:
             embedded = torch.where(without[:, None, None], null, embedded)
         return embedded + self.latent_position.to(embedded.dtype)
-
-    def _key_mask(self, lengths: torch.Tensor, width: int) -> torch.Tensor:
-        keys = torch.arange(width + self.settings.latent_tokens, device=lengths.device)
-        return ((keys < lengths[:, None]) | (keys >= width))[:, None, None]
-
-    def _length_logits(self, latent: torch.Tensor) -> torch.Tensor:
-        return self.length_out(functional.gelu(self.length_in(latent.flatten(1)))).float()
 
     def _text_logits(
         self,
@@ -346,12 +344,8 @@ class LatentDiffusionModel(nn.Module):
             bias = functional.pad(bias, (0, added), value=-torch.inf)
         return functional.linear(states, weight, bias)
 
-    def _predict_latent(self, latent: torch.Tensor, cond: torch.Tensor) -> torch.Tensor:
-        shift, scale = self.latent_modulation(cond)[:, None].chunk(2, dim=-1)
-        return self.latent_head(modulate(latent, shift, scale).flatten(1)).float()
-
     def predict(self, *, text: bool, latent: bool) -> None:
-        """Choose the outputs, and freeze weights that only other outputs need."""
+        """Choose the outputs, and freeze the weights that only the other outputs use."""
         self.keeps_text, self.keeps_latent = text, latent
         last = self.blocks[-1]
         for kept, stream, heads in (
@@ -373,7 +367,7 @@ class LatentDiffusionModel(nn.Module):
 def attend_plainly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attend without a fused kernel: the scores are kept for the backward pass."""
+    """Compute attention without a fused kernel, keeping the scores for the backward pass."""
     scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)

@@ -23,7 +23,6 @@ from crosstune.recipes.latent_diffusion.settings import (
     Generated,
     ModelSettings,
     OnStep,
-    surer,
 )
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel, Output
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, NUM_SPECIAL, PAD
@@ -33,11 +32,11 @@ from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BATCH = 512
 _NATS_ROWS = 1024
-"""Fewest rows that estimate the bound."""
+"""Fewest masked rows for an estimate of the bound."""
 
 
 class Sampler:
-    """Decode, encode and generate in batches, with random numbers of a seeded generator."""
+    """Decode, encode and generate in batches, with a seeded random generator."""
 
     def __init__(self, model: LatentDiffusionModel, *, batch_size: int = _BATCH) -> None:
         self.model, self.batch_size = model, batch_size
@@ -58,30 +57,27 @@ class Sampler:
         lengths: NDArray[Any] | None = None,
         on_step: OnStep | None = None,
     ) -> Decoded:
-        """Return token ids for vectors of norm 1, from fully masked text of the likeliest or the given lengths."""
-        if lengths is not None:
-            return self._decode(latents, np.asarray(lengths), options=options, on_step=on_step)
-        order = np.argsort(-self.length_scores(latents), axis=1, kind="stable")[:, : options.num_lengths]
+        """Decode vectors of norm 1 from fully masked text, of the likeliest lengths or the given ones."""
+        if lengths is None:
+            order = np.argsort(-self.length_scores(latents), axis=1, kind="stable")[:, : options.num_lengths]
+            tried = list(order.T + 1)
+        else:
+            tried = [np.asarray(lengths)]
         best: Decoded | None = None
-        for place in range(order.shape[1]):
-            shown = on_step if place == 0 else None
-            found = self._decode(latents, order[:, place] + 1, options=options, on_step=shown)
-            best = found if best is None else surer(best, found)
+        for length in tried:
+            real = np.arange(int(length.max(initial=1))) < length[:, None]
+            shown = on_step if best is None else None
+            found = self.fill(np.where(real, MASK, PAD), length, latents, options=options, on_step=shown)
+            best = found if best is None else _more_confident(best, found)
         assert best is not None
         return best
-
-    def _decode(
-        self, latents: NDArray[Any], lengths: NDArray[Any], *, options: DecodeOptions, on_step: OnStep | None
-    ) -> Decoded:
-        real = np.arange(int(lengths.max(initial=1))) < lengths[:, None]
-        return self.fill(np.where(real, MASK, PAD), lengths, latents, options=options, on_step=on_step)
 
     def nats_per_token(
         self, tokens: NDArray[Any], lengths: NDArray[Any], latents: NDArray[Any], *, seed: int = 0
     ) -> float:
-        """Return the bound on the negative log likelihood of texts of known lengths, given vectors of norm 1.
+        """Return an upper bound on the negative log likelihood per token of texts of known lengths, given their vectors.
 
-        Few texts are masked several times, since one time for each gives a rough estimate.
+        Small sets are masked several times for a better estimate.
         """
         draws = -(-_NATS_ROWS // max(1, len(tokens)))
         total = 0.0
@@ -98,8 +94,11 @@ class Sampler:
     def sum_of_nats(
         self, tokens: torch.Tensor, lengths: torch.Tensor, latents: torch.Tensor, *, key: tuple[int, ...]
     ) -> float:
-        """Return an unbiased estimate of the bound, summed over texts: the cross entropy of masked tokens divided by
-        the masked share, at one time for each text. `latents` have unit variance."""
+        """Return an unbiased estimate of the bound, summed over texts.
+
+        It is the cross entropy of masked tokens divided by the masked share, at one time per text. `latents` have unit
+        variance.
+        """
         drawn = draw(
             lengths.cpu().numpy().astype(np.int32),
             max_tokens=tokens.shape[1],
@@ -126,7 +125,7 @@ class Sampler:
         options: DecodeOptions,
         on_step: OnStep | None = None,
     ) -> Decoded:
-        """Fill in the masked tokens; return them with the probability of each when it was chosen."""
+        """Fill in the masked tokens; return all tokens, each with its probability when it was chosen."""
         filled, scores, seeded = [], [], self._seeded(options.seed)
         with self._evaluating():
             for part in self._parts(len(tokens)):
@@ -163,8 +162,7 @@ class Sampler:
         return np.concatenate(found)
 
     def generate(self, count: int, *, options: DecodeOptions, on_step: OnStep | None = None) -> Generated:
-        """Return new texts and their vectors, denoised together. Lengths are drawn from the length head's
-        distribution for the noise."""
+        """Generate texts and vectors together from noise. Lengths are drawn from the prediction of the length head."""
         tokens, lengths, vectors = [], [], []
         seeded = self._seeded(options.seed)
         with self._evaluating():
@@ -273,7 +271,7 @@ class Sampler:
         latent_time: torch.Tensor | None = None,
         free: bool = False,
     ) -> Output:
-        """Run the model. The time of the text is its share of masked tokens; latents are clean unless a time is given."""
+        """Run the model with the share of masked tokens as text time; latents are clean unless a time is given."""
         if latent_time is None:
             latent_time = torch.full((len(tokens),), 1.0 if free else 0.0, device=self.device)
         without = torch.full((len(tokens),), free, device=self.device)
@@ -316,8 +314,25 @@ class Sampler:
             yield
 
 
+def _more_confident(one: Decoded, other: Decoded) -> Decoded:
+    """Return, for each row, the text with the higher mean log probability of its tokens."""
+    width = max(one.tokens.shape[1], other.tokens.shape[1])
+    tokens, scores, sure = [], [], []
+    for found in (one, other):
+        missing = ((0, 0), (0, width - found.tokens.shape[1]))
+        tokens.append(np.pad(found.tokens, missing, constant_values=PAD))
+        scores.append(np.pad(found.scores, missing, constant_values=1.0))
+        sure.append(np.log(np.maximum(scores[-1], 1e-9)).sum(1) / found.lengths)
+    second = sure[1] > sure[0]
+    return Decoded(
+        tokens=np.where(second[:, None], tokens[1], tokens[0]),
+        lengths=np.where(second, other.lengths, one.lengths),
+        scores=np.where(second[:, None], scores[1], scores[0]),
+    )
+
+
 def load_sampler(folder: Path, settings: ModelSettings, *, device: torch.device, dtype: str) -> Sampler:
-    """Return a sampler with the weights of a folder."""
+    """Load a sampler from a model folder."""
     with torch.device("meta"):
         model = LatentDiffusionModel(settings, compute_dtype=DTYPES[dtype])
     try:
@@ -348,9 +363,9 @@ def unmask(
     temperature: float,
     seeded: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fill in the most confident predictions until `left` tokens of each row are masked.
+    """Fill in the most confident predictions until `left` tokens of each row remain masked.
 
-    Return the tokens, a mask of those filled in now, and the probability of each prediction.
+    Return the tokens, a mask of the newly filled ones, and the probability of each prediction.
     """
     masked = tokens == MASK
     chosen, sure = choose(logits, temperature=temperature, seeded=seeded)
@@ -362,7 +377,7 @@ def unmask(
 def choose(
     logits: torch.Tensor, *, temperature: float, seeded: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a token for each place, the likeliest or a drawn one, and its probability."""
+    """Return a token for each position, the likeliest or a sampled one, and its probability."""
     chances = (logits / (temperature or 1.0)).softmax(-1)
     if temperature:
         chosen = torch.multinomial(chances.flatten(0, -2), 1, generator=seeded).view(chances.shape[:-1])
@@ -374,14 +389,14 @@ def choose(
 def ddim_step(
     noisy: torch.Tensor, clean: torch.Tensor, *, now: torch.Tensor, after: torch.Tensor
 ) -> torch.Tensor:
-    """Move noisy vectors from one time to the next, towards the predicted clean vectors."""
+    """Move noisy vectors from time `now` to time `after`, towards the predicted clean vectors."""
     alpha, sigma = signal_noise(now)
     next_alpha, next_sigma = signal_noise(after)
     return next_alpha * clean + next_sigma * (noisy - alpha * clean) / sigma
 
 
 def at_data_norm(vectors: torch.Tensor) -> torch.Tensor:
-    """Scale vectors to the norm that every vector of the data has inside the model."""
+    """Scale vectors to the norm of the training vectors inside the model."""
     return functional.normalize(vectors, dim=-1) * vectors.shape[-1] ** 0.5
 
 

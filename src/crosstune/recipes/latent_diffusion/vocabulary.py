@@ -1,4 +1,4 @@
-"""Map texts to token ids of a latent-diffusion model and back, with a tokenizer reduced to the tokens in use."""
+"""Convert texts to model ids and back, with a vocabulary of only the tokens that the training texts use."""
 
 from __future__ import annotations
 
@@ -18,11 +18,18 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_fields import check_fields, list_of, whole
 from crosstune.files.json_files import read_object, write_json
 
+PAD, MASK, UNKNOWN = 0, 1, 2
+NUM_SPECIAL = 3
+"""Number of special ids, before the kept tokens."""
+VOCABULARY = "vocabulary.json"
+TOKENIZER = "tokenizer.json"
+_FIELDS = {"kept": list_of(whole(0, 2**31 - 1))}
+
 Ids = NDArray[np.int32]
 OnCount = Callable[[int, int], None]
-"""Called with the number of texts done and their total."""
+"""Called with the number of finished texts and their total."""
 _CHUNK = 16_384
-"""Texts tokenized at a time: the tokenizer returns a kilobyte for each."""
+"""Texts tokenized at a time: the tokenizer's result for each is about a kilobyte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +67,6 @@ class TokenRows:
         return np.diff(self.ends, prepend=0)
 
     def take(self, rows: NDArray[Any]) -> TokenRows:
-        """Return some of the rows."""
         rows = np.asarray(rows, np.int64)
         lengths = self.lengths[rows]
         ends = np.cumsum(lengths)
@@ -95,17 +101,9 @@ def tokenize(
     return TokenRows.join(parts)
 
 
-PAD, MASK, UNKNOWN = 0, 1, 2
-NUM_SPECIAL = 3
-"""Number of special ids, before the kept tokens."""
-VOCABULARY = "vocabulary.json"
-TOKENIZER = "tokenizer.json"
-_FIELDS = {"kept": list_of(whole(0, 2**31 - 1))}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The tokenizer ids that the model knows; a token's model id is its place among them, after the special ids."""
+    """The tokenizer ids that the model knows. A token's model id is its index among them, after the special ids."""
 
     tokenizer: Tokenizer
     kept: Ids
@@ -136,7 +134,7 @@ class Vocabulary:
         return TokenRows(ids=ids, ends=rows.ends)
 
     def expand(self, ids: Iterable[int]) -> list[int]:
-        """Convert model ids to tokenizer ids, without special ones."""
+        """Convert model ids to tokenizer ids; drop special ids."""
         return [int(self.kept[i - NUM_SPECIAL]) for i in ids if NUM_SPECIAL <= i < self.size]
 
     def decode_batch(self, rows: Iterable[Iterable[int]]) -> list[str]:
@@ -149,18 +147,17 @@ class Vocabulary:
         for token in ids:
             if token == PAD:
                 continue
-            piece = "░░" if token == MASK else "?" if token == UNKNOWN else self._piece(token)
+            piece = {MASK: "░░", UNKNOWN: "?"}.get(token)
+            if piece is None:
+                piece = self.tokenizer.rust.id_to_token(int(self.kept[token - NUM_SPECIAL])) or "?"
             if piece.startswith("##") and words:
                 words[-1] += piece[2:]
             else:
                 words.append(piece)
         return " ".join(words)
 
-    def _piece(self, token: int) -> str:
-        return self.tokenizer.rust.id_to_token(int(self.kept[token - NUM_SPECIAL])) or "?"
-
     def normalise(self, texts: Sequence[str]) -> list[str]:
-        """Return the texts as a perfect model would write them: tokenized and decoded."""
+        """Tokenize and decode texts: the output of a perfect model."""
         rows = tokenize(self.tokenizer, texts)
         normalised: list[str] = self.tokenizer.rust.decode_batch(rows.tolists())
         return normalised
