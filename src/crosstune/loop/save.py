@@ -17,6 +17,7 @@ from crosstune.checkpoint.rotate import Keep, rotate
 from crosstune.checkpoint.tensors import describe_trainable
 from crosstune.checkpoint.write import Committed, SaveFailed, no_memory, write_checkpoint
 from crosstune.checkpoint.write_shards import write_divided
+from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned
 from crosstune.core.out_of_memory import OutOfMemory
@@ -35,6 +36,22 @@ class SavePolicy:
     at_end: bool = False
     keep: Keep = field(default_factory=lambda: Keep(last_n=3))
     stop_on_error: bool = True
+
+    @classmethod
+    def from_config(cls, config: Config, *, method: str) -> SavePolicy:
+        # The state of adapters is small; that of a full model is three times the model.
+        is_small = method in ("lora", "dora") and config.save_minutes > 0
+        return cls(
+            every_steps=config.save_steps,
+            every_s=60 * config.save_minutes,
+            at_end=config.save_steps > 0 or config.resume != "none" or is_small,
+            keep=Keep(
+                last_n=config.keep_last_n,
+                best=config.keep_best or config.result != "last",
+                every=config.keep_every,
+            ),
+            stop_on_error=config.on_save_error == "stop",
+        )
 
 
 @dataclass

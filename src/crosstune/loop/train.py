@@ -54,6 +54,24 @@ class Deadline:
         return time.monotonic() + reserve_s >= self.at
 
 
+def rate_of_step(step: int, config: Config, *, num_steps: int) -> float:
+    """Return the learning rate of a step, counted from 0."""
+    warmup = warmup_steps(
+        schedule=config.lr_scheduler,
+        num_steps=num_steps,
+        steps=config.warmup_steps,
+        ratio=config.warmup_ratio,
+    )
+    return learning_rate(
+        step,
+        peak=config.lr,
+        schedule=config.lr_scheduler,
+        num_steps=num_steps,
+        warmup=warmup,
+        floor_ratio=config.cosine_min_lr_ratio,
+    )
+
+
 @dataclass(kw_only=True)
 class Training:
     """The training of one run: its parts and its progress."""
@@ -81,12 +99,12 @@ class Training:
                 self._run(num_steps)
         except StopRequested:
             progress.status = "stopped"
-            self._save(wait=True)
+            self.save(wait=True)
             self.observer.on_event(Stopped(reason=self.stop.reason, step=progress.steps, num_steps=num_steps))
         except (NonFiniteError, OutOfMemory, PeerLost, RecordFailed) as error:
             try:
                 if self._can_save_after(error):
-                    self._save(wait=True)  # the weights of the last completed step are intact
+                    self.save(wait=True)  # the weights of the last completed step are intact
                 self.checkpoints.finish()  # an earlier write may still be in progress
             except (SaveFailed, RecordFailed, OutOfMemory):  # reported as far as it can be
                 raise error from None  # the one that stopped the run
@@ -151,24 +169,6 @@ class Training:
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return self.profile.phase(name) if self.profile is not None else no_phase(name)
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        config, num_steps = self.config, self.recipe.num_steps()
-        warmup = warmup_steps(
-            schedule=config.lr_scheduler,
-            num_steps=num_steps,
-            steps=config.warmup_steps,
-            ratio=config.warmup_ratio,
-        )
-        return learning_rate(
-            step,
-            peak=config.lr,
-            schedule=config.lr_scheduler,
-            num_steps=num_steps,
-            warmup=warmup,
-            floor_ratio=config.cosine_min_lr_ratio,
-        )
-
     def _stops_early(self) -> bool:
         """Return whether the evaluations no longer improve; the same for every process and after every resume."""
         progress = self.progress
@@ -179,7 +179,7 @@ class Training:
             message = early_stopping_message(progress.evaluations, patience=self.config.early_stopping)
             self.observer.on_event(Warned(message=message, step=progress.steps))
             if self._deferred.any(self.checkpoints.due_at_end(progress.steps)):
-                self._save()
+                self.save()
         return True
 
     def _check_stop(self) -> None:
@@ -201,7 +201,7 @@ class Training:
         self.checkpoints.poll()
         save_last = done == num_steps and self.checkpoints.due_at_end(done)
         if self._deferred.any(save_last or self.checkpoints.due(done)):
-            self._save()
+            self.save()
         self._evaluate_if_due(num_steps)
 
     def _evaluate_if_due(self, num_steps: int) -> None:
@@ -229,13 +229,14 @@ class Training:
             return
         if self.checkpoints.policy.at_end or self.checkpoints.newest is not None:
             with contextlib.suppress(SaveFailed):  # already reported as an event
-                self._save(wait=True)
+                self.save(wait=True)
 
     def _start(self, name: str, *, step: int | None = None) -> None:
         """Tell the watchdog what begins now."""
         self.group.activity.start(f"step {step if step is not None else self.progress.steps}: {name}")
 
-    def _save(self, *, wait: bool = False) -> None:
+    def save(self, *, wait: bool = False) -> None:
+        """Save the current step, unless a checkpoint has it."""
         progress = self.progress
         if progress.steps > self.checkpoints.last_step:
             self._start("checkpoint")
@@ -250,7 +251,7 @@ class Training:
 
     def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> bool:
         """Take a step; return whether it was taken, or is to be repeated with smaller micro-batches."""
-        lr = self.rate(step)
+        lr = rate_of_step(step, self.config, num_steps=self.recipe.num_steps())
         started, cpu_started = time.perf_counter(), time.process_time()
         try:
             result: Backward | None = take_step(
@@ -359,7 +360,7 @@ class Training:
         """Save the weights if no earlier ones were better, as the result is made from them."""
         wanted = self.config.result != "last" and self.config.eval_steps > 0
         if wanted and best_step(self.progress.evaluations) == step and step < self.recipe.num_steps():
-            self._save()
+            self.save()
 
     def _warn_of_evaluation(self, step: int) -> None:
         """Warn once of overfitting, or of a loss that is not finite, until an evaluation is better."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
 
 from crosstune.checkpoint.folders import FOLDER, name_of
@@ -22,7 +22,6 @@ from crosstune.files import atomic_files
 from crosstune.files.plain_files import free_space, readable_bytes
 from crosstune.loop.progress import Progress, best_step, trained_losses
 from crosstune.models.file_hashes import write_checksums
-from crosstune.models.identity import read_record
 from crosstune.process.ranks import Group
 
 _STAGED = "result"
@@ -87,9 +86,10 @@ def clear_leftovers(folder: Path) -> None:
     atomic_files.clear_leftovers(folder, of=_STAGED.__eq__)
 
 
-def cost_of_saving(result: Path) -> dict[str, Any] | None:
-    """Return the distance of the saved model from the trained one, if they differ."""
-    return read_record(result).get("against_trained") or None
+def find_bad_weight(session: Session) -> str | None:
+    """Return the name of a trained array with non-finite values."""
+    weights = session.export_state(copy=False).weights
+    return next((name for name, array in weights.items() if not np.isfinite(array).all()), None)
 
 
 def best_weights(
