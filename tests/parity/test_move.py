@@ -176,7 +176,7 @@ def test_a_move_that_changes_the_loss_too_much_stops(
     (tmp_path / "there" / "run" / "move.json").write_text(json.dumps(note))
     words = ["train", "--resume", str(tmp_path / "there" / "run"), "--backend", "mlx", "--max_steps", "4"]
     assert main(words) == 2
-    assert "would not continue as it was" in capsys.readouterr().err
+    assert "The move changes the model too much" in capsys.readouterr().err
     assert main([*words, "--allow_mismatch", "loss"]) == 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from crosstune.checkpoint.archive import (
-    LISTED_OPTIONS,
+    DATA_OPTIONS,
     NOTE,
     PACKED_OPTIONS,
     read_note,
@@ -23,7 +23,7 @@ from crosstune.checkpoint.archive import (
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.files.run_lock import InUse
-from crosstune.runs.resume import KEPT_FILES, _unpacked
+from crosstune.runs.resume import KEPT_FILES, unpack_run
 
 NOTE_FIELDS = {
     "version": 1,
@@ -65,7 +65,7 @@ def test_the_files_of_every_option_that_names_some(tmp_path: Path) -> None:
     options = {"dataset": sources, "mlx_config": "data/m.yaml", "chat_template": "data/t.jinja"}
     path = make(tmp_path / "a.tar", {"plan.json": b"{}"}, note={"options": options})
     assert read_note(path)["options"] == options
-    assert set(PACKED_OPTIONS) == {*LISTED_OPTIONS, *KEPT_FILES}
+    assert set(PACKED_OPTIONS) == {*DATA_OPTIONS, *KEPT_FILES, "tokenizer"}
 
 
 @pytest.mark.parametrize(
@@ -171,14 +171,14 @@ def test_of_several_starts_of_one_archive_one_unpacks_it(
         unpack_archive(path, folder)
 
     monkeypatch.setattr("crosstune.runs.resume.unpack_archive", unpack)
-    winner = threading.Thread(target=_unpacked, args=(config,))
+    winner = threading.Thread(target=unpack_run, args=(config,))
     winner.start()
     assert unpacking.wait(600)
     for _ in range(2):
         with pytest.raises(InUse, match="r is in use"):
-            _unpacked(config)
+            unpack_run(config)
     others_done.set()
     winner.join()
     assert unpacked == [tmp_path / "runs" / "r"]
-    assert _unpacked(config)[0] == tmp_path / "runs" / "r", "a later start continues what was unpacked"
+    assert unpack_run(config)[0] == tmp_path / "runs" / "r", "a later start continues what was unpacked"
     assert len(unpacked) == 1
