@@ -22,8 +22,8 @@ class _Prepared:
 
 
 class Prefetch:
-    """Windows of a run from step `first` on, in order. A window depends only on its step, so preparing it early changes
-    nothing; an error is raised when the window is requested."""
+    """The prepared micro-batches of a run from step `first` on, in order. An error in preparing a step is raised when the
+    step is requested."""
 
     def __init__(self, recipe: Recipe, session: Session, *, first: int) -> None:
         self._recipe, self._session = recipe, session
@@ -34,7 +34,7 @@ class Prefetch:
         self._thread.start()
 
     def micro_batches(self, step: int) -> Sequence[PreparedBatch]:
-        """Return the prepared micro-batches of a step; steps must be requested in order."""
+        """Return the micro-batches of a step; steps must be requested in order."""
         found = self._queue.get()
         if found.error is not None:
             raise found.error
@@ -42,7 +42,7 @@ class Prefetch:
         return found.window
 
     def close(self) -> None:
-        """End the thread and drop the windows it has prepared."""
+        """End the thread and drop its prepared steps."""
         self._closed.set()
         while self._thread.is_alive():
             try:
