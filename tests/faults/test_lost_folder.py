@@ -55,7 +55,7 @@ def test_the_last_step_is_kept(lost: str, save_steps: int, options: dict[str, An
             elsewhere.mkdir()
             folder.symlink_to(elsewhere.absolute())
 
-    with pytest.raises(UserError, match="The run folder runs/mine was re(named|moved)") as caught:
+    with pytest.raises(UserError, match=r"The run folder runs/mine was re(named|moved)") as caught:
         train(**options, name="mine", max_steps=50, save_steps=save_steps, callbacks=[lose])
     assert caught.value.exit_code == 2
     assert f"crosstune train --resume {now if lost == 'removed' else now.absolute()}" in caught.value.do
@@ -118,7 +118,7 @@ def test_a_result_without_room_is_refused_with_both_sizes(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("crosstune.runs.save_result.free_space", lambda folder: 5_000)
-    with pytest.raises(SaveFailed, match=r"it takes at least [\d.]+ kB and 5.0 kB are free"):
+    with pytest.raises(SaveFailed, match=r"it needs at least [\d.]+ kB and 5.0 kB are free"):
         train(**options, name="mine", max_steps=2, save_steps=1)
     assert newest_valid(Path("runs/mine/checkpoints")) is not None
     assert not (Path("runs/mine") / "adapter").exists()

@@ -239,7 +239,6 @@ class Training:
                     self.session,
                     progress.steps,
                     evaluations=progress.evaluations,
-                    facts={"loss_scale": self.scale.to_json()},
                     wait=wait,
                 )
 

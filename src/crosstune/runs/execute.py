@@ -310,6 +310,7 @@ class Execution:
             options=described["options"],
             versions=described["machine"].get("versions", {}),
             resumed_from=described["resumed_from"],
+            facts={"loss_scale": self.scale.to_json()},
         )
 
     def _write_result(self, session: Session) -> None:

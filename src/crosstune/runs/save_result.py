@@ -68,7 +68,7 @@ def _room(folder: Path, session: Session) -> Iterator[None]:
     if free < need:
         raise SaveFailed(
             f"There is not enough disk space for the result in {folder}.",
-            why=f"it takes at least {readable_bytes(need)} and {readable_bytes(free)} are free.",
+            why=f"it needs at least {readable_bytes(need)} and {readable_bytes(free)} are free.",
             do="free some space, and continue the run",
         )
     yield
