@@ -44,16 +44,6 @@ from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.process.ranks import Group, SingleProcess
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deadline:
-    """The time by which a run must end, on the clock of `time.monotonic`."""
-
-    at: float
-
-    def too_close(self, reserve_s: float) -> bool:
-        return time.monotonic() + reserve_s >= self.at
-
-
 def rate_of_step(step: int, config: Config, *, num_steps: int) -> float:
     """Return the learning rate of a step, counted from 0."""
     warmup = warmup_steps(
@@ -83,7 +73,8 @@ class Training:
     stop: StopSignal
     progress: Progress
     checkpoints: Checkpoints
-    deadline: Deadline | None = None
+    deadline: float | None = None
+    """The time by which the run must end, on the clock of `time.monotonic`."""
     group: Group = field(default_factory=SingleProcess)
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
     profile: StepProfile | None = None
@@ -183,8 +174,8 @@ class Training:
 
     def _check_stop(self) -> None:
         self._start("start", step=self.progress.steps + 1)
-        reserve = self.progress.longest_step_s + self.checkpoints.longest_save_s
-        if self.deadline is not None and self.deadline.too_close(reserve):
+        reserve_s = self.progress.longest_step_s + self.checkpoints.longest_save_s
+        if self.deadline is not None and time.monotonic() + reserve_s >= self.deadline:
             self.stop.request("the time limit")
         self._stop_together()
 

@@ -40,7 +40,7 @@ from crosstune.loop.progress import Progress
 from crosstune.loop.save import Checkpoints, SavePolicy
 from crosstune.loop.step import LossScale, needs_loss_scale
 from crosstune.loop.stop import StopRequested, StopSignal
-from crosstune.loop.train import Deadline, Training, rate_of_step
+from crosstune.loop.train import Training, rate_of_step
 from crosstune.models.identity import read_record
 from crosstune.planner.learned import learn_peak
 from crosstune.process.ranks import Group
@@ -70,7 +70,7 @@ class Execution:
     """The contents of plan.json."""
     record: Record
     observer: Observer
-    deadline: Deadline | None
+    deadline: float | None
     group: Group
     stop: StopSignal
     tracking: Tracking
