@@ -33,7 +33,7 @@ class DamagedCheckpoint(UserError):
         super().__init__(
             f"The checkpoint {folder} is damaged.",
             why=why,
-            do="use an older one (`crosstune checkpoint verify RUN` lists the valid ones), or --resume auto, which finds it",
+            do="use an older one (`crosstune checkpoint verify RUN` lists the valid ones); --resume auto finds it",
         )
 
 

@@ -38,7 +38,7 @@ class SavePolicy:
 
     @classmethod
     def from_config(cls, config: Config, *, method: str) -> SavePolicy:
-        # The state of adapters is small; that of a full model is three times the model.
+        # The state of adapters is small; the state of a full model is three times its size.
         is_small = method in ("lora", "dora") and config.save_minutes > 0
         return cls(
             every_steps=config.save_steps,

@@ -152,7 +152,7 @@ def _stored_quantization(folder: Path) -> StoredQuantization | None:
 
 
 def _needs_quantizers(config: Config) -> bool:
-    """Return whether to probe quantizers, which imports their libraries."""
+    """Return whether to probe quantizers. Probing imports their libraries."""
     if config.optimizer.endswith("_8bit"):
         return True
     return TRAIN_TYPE_PARTS[config.train_type][1] != "none" or config.quantization_backend not in (

@@ -48,7 +48,7 @@ class BatchSearch:
     group: Group
     limit_bytes: int
     reserve_bytes: int
-    """Optimizer state, which is allocated after the first pass."""
+    """The optimizer state, allocated after the first pass."""
     at_most: int
     _tried: dict[int, int] = field(default_factory=dict)
     """Rows -> the peak bytes of their pass, for the sizes that fit."""

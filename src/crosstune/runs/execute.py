@@ -351,7 +351,7 @@ class Execution:
         return not self.group.any(bad is not None)
 
     def _save_result(self, session: Session) -> Path | None:
-        """Write the result; if that fails, save the weights in a checkpoint, from which it can be made."""
+        """Write the result; if that fails, save the weights in a checkpoint."""
         self.group.activity.start("saving the result")
         try:
             return save_result(session, self.recipe, self.record.folder, writes=self.ranks.first)

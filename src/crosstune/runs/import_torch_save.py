@@ -111,7 +111,7 @@ def _moments_do_not_fit(path: Path, why: str) -> UserError:
 def _step(facts: Mapping[str, Any]) -> int:
     found = next((facts[key] for key in _STEP_KEYS if isinstance(facts.get(key), int)), None)
     if found is None:
-        raise UserError("The file does not say at which step it was written.", do="give it with --step N")
+        raise UserError("The file does not record its step.", do="give it with --step N")
     return int(found)
 
 

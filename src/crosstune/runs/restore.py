@@ -147,7 +147,7 @@ def check_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
         if recorded.get(stored) not in (None, found[key]):
             raise UserError(
                 f"{model.name} is not the model that {checkpoint.folder} was trained from.",
-                why=f"its {other} from {recorded.get('name')}, which the checkpoint names.",
+                why=f"its {other} from {recorded.get('name')} in the checkpoint.",
                 do="put the original model back, or give its path with --model_name",
             )
 
