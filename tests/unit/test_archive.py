@@ -23,6 +23,7 @@ from crosstune.checkpoint.archive import (
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.files.run_lock import InUse
+from crosstune.runs.move import pack_files
 from crosstune.runs.resume import KEPT_FILES, unpack_run
 
 NOTE_FIELDS = {
@@ -182,3 +183,19 @@ def test_of_several_starts_of_one_archive_one_unpacks_it(
     assert unpacked == [tmp_path / "runs" / "r"]
     assert unpack_run(config)[0] == tmp_path / "runs" / "r", "a later start continues what was unpacked"
     assert len(unpacked) == 1
+
+
+def test_the_files_of_options_are_found_after_a_move(tmp_path: Path) -> None:
+    tokenizer, template = tmp_path / "tokenizer", tmp_path / "chat.jinja"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "model.safetensors").write_text("not packed")
+    template.write_text("{{ messages }}")
+    packed = pack_files(make_config(tokenizer=str(tokenizer), chat_template=str(template)), with_data=True)
+    note = {"run": "r", "to": "cpu", "step": 1, "options": packed.options}
+    archive = tmp_path / "a.tar"
+    write_archive(archive, {f"data/{name}": path for name, path in packed.files.items()}, note)
+    folder, options = unpack_run(make_config(resume=str(archive), output_dir=str(tmp_path / "runs")))
+    assert [path.name for path in Path(options["tokenizer"]).iterdir()] == ["tokenizer.json"]
+    assert Path(options["chat_template"]).read_text() == "{{ messages }}"
+    assert options["backend"] == "cpu" and folder == tmp_path / "runs" / "r"
