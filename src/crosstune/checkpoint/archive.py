@@ -82,7 +82,7 @@ def read_note(path: Path) -> dict[str, Any]:
 
 
 def read_unpacked_note(folder: Path) -> dict[str, Any]:
-    """Return the note in the folder of an unpacked run; an empty one for a run that was not moved."""
+    """Return the note in the folder of an unpacked run; empty for a run that was not moved."""
     note = read_json(folder / NOTE)
     if note and (wrong := _wrong_note(note)) is not None:
         raise UnreadableFile(folder / NOTE, wrong, do="unpack the archive again")
@@ -225,7 +225,7 @@ def _checked(path: Path, tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a name is a relative path in its only spelling that every system can store."""
+    """Return whether a name is a normalized relative path that every system can store."""
     return len(name) <= 1000 and all(is_file_name(part) for part in name.split("/"))
 
 

@@ -98,7 +98,7 @@ def missing_checkpoint(folder: Path) -> UserError:
 def newest_valid(
     root: Path, *, on_damaged: Callable[[DamagedCheckpoint], None] | None = None, hashes: bool = True
 ) -> Checkpoint | None:
-    """Return the newest checkpoint that passes all checks; call `on_damaged` for each newer one."""
+    """Return the newest checkpoint that passes all checks; call `on_damaged` for each newer, damaged one."""
     for _, folder in checkpoint_folders(root):
         try:
             return open_checkpoint(folder, hashes=hashes)

@@ -40,8 +40,8 @@ def superfluous(steps: Sequence[int], keep: Keep, evaluations: Mapping[int, floa
     return sorted(set(steps) - kept)
 
 
-def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float], *, only_say: bool = False) -> list[Path]:
-    """Verify the newest checkpoint, then remove superfluous ones and return them; with `only_say`, only return them."""
+def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float], *, dry_run: bool = False) -> list[Path]:
+    """Verify the newest checkpoint, then remove superfluous ones and return them; with `dry_run`, only return them."""
     folders = checkpoint_folders(root)
     steps = superfluous([step for step, _ in folders], keep, evaluations)
     if not steps:
@@ -55,6 +55,6 @@ def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float], *, only_say
             do="check the disk; all older checkpoints are kept",
         ) from error
     removed = [path for step, path in folders if step in set(steps)]
-    for path in reversed(removed if not only_say else []):
+    for path in reversed(removed if not dry_run else []):
         remove_folder(path)
     return removed

@@ -70,7 +70,7 @@ def check_profile_folder(config: Config, run: Path) -> None:
 
 @dataclass(kw_only=True)
 class StepProfile:
-    """The profile of a run: `step` wraps every step of the loop, `phase` the loop's own phases."""
+    """The profile of a run: `step` wraps every step of the loop, `phase` the phases of the loop."""
 
     session: Session
     config: Config

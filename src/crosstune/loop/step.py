@@ -116,7 +116,7 @@ def _nonfinite(result: Backward) -> NonFiniteError:
 
 
 def halve(config: Config, *, doing: str) -> Config | None:
-    """Return the configuration with half the rows in a micro-batch of what did not fit; None if they cannot be halved.
+    """Return the configuration with half as large micro-batches in the work that did not fit; None if it has none.
 
     A step keeps its rows; its last micro-batch may be shorter than the others.
     """

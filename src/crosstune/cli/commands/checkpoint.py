@@ -201,7 +201,7 @@ def _prune_held(own: Any) -> int:
     evaluations = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
     keep = Keep(last_n=own.keep_last_n, best=not own.drop_best, every=own.keep_every)
     root = Path(rows[0]["path"]).parent
-    removed = [str(path) for path in rotate(root, keep, evaluations, only_say=own.dry_run)]
+    removed = [str(path) for path in rotate(root, keep, evaluations, dry_run=own.dry_run)]
     lines = [f"{'would remove' if own.dry_run else 'removed'}  {path}" for path in removed]
     found = {"removed": removed, "dry_run": own.dry_run}
     return print_result(found, lines or ["nothing to remove"], as_json=own.json)
