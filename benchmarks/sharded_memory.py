@@ -43,9 +43,9 @@ def train_rank(folder: Path, model: Path, rank: int, size: int, port: int, train
     found: dict[str, int] = {}
 
     class Measured(execute.Execution):
-        def _load(self, stop: Any) -> Any:
+        def _load(self) -> Any:
             peak_bytes(reset=True)
-            session = super()._load(stop)
+            session = super()._load()
             found["loading"] = peak_bytes(reset=True)
             return session
 

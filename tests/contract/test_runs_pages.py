@@ -83,7 +83,7 @@ def test_steps_are_profiled(outputs: dict[str, list[str]], home: Path) -> None:
 def test_the_page_names_every_option_of_the_profiler_with_its_default() -> None:
     text = Page("profiling.md").text
     for name, option in options_by_name().items():
-        if option.group == "Profiling" and name == option.name:  # not its older names
+        if option.group == "Profiling" and name == option.name:  # not an older name
             row = next(line for line in text.splitlines() if line.startswith(f"| `--{name}"))
             is_switch = isinstance(option.default, bool)
             shown = ("on" if option.default else "off") if is_switch else str(option.default)

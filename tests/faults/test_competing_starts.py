@@ -17,8 +17,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("competing"))
 
 
-@pytest.mark.parametrize("resume", ["none", "auto"])
-@pytest.mark.parametrize("moment", competing.MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "resume"),
+    [
+        pytest.param(moment, resume, marks=[pytest.mark.slow] * (number % 2 == (resume == "none")))
+        for number, moment in enumerate(competing.MOMENTS)
+        for resume in ("none", "auto")
+    ],
+)
 def test_a_late_start_takes_nothing_from_a_run_that_another_process_finished(
     bench: Bench, moment: str, resume: str
 ) -> None:
@@ -29,7 +35,14 @@ def test_kills_and_signals_over_two_processes_lose_nothing(bench: Bench) -> None
     assert competing.kills_and_signals(bench, "lora", 1, num=6).problems == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGHUP,
+        pytest.param(signal.SIGQUIT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
+)
 def test_signals_of_terminals_and_schedulers_stop_with_a_checkpoint(
     bench: Bench, number: signal.Signals
 ) -> None:

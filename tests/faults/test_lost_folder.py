@@ -1,4 +1,4 @@
-"""A run whose folder is renamed or removed under it stops, keeps its last step, and says where."""
+"""A run whose folder is renamed, replaced or removed stops, keeps its last step, and says where."""
 
 from __future__ import annotations
 
@@ -37,36 +37,59 @@ def options(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     }
 
 
-@pytest.mark.parametrize("lost", ["renamed", "removed"])
-@pytest.mark.parametrize("save_steps", [1, 100])
+@pytest.mark.parametrize(
+    ("lost", "save_steps"), [("renamed", 1), ("removed", 1), ("removed", 100), ("link elsewhere", 100)]
+)
 def test_the_last_step_is_kept(lost: str, save_steps: int, options: dict[str, Any]) -> None:
-    folder, now = Path("runs/mine"), Path("runs/renamed" if lost == "renamed" else "runs/mine")
+    folder, elsewhere = Path("runs/mine"), Path("runs/elsewhere")
+    now = folder if lost == "removed" else Path("runs/renamed")
 
     def lose(metrics: Any) -> None:
-        if metrics["step"] == 3 and lost == "renamed":
-            folder.rename(now)
-        while lost == "removed" and metrics["step"] == 3 and folder.exists():
+        if metrics["step"] != 3:
+            return
+        while lost == "removed" and folder.exists():
             shutil.rmtree(folder, ignore_errors=True)  # a checkpoint may be written at the same time
+        if lost != "removed":
+            folder.rename(now)
+        if lost == "link elsewhere":
+            elsewhere.mkdir()
+            folder.symlink_to(elsewhere.absolute())
 
-    with pytest.raises(UserError, match=f"The run folder runs/mine was {lost}") as caught:
+    with pytest.raises(UserError, match=r"The run folder runs/mine was re(named|moved)") as caught:
         train(**options, name="mine", max_steps=50, save_steps=save_steps, callbacks=[lose])
     assert caught.value.exit_code == 2
-    assert f"crosstune train --resume {now.absolute() if lost == 'renamed' else now}" in caught.value.do
+    assert f"crosstune train --resume {now if lost == 'removed' else now.absolute()}" in caught.value.do
     kept = newest_valid(now / "checkpoints")
     assert kept is not None and 3 <= kept.step <= 4
     assert json.loads((now / "summary.json").read_text())["status"] == "stopped"
     run = train(**{**options, "max_steps": 6}, resume=str(now))
     assert run.status == "finished" and run.summary["steps"] == 6
-    if lost == "renamed":
-        assert not folder.exists()
+    if lost != "removed":
         assert [row["step"] for row in read_jsonl(now / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+        assert not list(folder.iterdir() if folder.exists() else ()), "nothing is written to the old name"
+
+
+def test_a_run_continues_behind_a_link_to_its_folder(options: dict[str, Any]) -> None:
+    """A user moves the folder to a larger disk during the run and leaves a link at its old place."""
+    folder, now = Path("runs/mine"), Path("disk").absolute()
+
+    def move(metrics: Any) -> None:
+        if metrics["step"] == 3:
+            folder.rename(now)
+            folder.symlink_to(now)
+
+    run = train(**options, name="mine", max_steps=6, save_steps=2, callbacks=[move])
+    assert run.status == "finished" and (now / "adapter").is_dir()
+    kept = newest_valid(now / "checkpoints")
+    assert kept is not None and kept.step == 6
+    assert [row["step"] for row in read_jsonl(now / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_disk_that_is_gone_is_no_removed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder keeps its links, and nothing may be written to the folder that the disk was mounted on."""
     folder, found = tmp_path / "disk" / "run", list[Path]()
     folder.mkdir(parents=True)
-    watch = FolderWatch(folder, found=found.append)
+    watch = FolderWatch(folder, on_lost=found.append)
     monkeypatch.setattr("crosstune.runs.watch_folder._path_of", lambda handle: None)
     folder.parent.rename(tmp_path / "elsewhere")
     folder.parent.mkdir()
@@ -95,7 +118,7 @@ def test_a_result_without_room_is_refused_with_both_sizes(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("crosstune.runs.save_result.free_space", lambda folder: 5_000)
-    with pytest.raises(SaveFailed, match=r"it takes at least [\d.]+ kB and 5.0 kB are free"):
+    with pytest.raises(SaveFailed, match=r"it needs at least [\d.]+ kB and 5.0 kB are free"):
         train(**options, name="mine", max_steps=2, save_steps=1)
     assert newest_valid(Path("runs/mine/checkpoints")) is not None
     assert not (Path("runs/mine") / "adapter").exists()

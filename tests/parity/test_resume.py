@@ -131,10 +131,9 @@ def test_two_weighted_sources(bench: Bench, packing: bool) -> None:
     folder = bench.home / f"mixed-{packing}"
     run(bench, "lora", folder, **more)
     wanted = read_bits(folder)
-    for step in (1, 3):
-        target = bench.home / f"mixed-{packing}-from-{step}"
-        run(bench, "lora", target, resume=str(at_step(folder, step)), **more)
-        assert read_bits(target) == wanted, step
+    target = bench.home / f"mixed-{packing}-resumed"
+    run(bench, "lora", target, resume=str(at_step(folder, 2)), **more)
+    assert read_bits(target) == wanted
     with pytest.raises(UserError, match=r"mixture: 0\.4 from"):
         changed = more | {"dataset": f"{bench.data}:0.5,{other}:0.5"}
         run(bench, "lora", bench.home / f"changed-{packing}", resume=str(at_step(folder, 1)), **changed)
@@ -211,7 +210,7 @@ def test_another_training_is_refused_unless_allowed(
     assert not folder.exists()
     observer = Listener()
     if "lora_rank" in change:
-        with pytest.raises(UserError, match="Nothing that the checkpoint has learned fits"):
+        with pytest.raises(UserError, match="None of the checkpoint's weights fits"):
             run(bench, "lora", folder, **asked, allow_mismatch=kind, observer=observer)
         return
     result = run(bench, "lora", folder, **asked, allow_mismatch=kind, observer=observer)

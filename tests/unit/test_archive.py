@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from crosstune.checkpoint.archive import (
-    LISTED_OPTIONS,
+    DATA_OPTIONS,
     NOTE,
     PACKED_OPTIONS,
     read_note,
@@ -23,7 +23,8 @@ from crosstune.checkpoint.archive import (
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.files.run_lock import InUse
-from crosstune.runs.resume import KEPT_FILES, _unpacked
+from crosstune.runs.move import pack_files
+from crosstune.runs.resume import KEPT_FILES, unpack_run
 
 NOTE_FIELDS = {
     "version": 1,
@@ -65,7 +66,7 @@ def test_the_files_of_every_option_that_names_some(tmp_path: Path) -> None:
     options = {"dataset": sources, "mlx_config": "data/m.yaml", "chat_template": "data/t.jinja"}
     path = make(tmp_path / "a.tar", {"plan.json": b"{}"}, note={"options": options})
     assert read_note(path)["options"] == options
-    assert set(PACKED_OPTIONS) == {*LISTED_OPTIONS, *KEPT_FILES}
+    assert set(PACKED_OPTIONS) == {*DATA_OPTIONS, *KEPT_FILES, "tokenizer"}
 
 
 @pytest.mark.parametrize(
@@ -171,14 +172,30 @@ def test_of_several_starts_of_one_archive_one_unpacks_it(
         unpack_archive(path, folder)
 
     monkeypatch.setattr("crosstune.runs.resume.unpack_archive", unpack)
-    winner = threading.Thread(target=_unpacked, args=(config,))
+    winner = threading.Thread(target=unpack_run, args=(config,))
     winner.start()
     assert unpacking.wait(600)
     for _ in range(2):
         with pytest.raises(InUse, match="r is in use"):
-            _unpacked(config)
+            unpack_run(config)
     others_done.set()
     winner.join()
     assert unpacked == [tmp_path / "runs" / "r"]
-    assert _unpacked(config)[0] == tmp_path / "runs" / "r", "a later start continues what was unpacked"
+    assert unpack_run(config)[0] == tmp_path / "runs" / "r", "a later start continues what was unpacked"
     assert len(unpacked) == 1
+
+
+def test_the_files_of_options_are_found_after_a_move(tmp_path: Path) -> None:
+    tokenizer, template = tmp_path / "tokenizer", tmp_path / "chat.jinja"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "model.safetensors").write_text("not packed")
+    template.write_text("{{ messages }}")
+    packed = pack_files(make_config(tokenizer=str(tokenizer), chat_template=str(template)), with_data=True)
+    note = {"run": "r", "to": "cpu", "step": 1, "options": packed.options}
+    archive = tmp_path / "a.tar"
+    write_archive(archive, {f"data/{name}": path for name, path in packed.files.items()}, note)
+    folder, options = unpack_run(make_config(resume=str(archive), output_dir=str(tmp_path / "runs")))
+    assert [path.name for path in Path(options["tokenizer"]).iterdir()] == ["tokenizer.json"]
+    assert Path(options["chat_template"]).read_text() == "{{ messages }}"
+    assert options["backend"] == "cpu" and folder == tmp_path / "runs" / "r"

@@ -11,7 +11,6 @@ from crosstune.loop.progress import (
     early_stopping_message,
     evaluation_warning,
     overfits,
-    overfitting_warning,
     stops_early,
 )
 
@@ -58,7 +57,7 @@ def test_overfitting_is_a_clear_rise_and_noise_is_not() -> None:
     assert not overfits({}) and not overfits({10: 1.0, 20: 1.015})
     assert overfits({0: 9.0, 10: 2.0, 20: 2.5})
     assert not overfits({10: 2.0, 20: 2.5, 30: 1.9})
-    assert "2.0000 at step 10 and is 2.5000 at step 20" in overfitting_warning({10: 2.0, 20: 2.5})
+    assert "2.0000 at step 10 and is 2.5000 at step 20" in evaluation_warning({10: 2.0, 20: 2.5})[1]
 
 
 def test_a_loss_that_is_not_finite_is_named_in_the_warning_and_at_the_end() -> None:

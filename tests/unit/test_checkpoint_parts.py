@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from manifests import make_manifest
 
+from crosstune.checkpoint import shards
 from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import open_checkpoint
-from crosstune.checkpoint.shard_files import files_of, part_name
+from crosstune.checkpoint.shards import files_of, part_name, write_divided
 from crosstune.checkpoint.write import SaveFailed
-from crosstune.checkpoint.write_shards import write_divided
 from crosstune.core.protocols import SessionState, StatePart
 from crosstune.process.ranks import Group, Ranks
 
@@ -100,16 +100,14 @@ def test_parts_are_one_state(count: int, tmp_path: Path) -> None:
 def test_a_failure_in_one_process_fails_in_all_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from crosstune.checkpoint import write_shards as write_parts
+    plain = shards.write_listed
 
-    plain = write_parts._write_part
-
-    def fail(staged: Path, state: SessionState) -> None:
-        if state.part is not None and state.part.number == 1:
+    def fail(path: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        if path.name == part_name("moments.safetensors", 1, 3):
             raise OSError(28, "No space left on device")
-        plain(staged, state)
+        return plain(path, arrays)
 
-    monkeypatch.setattr(write_parts, "_write_part", fail)
+    monkeypatch.setattr(shards, "write_listed", fail)
     ended = save_all(tmp_path / "checkpoints", 3)
     assert all(isinstance(error, SaveFailed) for error in ended)
     assert "disk is full" in ended[1].why and "another process" in ended[0].why

@@ -17,7 +17,7 @@ from crosstune.data.batches.row_order import RowOrder
 from crosstune.data.read.dataset_list import DatasetEntry, join_entries, parse_dataset
 from crosstune.recipes.sft import SftRecipe
 from crosstune.runs.move import pack_files
-from crosstune.runs.resume import _unpacked_value
+from crosstune.runs.resume import unpacked_value
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_several_sources_move_with_a_run(tmp_path: Path, two_files: tuple[Path, 
         target = tmp_path / "run" / "data" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    found = parse_dataset(_unpacked_value(tmp_path / "run", packed.options["dataset"]))
+    found = parse_dataset(unpacked_value(tmp_path / "run", packed.options["dataset"]))
     assert [entry.weight for entry in found] == [1, 3, 2]
     assert [Path(entry.name).read_bytes() for entry in found[:2]] == [one.read_bytes(), two.read_bytes()]
     assert found[2] == DatasetEntry(name="commands", weight=2)

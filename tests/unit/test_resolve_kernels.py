@@ -184,7 +184,7 @@ def test_a_run_goes_on_with_the_layers_it_began_with(
     again = make_config(
         name="old", resume="auto", backend=backend, **asked
     )  # the command of the run, once more
-    assert resume._continue_named(again, checkpoint).kernels == (kept or asked.get("kernels", "auto"))
+    assert resume.complete_named(again, checkpoint).kernels == (kept or asked.get("kernels", "auto"))
 
 
 def test_auto_keeps_what_a_run_chose_before_with_its_path_too(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_auto_keeps_what_a_run_chose_before_with_its_path_too(tmp_path: Path) ->
     manifest = make_manifest(recipe="sft", options={"kernels": "general"}, asked=asked)
     checkpoint = Checkpoint(folder=tmp_path / "checkpoints" / "step-00000001", manifest=manifest)
     again = make_config(resume=str(tmp_path), kernels="auto", precision="auto", backend="auto")
-    config = resume._continue_path(again, tmp_path, {}, checkpoint)
+    config = resume.complete_from_path(again, tmp_path, {}, checkpoint)
     assert (config.kernels, config.precision, config.lr) == ("general", "fp32", 0.01)
     assert config.backend == "auto", "the request names another machine's"
 

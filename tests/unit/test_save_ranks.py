@@ -11,8 +11,8 @@ import pytest
 from manifests import make_manifest
 
 from crosstune.checkpoint.folders import checkpoint_folders
+from crosstune.checkpoint.shards import write_divided
 from crosstune.checkpoint.write import SaveFailed
-from crosstune.checkpoint.write_shards import write_divided
 from crosstune.core.events import Observers
 from crosstune.core.protocols import SessionState, StatePart
 from crosstune.loop import save
@@ -141,7 +141,7 @@ def test_too_little_memory_for_a_part_is_a_failed_save(
     def refuse(state: SessionState) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("crosstune.checkpoint.write_shards.check_finite", refuse)
+    monkeypatch.setattr("crosstune.checkpoint.shards.check_finite", refuse)
     part = StatePart(number=0, count=1, writes=True, shapes={"w": (1,)})
     state = SessionState(weights={"w": np.ones(1, np.float32)}, moments={}, random={}, part=part)
     with pytest.raises(SaveFailed, match="not enough memory"):

@@ -28,10 +28,10 @@ from crosstune.files.plain_files import (
 
 SUFFIX = ".crosstune.tar"
 NOTE = "move.json"
-LISTED_OPTIONS = ("dataset", "eval_dataset")
-"""The options whose files travel in an archive, and that may name several."""
-PACKED_OPTIONS = (*LISTED_OPTIONS, "mlx_config", "chat_template")
-"""All options whose files travel in an archive."""
+DATA_OPTIONS = ("dataset", "eval_dataset")
+"""Options that may name several files."""
+PACKED_OPTIONS = (*DATA_OPTIONS, "mlx_config", "chat_template", "tokenizer")
+"""Options whose files are packed into an archive."""
 _MEMBER_LIMIT = 100_000
 _NOTE_LIMIT = 64 << 20
 _EXTENSION_LIMIT = 64 << 10
@@ -82,7 +82,7 @@ def read_note(path: Path) -> dict[str, Any]:
 
 
 def read_unpacked_note(folder: Path) -> dict[str, Any]:
-    """Return the note in the folder of an unpacked run; an empty one for a run that was not moved."""
+    """Return the note in the folder of an unpacked run; empty for a run that was not moved."""
     note = read_json(folder / NOTE)
     if note and (wrong := _wrong_note(note)) is not None:
         raise UnreadableFile(folder / NOTE, wrong, do="unpack the archive again")
@@ -90,7 +90,7 @@ def read_unpacked_note(folder: Path) -> dict[str, Any]:
 
 
 def unpack_archive(path: Path, folder: Path) -> None:
-    """Unpack an archive to `folder`. It appears when all files are checked; nothing else is written."""
+    """Unpack an archive to `folder`, which appears only after all files are checked."""
     with _opened(path) as tar:
         files = _read_note(path, tar)["files"]
         members = _checked(path, tar)
@@ -113,7 +113,7 @@ def unpack_archive(path: Path, folder: Path) -> None:
             except OSError as error:
                 raise UserError(
                     f"The archive {path} could not be unpacked to {folder}.",
-                    why=f"{error.strerror or error}; it takes {readable_bytes(need)}. Nothing was left there.",
+                    why=f"{error.strerror or error}; it needs {readable_bytes(need)}. No files were left there.",
                     do="choose another --output_dir or --name",
                 ) from error
 
@@ -141,7 +141,7 @@ def _read_note(path: Path, tar: tarfile.TarFile) -> dict[str, Any]:
 
 
 def _wrong_note(note: Mapping[str, Any]) -> str | None:
-    """Return a sentence about the first field of a note that is wrong; None when all are right."""
+    """Return a sentence about the first wrong field of a note; None if all are valid."""
     wrong = wrong_field(note, _FIELDS, required=("run", "to", "step", "files"))
     if wrong is None and note.get("measured"):
         wrong = wrong_field(note["measured"], _MEASURED, required=tuple(_MEASURED), place="measured.")
@@ -150,7 +150,7 @@ def _wrong_note(note: Mapping[str, Any]) -> str | None:
     if not is_file_name(note["run"]):
         return f"it names the run {shown(note['run'])}, which is not a folder name"
     for option, place in (note.get("options") or {}).items():
-        several = option in LISTED_OPTIONS and isinstance(place, list) and bool(place)
+        several = option in DATA_OPTIONS and isinstance(place, list) and bool(place)
         places = place if several else [{"file": place}]
         if option not in PACKED_OPTIONS or not all(map(_is_source, places)):
             return f"it gives the option {shown(option)} the file {shown(place)}"
@@ -174,7 +174,7 @@ def _check_size(path: Path, members: list[tarfile.TarInfo], folder: Path) -> int
     if need + _SPARE_BYTES > free:
         raise UserError(
             f"There is not enough disk space to unpack {path}.",
-            why=f"it takes {readable_bytes(need)} and {readable_bytes(free)} are free.",
+            why=f"it needs {readable_bytes(need)} and {readable_bytes(free)} are free.",
             do="free some space, or choose another --output_dir",
         )
     return need
@@ -225,7 +225,7 @@ def _checked(path: Path, tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a name is a relative path that is written in one way only and that every system can store."""
+    """Return whether a name is a normalized relative path that every system can store."""
     return len(name) <= 1000 and all(is_file_name(part) for part in name.split("/"))
 
 
@@ -252,10 +252,10 @@ class _Member(tarfile.TarInfo):
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tarfile.TarFile]:
-    """Open an archive; what tarfile raises for a damaged one becomes a UserError."""
+    """Open an archive; convert the errors of tarfile for a damaged one to a UserError."""
     with open_plain(path) as file:
         try:
-            # BuildContext reads the first header already.
+            # Opening already reads the first header.
             with tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar:
                 yield tar
         # ValueError: numbers in a header or in its extended attributes that cannot be read.

@@ -1,4 +1,4 @@
-"""Name and list the checkpoints of a run, and remove leftovers."""
+"""Name and list the checkpoints of a run, and remove incomplete ones."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def checkpoint_folders(root: Path) -> list[tuple[int, Path]]:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Return the staged folders that a kill during writing or removal left behind."""
-    return atomic_files.leftovers(root, of=_is_ours)
+    """Return the incomplete folders of writes and removals that were killed."""
+    return atomic_files.leftovers(root, of=_is_checkpoint)
 
 
 def clear_leftovers(root: Path) -> int:
-    """Remove the leftovers and return their number; only for the process that holds the lock of the run."""
-    return atomic_files.clear_leftovers(root, of=_is_ours)
+    """Remove the leftovers and return their number. The caller holds the lock of the run."""
+    return atomic_files.clear_leftovers(root, of=_is_checkpoint)
 
 
 def point_latest(root: Path, target: Path) -> None:
-    """Point the link `latest` at a checkpoint. It is for users and scripts; crosstune does not read it."""
+    """Point the link `latest` at a checkpoint, for users and scripts; crosstune does not read it."""
     atomic_files.replace_link(root / LATEST, to=target.name)
 
 
-def _is_ours(name: str) -> bool:
+def _is_checkpoint(name: str) -> bool:
     return name == LATEST or _NAME.fullmatch(name) is not None

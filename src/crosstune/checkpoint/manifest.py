@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its fields, their checks, its bytes and its seal (the hash of those bytes)."""
+"""The manifest of a checkpoint: its fields, their validation, its bytes, and the seal (the hash of these bytes)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ WEIGHTS, MOMENTS, RANDOM = "weights.safetensors", "moments.safetensors", "random
 MANIFEST_LIMIT = 64 * 2**20
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_STEP = re.compile(r"[0-9]{1,19}")
 
 Fields = Mapping[str, Any]
 
@@ -32,7 +33,7 @@ class DamagedCheckpoint(UserError):
         super().__init__(
             f"The checkpoint {folder} is damaged.",
             why=why,
-            do="use an older one (`crosstune checkpoint verify RUN` lists the valid ones), or --resume auto, which finds it",
+            do="use an older one (`crosstune checkpoint verify RUN` lists the valid ones); --resume auto finds it",
         )
 
 
@@ -42,7 +43,7 @@ class UnknownVersion(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything in a checkpoint except its arrays. The fields are named as in manifest.json."""
+    """The contents of manifest.json: everything in a checkpoint except its arrays."""
 
     step: int
     created: str | None = None
@@ -50,19 +51,19 @@ class Manifest:
     backend: str
     precision: str
     quantization: str | None
-    """The name of the base's quantization."""
+    """The quantization of the base."""
     base: Fields = field(default_factory=dict)
-    """`outside_fp8`, once opening the model decided it; written at the top level."""
+    """`outside_fp8`, known once the model is open; written at the top level."""
     method: str | None = None
     recipe: str | None = None
     identity: Fields
-    """What makes it this training: compared when a run is resumed."""
+    """Compared when a run is resumed: see `runs.resume_identity`."""
     schedule: Fields
     data: Fields
     """The position in the data."""
     progress: Fields
     asked: Fields = field(default_factory=dict)
-    """The options that the user set."""
+    """The options the user set."""
     options: Fields = field(default_factory=dict)
     """All options as resolved."""
     versions: Fields = field(default_factory=dict)
@@ -74,11 +75,11 @@ class Manifest:
     files: Fields = field(default_factory=dict)
     """Name -> size and sha256 of each file."""
     extra: Fields = field(default_factory=dict)
-    """Other fields, such as `imported`; kept, not read."""
+    """Other fields, such as `imported`; kept but not read."""
 
     @property
     def base_choice(self) -> BaseChoice | None:
-        """What this training decided about its base; None if it is not recorded, as by older versions."""
+        """The recorded choice of quantized layers; None if the training made none, or an older version wrote this."""
         spec = read_spec(self.identity.get("quantization"))
         if spec is None or not (self.base or spec.kept):
             return None
@@ -95,17 +96,18 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Fields) -> Manifest:
-        """Return the manifest in fields that passed `wrong_manifest`."""
-        empty: dict[str, Any] = {"asked": {}, "options": {}, "versions": {}}
-        named = {name: data[name] for name in _NAMES if name in data}
+        """Return the manifest with validated fields."""
         base = {name: data[name] for name in _BASE if name in data}
         known = {*_NAMES, *_BASE, "format", "format_version"}
         extra = {name: value for name, value in data.items() if name not in known}
-        given = {name: value for name, value in named.items() if name not in empty or value is not None}
-        return cls(**(empty | given), base=base, extra=extra)
+        # Older versions wrote null for objects without entries.
+        named = {name: data[name] for name in _NAMES if name in data}
+        named = {name: {} if named[name] is None and name in _OBJECTS else named[name] for name in named}
+        return cls(**named, base=base, extra=extra)
 
 
 _BASE = ("outside_fp8",)
+_OBJECTS = ("asked", "options", "versions")
 _NAMES = tuple(item.name for item in fields(Manifest) if item.name not in ("base", "extra"))
 
 
@@ -115,7 +117,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def seal(manifest: bytes) -> bytes:
-    """Return the hash of the manifest as a line in the format of sha256sum."""
+    """Return the hash of the manifest as a line of sha256sum."""
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
@@ -149,13 +151,9 @@ def decode(raw: bytes, *, seal_found: bytes, folder: Any) -> Manifest:
 
 def _by_step(rule: Rule) -> Rule:
     return Rule(
-        f"an object with {rule.needs} at each number of a step",
-        lambda value: map_of(rule).fits(value) and all(map(_is_step, value)),
+        f"an object with {rule.needs} for each step number",
+        lambda value: map_of(rule).fits(value) and all(_STEP.fullmatch(step) for step in value),
     )
-
-
-def _is_step(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 20
 
 
 _COUNT = whole(0) | NOTHING
@@ -223,7 +221,7 @@ _FILE = {
 
 
 def _wrong_manifest(data: Fields) -> str | None:
-    """Return a sentence about the first field that is missing or has another type; None when all are right."""
+    """Return a sentence about the first missing or wrong field; None if all are valid."""
     wrong = wrong_field(data, _REQUIRED | _OPTIONAL, required=tuple(_REQUIRED))
     for part, rules in _PARTS.items():
         wrong = wrong or wrong_field(data.get(part) or {}, rules, place=f"{part}.")

@@ -1,4 +1,4 @@
-"""Check and read checkpoints. Nothing is used before everything is checked."""
+"""Open checkpoints: check everything, then read their arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from crosstune.checkpoint.manifest import (
     Manifest,
     decode,
 )
-from crosstune.checkpoint.shard_files import describe_joined, files_of, join
+from crosstune.checkpoint.shards import describe_joined, files_of, join
 from crosstune.checkpoint.tensors import CHUNK_BYTES, describe_tensors, read_tensors
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array, SessionState
@@ -59,22 +59,22 @@ class Checkpoint:
         return SessionState(weights=weights, moments=moments, random=random, facts=dict(self.manifest.facts))
 
     def _read(self, file: str) -> dict[str, Array]:
-        """Return the arrays of a file, or of all its parts. Parts are mapped into memory, not read."""
+        """Return the arrays of a file, or of all its parts, mapped into memory."""
         names = files_of(file, self.manifest.files)
         return join([read_tensors(self.folder / name, mapped=len(names) > 1) for name in names])
 
 
 def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
-    """Open a checkpoint after checking its manifest, the set of files, and their sizes, hashes and headers.
+    """Open a checkpoint after checking its manifest and the names, sizes, hashes and headers of its files.
 
-    For a listing, leave out `hashes`: the contents of the files are not read.
+    `hashes=False` does not read the contents of the files, for a listing.
     """
     if not folder.is_dir():
         raise missing_checkpoint(folder)
     try:
         manifest = _read_manifest(folder)
         _check_step(folder, manifest)
-        check_names(folder, manifest.files)
+        _check_names(folder, manifest.files)
         for name, facts in manifest.files.items():
             _check_file(folder, name, facts, hashes=hashes)
         _check_arrays(folder, manifest)
@@ -98,7 +98,7 @@ def missing_checkpoint(folder: Path) -> UserError:
 def newest_valid(
     root: Path, *, on_damaged: Callable[[DamagedCheckpoint], None] | None = None, hashes: bool = True
 ) -> Checkpoint | None:
-    """Return the newest checkpoint that passes all checks; report each damaged one that is newer."""
+    """Return the newest checkpoint that passes all checks; call `on_damaged` for each newer, damaged one."""
     for _, folder in checkpoint_folders(root):
         try:
             return open_checkpoint(folder, hashes=hashes)
@@ -127,9 +127,8 @@ def _check_step(folder: Path, manifest: Manifest) -> None:
         raise DamagedCheckpoint(folder, f"its name and {MANIFEST} have different steps")
 
 
-def check_names(folder: Path, files: Mapping[str, Any]) -> None:
-    """Check that every file of the manifest is there. Others, such as the .DS_Store of macOS, are not read and do no
-    harm."""
+def _check_names(folder: Path, files: Mapping[str, Any]) -> None:
+    """Check that all files of the manifest exist. Other files, such as .DS_Store of macOS, are ignored."""
     found = {entry.name for entry in os.scandir(folder)}
     needed = [file for file in (WEIGHTS, MOMENTS, RANDOM) if not files_of(file, files)]
     if missing := sorted({*needed, MANIFEST, SEAL, *files} - found):

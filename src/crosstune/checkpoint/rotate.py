@@ -23,9 +23,10 @@ class Keep:
     """Keep all whose step is a multiple of this; 0 for none."""
 
 
-def best_step(steps: Sequence[int], evaluations: Mapping[int, float]) -> int | None:
-    judged = [step for step in steps if math.isfinite(evaluations.get(step, math.nan))]
-    return min(judged, key=lambda step: (evaluations[step], step)) if judged else None
+def lowest(steps: Sequence[int], evaluations: Mapping[int, float]) -> int | None:
+    """Return which of `steps` has the lowest finite evaluation loss, the earliest of equal ones."""
+    evaluated = [step for step in steps if math.isfinite(evaluations.get(step, math.nan))]
+    return min(evaluated, key=lambda step: (evaluations[step], step)) if evaluated else None
 
 
 def superfluous(steps: Sequence[int], keep: Keep, evaluations: Mapping[int, float]) -> list[int]:
@@ -33,15 +34,14 @@ def superfluous(steps: Sequence[int], keep: Keep, evaluations: Mapping[int, floa
     kept = set(sorted(steps, reverse=True)[: keep.last_n])
     if keep.every:
         kept |= {step for step in steps if step % keep.every == 0}
-    best = best_step(steps, evaluations)
+    best = lowest(steps, evaluations)
     if keep.best and best is not None:
         kept.add(best)
     return sorted(set(steps) - kept)
 
 
-def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float], *, only_say: bool = False) -> list[Path]:
-    """Remove superfluous checkpoints after verifying the newest one; return them. With `only_say`, nothing is
-    removed."""
+def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float], *, dry_run: bool = False) -> list[Path]:
+    """Verify the newest checkpoint, then remove superfluous ones and return them; with `dry_run`, only return them."""
     folders = checkpoint_folders(root)
     steps = superfluous([step for step, _ in folders], keep, evaluations)
     if not steps:
@@ -52,9 +52,9 @@ def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float], *, only_say
         raise UserError(
             f"No checkpoint is removed: the newest, {folders[0][1].name}, cannot be read back.",
             why=error.why,
-            do="check the disk; the older checkpoints are all kept",
+            do="check the disk; all older checkpoints are kept",
         ) from error
     removed = [path for step, path in folders if step in set(steps)]
-    for path in reversed(removed if not only_say else []):
+    for path in reversed(removed if not dry_run else []):
         remove_folder(path)
     return removed

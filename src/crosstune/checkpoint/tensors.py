@@ -41,7 +41,7 @@ class Written:
 
 
 def write_tensors(path: Path, arrays: Mapping[str, Array]) -> Written:
-    """Write a new file and hash it meanwhile. The caller syncs it to disk."""
+    """Write a new file and hash it at the same time. The caller syncs it to disk."""
     sha = hashlib.sha256()
     with ThreadPoolExecutor(max_workers=1) as pool:
 
@@ -76,13 +76,13 @@ def file_bytes(arrays: Mapping[str, Array]) -> int:
 
 
 def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, Array]:
-    """Return all arrays in a file: copies, or `mapped` into memory and read when used."""
+    """Return all arrays of a file: copies, or `mapped` into memory."""
     arrays: dict[str, Array] = {}
     with open_plain(path, follow_links=False) as file:
         header = _read_header(file, path)
         for name, entry in header.tensors.items():
             dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
-            if mapped and end > begin:  # nothing cannot be mapped
+            if mapped and end > begin:  # an empty array cannot be mapped
                 arrays[name] = np.memmap(
                     file, dtype=dtype, mode="r", offset=header.data_start + begin, shape=tuple(entry["shape"])
                 )
@@ -102,17 +102,18 @@ def describe_tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.tensors.items()}
 
 
-def word_of(array: Array) -> str:
+def dtype_name(array: Array) -> str:
     """Return the safetensors name of an array's dtype."""
     return _NAMES[array.dtype.newbyteorder("<")]
 
 
 def describe_trainable(state: SessionState) -> dict[str, Any]:
     """Return name -> dtype and shape of each trained array, for `Manifest.trainable`."""
-    if state.part is not None:  # its masters are in fp32
+    if state.part is not None:  # sharded weights are in fp32
         return {name: {"dtype": "F32", "shape": list(shape)} for name, shape in state.part.shapes.items()}
     return {
-        name: {"dtype": word_of(array), "shape": list(array.shape)} for name, array in state.weights.items()
+        name: {"dtype": dtype_name(array), "shape": list(array.shape)}
+        for name, array in state.weights.items()
     }
 
 
@@ -143,7 +144,7 @@ def _header(arrays: Mapping[str, Array]) -> bytes:
     for name, array in _ordered(arrays):
         end = offset + array.nbytes
         entries[name] = {
-            "dtype": word_of(array),
+            "dtype": dtype_name(array),
             "shape": list(array.shape),
             "data_offsets": [offset, end],
         }

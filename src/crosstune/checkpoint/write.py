@@ -35,7 +35,7 @@ class Committed:
 
 
 def write_checkpoint(root: Path, state: SessionState, manifest: Manifest) -> Committed:
-    """Write `root/step-NNNNNNNN` and point `latest` at it. The manifest's `files` are filled in here."""
+    """Write `root/step-NNNNNNNN` and point `latest` at it. This fills in the manifest's `files`."""
     target = root / name_of(manifest.step)
     check_finite(state)
     parts = state_files(state)
@@ -63,7 +63,7 @@ def committed(root: Path, target: Path, num_bytes: int) -> Committed:
 
 
 def state_files(state: SessionState) -> dict[str, dict[str, Array]]:
-    """Return the arrays of each file. The key of a moment is `slot/canonical name of the weight`."""
+    """Return the arrays of each file. A moment is named `slot/canonical name of the weight`."""
     moments = {f"{slot}/{name}": a for slot, arrays in state.moments.items() for name, a in arrays.items()}
     return {WEIGHTS: dict(state.weights), MOMENTS: moments, RANDOM: dict(state.random)}
 
@@ -81,7 +81,7 @@ def write_manifest(staged: Path, manifest: Manifest) -> None:
 
 
 def check_finite(state: SessionState) -> None:
-    """Raise SaveFailed when a weight is not finite, since training cannot continue from it."""
+    """Raise SaveFailed if a weight is not finite: training cannot continue from it."""
     for name, array in state.weights.items():
         if not np.isfinite(array).all():
             raise SaveFailed(
@@ -96,7 +96,7 @@ def check_room(root: Path, need: int) -> None:
     if free < need + SPARE_BYTES:
         raise SaveFailed(
             f"There is not enough disk space for a checkpoint in {root}.",
-            why=f"it takes {readable_bytes(need)} and {readable_bytes(free)} are free; the older ones are intact.",
+            why=f"it needs {readable_bytes(need)} and {readable_bytes(free)} are free; the older ones are intact.",
             do="free some space or lower --keep_last_n, then continue with --resume auto",
         )
 
@@ -104,12 +104,12 @@ def check_room(root: Path, need: int) -> None:
 def failed(target: Path, need: int, error: OSError) -> SaveFailed:
     if error.errno in NO_ROOM:
         free = readable_bytes(free_space(target.parent))
-        why = f"the disk is full or a limit was reached ({error.strerror}); it takes {readable_bytes(need)}, {free} are free."
+        why = f"the disk is full or a limit was reached ({error.strerror}); it needs {readable_bytes(need)}, {free} are free."
     else:
         why = f"{error.strerror or error}."
     return SaveFailed(
         f"The checkpoint {target} could not be written.",
-        why=f"{why} No partial checkpoint is left, and the older checkpoints are intact.",
+        why=f"{why} No partial checkpoint remains, and the older ones are intact.",
         do="free space or repair the disk, then continue with --resume auto",
     )
 

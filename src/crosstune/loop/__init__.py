@@ -1,1 +1,1 @@
-"""The training loop, the only one: steps, prefetching, checkpoints, stopping, for every recipe and engine."""
+"""The training loop for every recipe and engine: steps, prefetching, evaluation, checkpoints, stopping, profiles."""

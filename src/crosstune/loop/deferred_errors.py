@@ -12,21 +12,20 @@ from crosstune.process.ranks import Group
 
 
 class DeferredErrors:
-    """Errors kept until the next collective. A process that raised one between two collectives would leave the others
-    waiting."""
+    """Errors kept until the next collective: raised earlier in one process, they would leave the others waiting."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.problem: UserError | None = None
 
     def keep(self, error: UserError) -> None:
-        """Raise an error at the next collective, in every process; immediately in a run of one process."""
+        """Raise an error at the next collective in every process, or at once in a run of one process."""
         if self.group.ranks.size == 1:
             raise error
         self.problem = self.problem or error
 
     def forget_failed_save(self) -> None:
-        """Continue after a checkpoint that could not be written; the failure was reported."""
+        """Drop the error of a checkpoint that could not be written; it was already reported."""
         if isinstance(self.problem, SaveFailed):
             self.problem = None
 
@@ -48,7 +47,7 @@ class DeferredErrors:
 
 
 class KeepingErrors:
-    """An observer that keeps the failure of a record until all processes can raise it."""
+    """An observer that defers the errors of a run's record."""
 
     def __init__(self, observer: Observer, deferred: DeferredErrors) -> None:
         self._observer, self._deferred = observer, deferred
@@ -75,7 +74,7 @@ def _to_text(problem: UserError | None) -> str:
 
 def _from_text(text: str) -> UserError:
     """Return the error of the first process for another one."""
-    if not text:  # it is not the first that failed
+    if not text:  # another process failed
         return SaveFailed(
             "Another process of the run could not write.", do="read the message of that process"
         )

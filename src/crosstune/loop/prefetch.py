@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from crosstune.core.protocols import PreparedBatch, Recipe, Session
 from crosstune.loop.step import prepare_window
@@ -14,35 +13,30 @@ DEPTH = 2
 """Steps prepared ahead."""
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    step: int
-    window: Sequence[PreparedBatch]
-    error: BaseException | None = None
-
-
 class Prefetch:
-    """Windows of a run from step `first` on, in order. A window depends only on its step, so preparing it early changes
-    nothing; an error is raised when the window is requested."""
+    """The prepared micro-batches of a run from step `first` on, in order. An error in preparing a step is raised when the
+    step is requested."""
 
     def __init__(self, recipe: Recipe, session: Session, *, first: int) -> None:
         self._recipe, self._session = recipe, session
-        self._queue: queue.Queue[_Prepared] = queue.Queue(maxsize=DEPTH)
+        self._queue: queue.Queue[tuple[int, Sequence[PreparedBatch], BaseException | None]] = queue.Queue(
+            maxsize=DEPTH
+        )
         self._closed = threading.Event()
         steps = range(first, recipe.num_steps())
         self._thread = threading.Thread(target=self._prepare_all, args=(steps,), name="prefetch", daemon=True)
         self._thread.start()
 
     def micro_batches(self, step: int) -> Sequence[PreparedBatch]:
-        """Return the prepared micro-batches of a step; steps must be requested in order."""
-        found = self._queue.get()
-        if found.error is not None:
-            raise found.error
-        assert found.step == step, f"step {step} was requested, but step {found.step} is next"
-        return found.window
+        """Return the micro-batches of a step; steps must be requested in order."""
+        number, window, error = self._queue.get()
+        if error is not None:
+            raise error
+        assert number == step, f"step {step} was requested, but step {number} is next"
+        return window
 
     def close(self) -> None:
-        """End the thread and drop the windows it has prepared."""
+        """End the thread and drop its prepared steps."""
         self._closed.set()
         while self._thread.is_alive():
             try:
@@ -55,9 +49,8 @@ class Prefetch:
             if self._closed.is_set():
                 return
             try:
-                prepared = _Prepared(step, prepare_window(self._session, self._recipe.micro_batches(step)))
+                window = prepare_window(self._session, self._recipe.micro_batches(step))
             except BaseException as error:  # noqa: BLE001  (raised again in the thread of the loop)
-                prepared = _Prepared(step, (), error)
-            self._queue.put(prepared)
-            if prepared.error is not None:
+                self._queue.put((step, (), error))
                 return
+            self._queue.put((step, window, None))

@@ -1,4 +1,4 @@
-"""Profile some steps of a training by a schedule."""
+"""Profile scheduled steps of a training."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DEFAULT_FOLDER = "profiles"
 
 
 def schedule(config: Config, place: int) -> str:
-    """Return `off`, `warm-up`, `active` or `last` for a step counted from 0: a cycle of waiting, warm-up and active steps
-    begins every --profiling_frequency steps, --profile_repeat times or without end."""
+    """Return `off`, `warm-up`, `active` or `last` for a step, counted from 0. A cycle of waiting, warm-up and active steps
+    begins every --profiling_frequency steps, --profile_repeat times or without limit."""
     num_recorded = config.profiler_warmup_steps + config.profile_active_steps
     cycle, within = divmod(place, max(config.profile_wait_steps + num_recorded, config.profiling_frequency))
     within -= config.profile_wait_steps
@@ -43,14 +43,14 @@ def is_asked(config: Config) -> bool:
 
 
 def profile_folder(config: Config, run: Path) -> Path:
-    """Return the folder for the profile of a run: in the run folder, or under its name in --profiling_output."""
+    """Return the folder for a profile: in the run folder, or named like the run in --profiling_output."""
     if "profiling_output" not in config.sources:
         return run / DEFAULT_FOLDER
     return Path(config.profiling_output).expanduser() / run.name
 
 
 def check_profile_folder(config: Config, run: Path) -> None:
-    """Raise before training if the profile could not be written."""
+    """Raise if a profile could not be written to --profiling_output."""
     if not is_asked(config) or "profiling_output" not in config.sources:
         return
     folder = profile_folder(config, run)
@@ -64,13 +64,13 @@ def check_profile_folder(config: Config, run: Path) -> None:
         raise UserError(
             f"--profiling_output {config.profiling_output} cannot be written.",
             why=f"{error.strerror or error}.",
-            do="name a folder that you may write, or omit it: the profile is then written into the run folder",
+            do="name a writable folder, or omit the option to write the profile into the run folder",
         ) from error
 
 
 @dataclass(kw_only=True)
 class StepProfile:
-    """The profile of a run: `step` wraps every step of the loop, `phase` the loop's own phases."""
+    """The profile of a run: `step` wraps every step of the loop, `phase` the phases of the loop."""
 
     session: Session
     config: Config
@@ -130,7 +130,7 @@ class StepProfile:
             self._end_cycle()
 
     def took(self, step_s: float) -> None:
-        """Note the time of a step that is not recorded, to compare with recorded ones."""
+        """Note the time of a step that was not recorded, to compare with recorded steps."""
         if self.phase is no_phase and self._place > 1:
             self.other_steps_s.append(step_s)
 
@@ -164,7 +164,7 @@ class StepProfile:
 
     @contextlib.contextmanager
     def _reporting_errors(self) -> Iterator[None]:
-        """Warn of a profile that cannot be written; training continues."""
+        """Turn an error of writing the profile into a warning."""
         try:
             yield
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Summarize a profile: time by phase, the most expensive operators, and the share of the device's limits."""
+"""Time the phases of recorded steps, and summarize a profile: phases, operators, share of the device's limits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ from crosstune.core.profiling import EVALUATION, PHASES, Limits, Recorded
 from crosstune.files.atomic_files import write_bytes, write_text
 from crosstune.files.json_files import write_json
 
+MOST_OPERATORS = 15
+MOST_TIMES = 400
+TABLE, RESULT = "profile.txt", "profile.json"
+
 
 @dataclass(frozen=True)
 class Span:
-    """A phase from its beginning to its end, in seconds of `time.perf_counter`."""
+    """The start and end of a phase, in seconds of `time.perf_counter`."""
 
     name: str
     start: float
@@ -57,7 +61,7 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase; the phase around it pauses meanwhile."""
+        """Time a phase; the enclosing phase is paused."""
         self._switch()
         self._open.append(name)
         start = self._since
@@ -71,16 +75,11 @@ class PhaseClock:
             self.spans.append(Span(name, start, self._since))
 
     def _switch(self) -> None:
-        """Count the time since the last switch for the innermost phase."""
+        """Add the time since the last switch to the innermost phase."""
         now = time.perf_counter()
         if self._open:
             self.seconds[self._open[-1]] = self.seconds.get(self._open[-1], 0.0) + now - self._since
         self._since = now
-
-
-MOST_OPERATORS = 15
-MOST_TIMES = 400
-TABLE, RESULT = "profile.txt", "profile.json"
 
 
 def profile_result(
@@ -91,8 +90,9 @@ def profile_result(
     engine: str,
     other_steps_s: Sequence[float],
 ) -> dict[str, Any]:
-    """Return the profile of a step: every time is the mean of the recorded steps, without their evaluations."""
+    """Return the mean times of the recorded steps, without their evaluations."""
     count = len(clock.steps)
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     apart = clock.seconds.get(EVALUATION, 0.0)
     step_s = (sum(clock.steps.values()) - apart) / count
     phases = {name: clock.seconds[name] / count for name in PHASES if name in clock.seconds}
@@ -110,7 +110,7 @@ def profile_result(
         "communication_s": sum(each.communication_s for each in recorded) / count,
         "device_busy_share": sum(busy) / count / step_s if busy and step_s else None,
         "cores_busy": clock.cpu_s / sum(clock.steps.values()) if clock.steps else None,
-        "num_cores": _usable_cores(),
+        "num_cores": num_cores,
         "other_steps_s": statistics.median(other_steps_s) if other_steps_s else None,
         "operators": _operators(recorded, count),
         "flops": sum(flops) / count if flops else None,
@@ -126,12 +126,8 @@ def profile_result(
     return result
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _operators(recorded: Sequence[Recorded], count: int) -> list[dict[str, Any]]:
-    """Return the most expensive operators over all cycles, for a mean step."""
+    """Return the most expensive operators of all cycles, averaged over steps."""
     sums: dict[tuple[str, str], list[float]] = {}
     for each in (operator for cycle in recorded for operator in cycle.operators):
         row = sums.setdefault((each.name, each.shapes), [0, 0.0, 0])
@@ -152,7 +148,7 @@ def _operators(recorded: Sequence[Recorded], count: int) -> list[dict[str, Any]]
 
 
 def _timeline(recorded: Sequence[Recorded]) -> list[tuple[float, int]]:
-    """Return the allocated bytes over the first cycle, downsampled to the maximum of each interval."""
+    """Return the allocated bytes during the first cycle, downsampled to the maximum of each interval."""
     points = next((list(each.memory_timeline) for each in recorded if each.memory_timeline), [])
     size = -(-len(points) // MOST_TIMES) or 1
     stretches = [points[start : start + size] for start in range(0, len(points), size)]
@@ -162,7 +158,7 @@ def _timeline(recorded: Sequence[Recorded]) -> list[tuple[float, int]]:
 def write_profile(
     folder: Path, result: Mapping[str, Any], clock: PhaseClock, recorded: Sequence[Recorded]
 ) -> Path:
-    """Write the table and the figures; for MLX, which records no trace, also a trace of the phases."""
+    """Write the table and the figures; for MLX, which has no trace, also a trace of the phases."""
     folder.mkdir(parents=True, exist_ok=True)
     if not any(each.files for each in recorded) and result["engine"] == "mlx":
         _write_phase_trace(folder / "trace-phases.json.gz", clock)
@@ -172,7 +168,7 @@ def write_profile(
 
 
 def _write_phase_trace(path: Path, clock: PhaseClock) -> None:
-    """Write the phases in the format of Chrome's traces."""
+    """Write the phases as a Chrome trace."""
     start = min((span.start for span in clock.spans), default=0.0)
     events = [
         {
@@ -191,7 +187,8 @@ def _write_phase_trace(path: Path, clock: PhaseClock) -> None:
 def profile_lines(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the table."""
     steps, step_s = result["steps"], result["step_s"]
-    yield f"Profile of {len(steps)} step{'s' * (len(steps) != 1)} ({_numbers(steps)}): {_time(step_s)} a step"
+    numbers = f"{steps[0]} to {steps[-1]}" if len(steps) > 6 else ", ".join(map(str, steps))
+    yield f"Profile of {len(steps)} step{'s' * (len(steps) != 1)} ({numbers}): {_time(step_s)} a step"
     yield ""
     for name, phase in result["phases"].items():
         bar = "#" * round(40 * phase["share"])
@@ -232,12 +229,6 @@ def _limit_lines(result: Mapping[str, Any]) -> Iterator[str]:
         )
     if result["limit_share"] is not None:
         yield f"  share of limit   {result['limit_share']:.1%} of the measured rate of matrix products"
-
-
-def _numbers(steps: Sequence[int]) -> str:
-    if len(steps) > 6:
-        return f"{steps[0]} to {steps[-1]}"
-    return ", ".join(map(str, steps))
 
 
 def _time(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Track the progress of a run, always consistent, for reports and checkpoints."""
+"""Track the progress of a run for reports and checkpoints, and judge its evaluations: best step, overfitting."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+from crosstune.checkpoint.rotate import lowest
 from crosstune.core.events import SampleRow, StepMetrics
 from crosstune.core.protocols import Backward, Memory, Sample
 
 _Key = TypeVar("_Key", int, str)
 
-# Fields stored in a checkpoint. The token rate belongs to the process that measured it.
+# Fields stored in a checkpoint.
 _CARRIED = (
     "steps",
     "tokens",
@@ -84,7 +85,7 @@ class Progress:
             self.warm_s, self.warm_tokens = step_s, result.num_tokens
 
     def tokens_per_s(self) -> float | None:
-        """Return the rate over this process's steps, without the first (warmup) unless it is the only one."""
+        """Return the rate over the steps of this process, without the first (warm-up) unless it is the only one."""
         return self.warm_tokens / self.warm_s if self.warm_s else None
 
     def summary(self) -> dict[str, Any]:
@@ -127,7 +128,7 @@ class Progress:
 
 
 def _numbers(carried: Mapping[str, Any], read_key: Callable[[str], _Key]) -> dict[_Key, float]:
-    """Return numbers from JSON, where null stands for one that is not finite."""
+    """Return numbers from JSON, where null is a non-finite number."""
     return {read_key(key): math.nan if value is None else float(value) for key, value in carried.items()}
 
 
@@ -147,17 +148,13 @@ def trained_losses(evaluations: Losses) -> dict[int, float]:
 
 def best_step(evaluations: Losses) -> int | None:
     """Return the step with the lowest evaluation loss, the earliest of equal ones; None without an evaluation."""
-    losses = trained_losses(evaluations)
-    return min(losses, key=lambda step: (losses[step], step)) if losses else None
+    return lowest([step for step in evaluations if step], evaluations)
 
 
 def stops_early(evaluations: Losses, *, patience: int) -> bool:
     """Return whether the last `patience` evaluations brought no improvement; never if `patience` is 0."""
-    if not patience:
-        return False
-    # Without a single finite loss, none was an improvement over the start.
-    best = best_step(evaluations) or 0
-    return sum(step > best for step in evaluations) >= patience
+    best = best_step(evaluations) or 0  # without a finite loss, none improved on the start
+    return patience > 0 and sum(step > best for step in evaluations) >= patience
 
 
 def early_stopping_message(evaluations: Losses, *, patience: int) -> str:
@@ -168,20 +165,25 @@ def early_stopping_message(evaluations: Losses, *, patience: int) -> str:
 
 
 def evaluation_warning(evaluations: Losses) -> tuple[str, str]:
-    """Return the problem of the last evaluation as a word and a sentence; both empty without one."""
+    """Return the problem of the last evaluation as a word and a sentence; both are empty without a problem."""
     last = max(evaluations, default=0)
     if not math.isfinite(evaluations.get(last, 0.0)):
         return "not finite", (
             f"the evaluation loss at step {last} is {evaluations[last]}, so these weights count as no improvement; "
             "check the held-out data, or try --precision fp32 or a lower --lr"
         )
-    if overfits(evaluations):
-        return "overfitting", overfitting_warning(evaluations)
+    best = best_step(evaluations)
+    if best is not None and overfits(evaluations):
+        return "overfitting", (
+            f"overfitting: the evaluation loss was {evaluations[best]:.4f} at step {best} and is "
+            f"{evaluations[last]:.4f} at step {last}; train fewer steps (--early_stopping stops by itself), lower --lr, "
+            "or add data"
+        )
     return "", ""
 
 
 def overfits(evaluations: Losses) -> bool:
-    """Return whether the evaluation loss has risen clearly above its best and not come back."""
+    """Return whether the last evaluation loss is clearly above the best one."""
     losses, best = trained_losses(evaluations), best_step(evaluations)
     if best is None:
         return False
@@ -189,18 +191,8 @@ def overfits(evaluations: Losses) -> bool:
     return last > WORSE * losses[best] if losses[best] > 0 else last > losses[best]
 
 
-def overfitting_warning(evaluations: Losses) -> str:
-    losses, best = trained_losses(evaluations), best_step(evaluations)
-    assert best is not None
-    last = max(losses)
-    return (
-        f"overfitting: the evaluation loss was {losses[best]:.4f} at step {best} and is {losses[last]:.4f} at step {last}; "
-        "train fewer steps (--early_stopping stops by itself), lower --lr, or add data"
-    )
-
-
 def sample_row(sample: Sample) -> SampleRow:
-    """Return a sample as events.jsonl has it."""
+    """Return a sample as a row of events.jsonl."""
     row = SampleRow(prompt=sample.prompt, answer=sample.answer, reference=sample.reference)
     if sample.frames:
         row["frames"] = list(sample.frames)

@@ -1,4 +1,4 @@
-"""Decide when a checkpoint is due, snapshot the state, and write it in a thread."""
+"""Decide when a checkpoint is due, copy the state, and write it in a thread."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from crosstune.checkpoint.folders import name_of
 from crosstune.checkpoint.manifest import Manifest
 from crosstune.checkpoint.rotate import Keep, rotate
+from crosstune.checkpoint.shards import write_divided
 from crosstune.checkpoint.tensors import describe_trainable
 from crosstune.checkpoint.write import Committed, SaveFailed, no_memory, write_checkpoint
-from crosstune.checkpoint.write_shards import write_divided
+from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned
 from crosstune.core.out_of_memory import OutOfMemory
@@ -25,7 +25,7 @@ from crosstune.loop.deferred_errors import DeferredErrors
 from crosstune.process.ranks import Group, SingleProcess
 
 SNAPSHOT_SHARE = 0.25
-"""Largest snapshot as a share of free memory; a larger state is written while training waits."""
+"""Largest copy of the state as a share of free memory; a larger state is written while training waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,16 +36,32 @@ class SavePolicy:
     keep: Keep = field(default_factory=lambda: Keep(last_n=3))
     stop_on_error: bool = True
 
+    @classmethod
+    def from_config(cls, config: Config, *, method: str) -> SavePolicy:
+        # The state of adapters is small; the state of a full model is three times its size.
+        is_small = method in ("lora", "dora") and config.save_minutes > 0
+        return cls(
+            every_steps=config.save_steps,
+            every_s=60 * config.save_minutes,
+            at_end=config.save_steps > 0 or config.resume != "none" or is_small,
+            keep=Keep(
+                last_n=config.keep_last_n,
+                best=config.keep_best or config.result != "last",
+                every=config.keep_every,
+            ),
+            stop_on_error=config.on_save_error == "stop",
+        )
+
 
 @dataclass
 class _Writing:
     """A checkpoint being written."""
 
     step: int
-    blocked_s: float
     started: float
+    blocked_s: float = 0.0
     divided: bool = False
-    """Whether all processes write it, and know together whether that failed."""
+    """True if every process writes a part, so that all of them see a failure."""
     thread: threading.Thread | None = None
     committed: Committed | None = None
     removed: list[str] = field(default_factory=list)
@@ -55,9 +71,9 @@ class _Writing:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Everything but the writing itself happens in the thread of the loop.
+    """The checkpoints of one run. Only the writing itself happens in another thread.
 
-    With several processes, the first one writes, unless a large state is divided over them: then each writes its part.
+    With several processes, the first one writes, or each writes its part of a sharded state.
     """
 
     def __init__(
@@ -87,7 +103,7 @@ class Checkpoints:
         return step > self.last_step and (by_steps or by_time)
 
     def due_at_end(self, step: int) -> bool:
-        """Return whether to save at the end: a run that writes checkpoints ends with one, so that it can be extended."""
+        """Return whether to save at the end. A run with checkpoints ends with one, so that it can be extended."""
         return step > self.last_step and (self.policy.at_end or self.newest is not None)
 
     def save(
@@ -96,23 +112,23 @@ class Checkpoints:
         step: int,
         *,
         evaluations: Mapping[int, float],
-        facts: Mapping[str, Any] | None = None,
         wait: bool = False,
     ) -> None:
-        """Copy the state of a session and write it. Blocks for the copy, and for a write still in progress.
+        """Copy the state of a session and write it; block for the copy and for an earlier write, or `wait` for the write.
 
-        Every process exports its state, since exporting may need all of them; only one writes.
+        Every process calls this, since exporting the state may need all of them.
         """
         started = time.perf_counter()
         self.finish()
-        in_background = not wait and _fits_in_memory(session.num_parameters()[0])
+        copy_bytes = 12 * session.num_parameters()[0]  # weights and two moments in fp32
+        in_background = not wait and copy_bytes <= SNAPSHOT_SHARE * psutil.virtual_memory().available
         try:
             state = session.export_state(copy=in_background and self.writes, divided=True)
         except (OutOfMemory, MemoryError) as error:
             if is_divided(session) and self.group.ranks.size > 1:  # the others may still gather their parts
                 raise
-            if in_background:  # the state itself needs less than a copy of it
-                self.save(session, step, evaluations=evaluations, facts=facts, wait=True)
+            if in_background:  # writing without a copy needs less memory
+                self.save(session, step, evaluations=evaluations, wait=True)
             else:
                 self._report_failure(step, no_memory(error))
             return
@@ -120,28 +136,23 @@ class Checkpoints:
         if not self.writes and state.part is None:
             self.newest = self.root / name_of(step)  # where the first process writes it
             return
-        manifest = replace(self.manifest(step), trainable=describe_trainable(state), facts=dict(facts or {}))
-        writing = _Writing(step=step, blocked_s=0.0, started=started, divided=state.part is not None)
+        manifest = replace(self.manifest(step), trainable=describe_trainable(state))
+        writing = _Writing(step=step, started=started, divided=state.part is not None)
         self._writing = writing
-        scores = dict(evaluations)
-        in_background = in_background and state.part is None  # the parts are written together
-        if in_background:
-            writing.thread = threading.Thread(
-                target=self._write, args=(writing, state, manifest, scores), daemon=True
-            )
+        work = (writing, state, manifest, dict(evaluations))
+        if in_background and not writing.divided:
+            writing.thread = threading.Thread(target=self._write, args=work, daemon=True)
             writing.thread.start()
+            writing.blocked_s = time.perf_counter() - started
         else:
-            self._write(writing, state, manifest, scores)
-        writing.blocked_s = time.perf_counter() - started
-        if not in_background:
+            self._write(*work)
+            writing.blocked_s = time.perf_counter() - started
             self.finish()
 
     def poll(self) -> None:
-        """Report a write that has ended; raise its error if the run stops on save errors. With several processes, the
-        error is raised in all of them at their next question to each other."""
-        if self._writing is not None and (
-            self._writing.thread is None or not self._writing.thread.is_alive()
-        ):
+        """Report a write that has ended; raise its error if the run stops on save errors, or defer it with several
+        processes."""
+        if self._writing is not None and not (self._writing.thread and self._writing.thread.is_alive()):
             self.finish()
 
     def finish(self) -> None:
@@ -184,30 +195,22 @@ class Checkpoints:
             else:
                 writing.committed = write_checkpoint(self.root, state, manifest)
             if self.writes:
-                writing.removed, writing.problem = self._rotate(evaluations)
+                try:
+                    removed = rotate(self.root, self.policy.keep, evaluations)
+                    writing.removed = [path.name for path in removed]
+                except (UserError, OSError) as error:
+                    writing.problem = f"old checkpoints could not be removed: {error}"
         except MemoryError as error:
             writing.error = no_memory(error)
         except BaseException as error:  # noqa: BLE001  (raised again in the thread of the loop)
             writing.error = error
         writing.seconds = time.perf_counter() - writing.started
 
-    def _rotate(self, evaluations: Mapping[int, float]) -> tuple[list[str], str]:
-        try:
-            return [path.name for path in rotate(self.root, self.policy.keep, evaluations)], ""
-        except (UserError, OSError) as error:
-            return [], f"old checkpoints could not be removed: {error}"
-
     def _report_failure(self, step: int, error: BaseException, *, divided: bool = False) -> None:
         if not isinstance(error, SaveFailed):
             raise error
         self.observer.on_event(CheckpointFailed(step=step, error=str(error)))
-        if not self.policy.stop_on_error:
-            return
-        if divided:
-            raise error
-        self.deferred.keep(error)
-
-
-def _fits_in_memory(num_trained: int) -> bool:
-    """Return whether a copy of the weights and two moments in fp32 fits into memory."""
-    return 12 * num_trained <= SNAPSHOT_SHARE * psutil.virtual_memory().available
+        if self.policy.stop_on_error:
+            if divided:
+                raise error
+            self.deferred.keep(error)

@@ -1,4 +1,4 @@
-"""Take one optimizer step: retry with a smaller loss scale, and raise before a non-finite update."""
+"""Take one optimizer step: retry with a smaller loss scale, raise before a non-finite update, halve micro-batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LossScale:
             self.factor = START
 
     def shrink(self) -> bool:
-        """Halve the factor, so that the step can be tried again; return False when it is at its minimum."""
+        """Halve the factor for another try of the step; return False if it is at its minimum."""
         if not self.enabled or self.factor <= SMALLEST:
             return False
         self.factor /= 2
@@ -54,7 +54,7 @@ class LossScale:
         return {"factor": self.factor, "good_steps": self.good_steps}
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """Restore the result of `to_json`; without scaling the factor stays at 1."""
+        """Restore the result of `to_json`; without scaling the factor remains 1."""
         if self.enabled:
             self.factor, self.good_steps = float(data["factor"]), int(data["good_steps"])
 
@@ -67,7 +67,7 @@ def take_step(
     scale: LossScale | None = None,
     starting: Callable[[str], None] = lambda name: None,
 ) -> Backward:
-    """Compute the gradients of a window and update the weights, telling `starting` what begins.
+    """Compute the gradients of a step's micro-batches and update the weights. Call `starting` with the name of each part.
 
     If this raises, session and scale are unchanged.
     """
@@ -102,7 +102,7 @@ def check_weight(window: Sequence[PreparedBatch]) -> None:
     if not sum(batch.weight for batch in window):
         raise UserError(
             "There is nothing to learn in this step.",
-            why="the weight of its batches is 0: none of its tokens is supervised, or none of its examples counts.",
+            why="the total weight of its batches is 0: it has no supervised tokens, or no examples that count.",
         )
 
 
@@ -116,30 +116,22 @@ def _nonfinite(result: Backward) -> NonFiniteError:
 
 
 def halve(config: Config, *, doing: str) -> Config | None:
-    """Return the configuration with half the rows at a time in what did not fit; None when nothing can be halved."""
-    if doing == STEP:
-        return _halve_step(config)
-    return _halve_evaluation(config) if doing in (EVALUATING, GENERATING) else None
+    """Return the configuration with half as large micro-batches in the work that did not fit; None if it has none.
 
-
-def _halve_step(config: Config) -> Config | None:
-    """Keep the rows of a step. The last micro-batch of a step may be shorter than the others."""
-    if config.batch_size == 1:
-        return None
-    rows, size = rows_per_step(config), config.batch_size // 2
-    return replace(
-        config,
-        batch_size=size,
-        gradient_accumulation_steps=-(-rows // (size * max(1, config.world_size))),
-        rows_per_step=rows,
-    )
-
-
-def _halve_evaluation(config: Config) -> Config | None:
-    """Generation may take more rows at a time than --batch_size, so even one row is tried once by its own option."""
-    if config.eval_batch_size == 1:
-        return None
-    return replace(config, eval_batch_size=max(1, (config.eval_batch_size or config.batch_size) // 2))
+    A step keeps its rows; its last micro-batch may be shorter than the others.
+    """
+    if doing == STEP and config.batch_size > 1:
+        rows, size = rows_per_step(config), config.batch_size // 2
+        return replace(
+            config,
+            batch_size=size,
+            gradient_accumulation_steps=-(-rows // (size * max(1, config.world_size))),
+            rows_per_step=rows,
+        )
+    # Generation may use more rows than --batch_size, so --eval_batch_size 1 is tried even where --batch_size is 1.
+    if doing in (EVALUATING, GENERATING) and config.eval_batch_size != 1:
+        return replace(config, eval_batch_size=max(1, (config.eval_batch_size or config.batch_size) // 2))
+    return None
 
 
 def describe_recovery(error: OutOfMemory, after: Config, *, step: int) -> Recovered:

@@ -1,4 +1,4 @@
-"""Stop after the current step on Ctrl-C and on the signals of schedulers and terminals; a second Ctrl-C stops immediately."""
+"""Stop after the current step on Ctrl-C or a signal of a scheduler or terminal; a second Ctrl-C stops immediately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """A pending request to stop. With several processes (`shared`), no work is interrupted: the others would wait."""
+    """A pending request to stop. With several processes (`shared`), no work is interrupted: the others would wait for it."""
 
     def __init__(self, *, shared: bool = False) -> None:
         self.reason = ""
@@ -28,7 +28,7 @@ class StopSignal:
         return bool(self.reason)
 
     def request(self, reason: str) -> None:
-        """Request a stop at the end of the step; keep an earlier reason."""
+        """Request a stop after the current step; an earlier reason is kept."""
         self.reason = self.reason or reason
 
     @contextlib.contextmanager

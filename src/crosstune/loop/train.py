@@ -1,4 +1,4 @@
-"""The training loop, for every recipe and every engine."""
+"""The training loop: take steps, evaluate, save and stop, for every recipe and engine."""
 
 from __future__ import annotations
 
@@ -44,19 +44,27 @@ from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.process.ranks import Group, SingleProcess
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deadline:
-    """The time by which a run must end, in the time of `time.monotonic`."""
-
-    at: float
-
-    def too_close(self, reserve_s: float) -> bool:
-        return time.monotonic() + reserve_s >= self.at
+def rate_of_step(step: int, config: Config, *, num_steps: int) -> float:
+    """Return the learning rate of a step, counted from 0."""
+    warmup = warmup_steps(
+        schedule=config.lr_scheduler,
+        num_steps=num_steps,
+        steps=config.warmup_steps,
+        ratio=config.warmup_ratio,
+    )
+    return learning_rate(
+        step,
+        peak=config.lr,
+        schedule=config.lr_scheduler,
+        num_steps=num_steps,
+        warmup=warmup,
+        floor_ratio=config.cosine_min_lr_ratio,
+    )
 
 
 @dataclass(kw_only=True)
 class Training:
-    """The training of one run: its parts and its progress."""
+    """The training of one run."""
 
     session: Session
     recipe: Recipe
@@ -65,37 +73,37 @@ class Training:
     stop: StopSignal
     progress: Progress
     checkpoints: Checkpoints
-    deadline: Deadline | None = None
+    deadline: float | None = None
+    """The time by which the run must end, on the clock of `time.monotonic`."""
     group: Group = field(default_factory=SingleProcess)
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
     profile: StepProfile | None = None
     _warned_of: str = ""
-    """The problem of the last evaluation, already reported."""
+    """The last reported problem of an evaluation."""
 
     def run(self) -> None:
-        """Run the remaining steps. Progress is always up to date; a stop writes a checkpoint."""
+        """Run the remaining steps; a stop writes a checkpoint. The progress is always up to date."""
         progress, num_steps = self.progress, self.recipe.num_steps()
         try:
-            # Of the recipe; those of the session are converted there.
-            with memory_errors(doing="the training"):
+            with memory_errors(doing="the training"):  # of the recipe; a session converts its own
                 self._run(num_steps)
         except StopRequested:
             progress.status = "stopped"
-            self._save(wait=True)
+            self.save(wait=True)
             self.observer.on_event(Stopped(reason=self.stop.reason, step=progress.steps, num_steps=num_steps))
         except (NonFiniteError, OutOfMemory, PeerLost, RecordFailed) as error:
             try:
                 if self._can_save_after(error):
-                    self._save(wait=True)  # the weights of the last completed step are intact
+                    self.save(wait=True)  # the weights of the last completed step are intact
                 self.checkpoints.finish()  # an earlier write may still be in progress
-            except (SaveFailed, RecordFailed, OutOfMemory):  # reported as far as it can be
-                raise error from None  # the one that stopped the run
+            except (SaveFailed, RecordFailed, OutOfMemory):  # already reported, if possible
+                raise error from None
             finally:
                 self._deferred.problem = None
             raise
         except BaseException:
             with contextlib.suppress(SaveFailed):  # already reported as an event
-                self.checkpoints.finish()  # the thread that writes would die with the process
+                self.checkpoints.finish()  # the writing thread would die with the process
             raise
         self.checkpoints.finish()
         self._deferred.check()
@@ -119,7 +127,7 @@ class Training:
         with contextlib.closing(self.profile) if self.profile is not None else contextlib.nullcontext():
             self._take_steps(num_steps)
         self.observer.on_event(TrainingEnded(steps=progress.steps))
-        progress.status = "finished"  # also if the last evaluation does not fit into memory
+        progress.status = "finished"  # even if the last evaluation does not fit into memory
         done = progress.eval_metrics.get(progress.steps) if progress.stopped_early else None
         progress.eval_after = done if done is not None else self._evaluate(when="after")
 
@@ -138,7 +146,7 @@ class Training:
                         self._save_and_evaluate(num_steps)
                 if taken:
                     continue
-                prefetch.close()  # its windows are too large as well
+                prefetch.close()  # its micro-batches are too large as well
                 del window
                 self._adopt_smaller()
                 prefetch = Prefetch(self.recipe, self.session, first=progress.steps)
@@ -151,24 +159,6 @@ class Training:
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         return self.profile.phase(name) if self.profile is not None else no_phase(name)
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        config, num_steps = self.config, self.recipe.num_steps()
-        warmup = warmup_steps(
-            schedule=config.lr_scheduler,
-            num_steps=num_steps,
-            steps=config.warmup_steps,
-            ratio=config.warmup_ratio,
-        )
-        return learning_rate(
-            step,
-            peak=config.lr,
-            schedule=config.lr_scheduler,
-            num_steps=num_steps,
-            warmup=warmup,
-            floor_ratio=config.cosine_min_lr_ratio,
-        )
-
     def _stops_early(self) -> bool:
         """Return whether the evaluations no longer improve; the same for every process and after every resume."""
         progress = self.progress
@@ -179,18 +169,18 @@ class Training:
             message = early_stopping_message(progress.evaluations, patience=self.config.early_stopping)
             self.observer.on_event(Warned(message=message, step=progress.steps))
             if self._deferred.any(self.checkpoints.due_at_end(progress.steps)):
-                self._save()
+                self.save()
         return True
 
     def _check_stop(self) -> None:
         self._start("start", step=self.progress.steps + 1)
-        reserve = self.progress.longest_step_s + self.checkpoints.longest_save_s
-        if self.deadline is not None and self.deadline.too_close(reserve):
+        reserve_s = self.progress.longest_step_s + self.checkpoints.longest_save_s
+        if self.deadline is not None and time.monotonic() + reserve_s >= self.deadline:
             self.stop.request("the time limit")
         self._stop_together()
 
     def _stop_together(self) -> None:
-        """Stop in every process of the run if any of them has a request to stop."""
+        """Stop in all processes of the run if one of them has a request to stop."""
         if self._deferred.any(self.stop.requested):
             self.stop.request("another process of the run")
             raise StopRequested(self.stop.reason)
@@ -201,7 +191,7 @@ class Training:
         self.checkpoints.poll()
         save_last = done == num_steps and self.checkpoints.due_at_end(done)
         if self._deferred.any(save_last or self.checkpoints.due(done)):
-            self._save()
+            self.save()
         self._evaluate_if_due(num_steps)
 
     def _evaluate_if_due(self, num_steps: int) -> None:
@@ -211,31 +201,27 @@ class Training:
 
     @contextlib.contextmanager
     def _saving_on_error(self) -> Iterator[None]:
-        """Write a checkpoint when the recipe raises anything: the weights of the last completed step are intact."""
-        saves = True
+        """Write a checkpoint when the recipe raises anything: the weights of the last completed step are intact.
+
+        Write none if the run keeps none, or if the state is sharded: the other processes keep training.
+        """
         try:
             yield
-            saves = False
         except (StopRequested, OutOfMemory, PeerLost, MemoryError, KeyboardInterrupt, SystemExit):
-            saves = False  # `run` saves for the first four, the others leave at once
+            raise  # `run` saves for the first four; the others end the process
+        except BaseException:
+            keeps = self.checkpoints.policy.at_end or self.checkpoints.newest is not None
+            if keeps and not is_divided(self.session):
+                with contextlib.suppress(SaveFailed):  # already reported as an event
+                    self.save(wait=True)
             raise
-        finally:
-            if saves:
-                self._save_where_kept()
-
-    def _save_where_kept(self) -> None:
-        """Write a checkpoint unless the run keeps none, or the state is sharded and the other processes keep training."""
-        if is_divided(self.session):
-            return
-        if self.checkpoints.policy.at_end or self.checkpoints.newest is not None:
-            with contextlib.suppress(SaveFailed):  # already reported as an event
-                self._save(wait=True)
 
     def _start(self, name: str, *, step: int | None = None) -> None:
-        """Tell the watchdog what begins now."""
+        """Report the current activity to the watchdog."""
         self.group.activity.start(f"step {step if step is not None else self.progress.steps}: {name}")
 
-    def _save(self, *, wait: bool = False) -> None:
+    def save(self, *, wait: bool = False) -> None:
+        """Save the current step, unless a checkpoint has it."""
         progress = self.progress
         if progress.steps > self.checkpoints.last_step:
             self._start("checkpoint")
@@ -244,13 +230,12 @@ class Training:
                     self.session,
                     progress.steps,
                     evaluations=progress.evaluations,
-                    facts={"loss_scale": self.scale.to_json()},
                     wait=wait,
                 )
 
     def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> bool:
-        """Take a step; return whether it was taken, or is to be repeated with smaller micro-batches."""
-        lr = self.rate(step)
+        """Take a step; return False if it must be repeated with smaller micro-batches."""
+        lr = rate_of_step(step, self.config, num_steps=self.recipe.num_steps())
         started, cpu_started = time.perf_counter(), time.process_time()
         try:
             result: Backward | None = take_step(
@@ -285,8 +270,8 @@ class Training:
         return True
 
     def _choose_smaller(self, error: OutOfMemory, *, step: int) -> None:
-        """Halve the rows at a time, or raise the error: if nothing can be halved, --strict forbids a change, or other
-        processes of the run do not know of the error."""
+        """Halve the micro-batches; raise the error if they cannot be halved, --strict forbids it, or the other processes
+        do not have the error."""
         alone = self.group.ranks.size == 1
         smaller = halve(self.config, doing=error.doing) if alone or error.shared else None
         if smaller is None or self.config.strict:
@@ -297,12 +282,12 @@ class Training:
         self.observer.on_event(event)
 
     def _adopt_smaller(self) -> None:
-        """Configure the recipe with the new sizes, after freeing the arrays in reference cycles with the error's frames."""
-        gc.collect()
+        """Configure the recipe with smaller micro-batches."""
+        gc.collect()  # arrays in reference cycles with the frames of the error
         self.recipe.configure(self.config)
 
     def _find_nonfinite(self, error: NonFiniteError, step: int, window: Sequence[PreparedBatch]) -> None:
-        """Report the examples and the layer at fault; raise unless the step may be skipped."""
+        """Report the examples and the layer that caused the error; raise it unless the step may be skipped."""
         allowed = self.config.skip_nonfinite
         skipped = self.progress.skipped < allowed
         cause = self.session.find_nonfinite(window)
@@ -347,7 +332,7 @@ class Training:
         return evaluation.metrics
 
     def _try_to_evaluate(self) -> Evaluation | None:
-        """Return None if the evaluation is to be repeated with fewer rows at a time."""
+        """Return None if the evaluation must be repeated with smaller micro-batches."""
         try:
             with memory_errors(doing=EVALUATING):  # the session converts its own
                 return self.recipe.evaluate(self.session, observer=self.observer)
@@ -356,13 +341,13 @@ class Training:
             return None
 
     def _keep_best(self, step: int) -> None:
-        """Save the weights if no earlier ones were better, as the result is made from them."""
+        """Save the weights if they are the best so far, since the result is made from them."""
         wanted = self.config.result != "last" and self.config.eval_steps > 0
         if wanted and best_step(self.progress.evaluations) == step and step < self.recipe.num_steps():
-            self._save()
+            self.save()
 
     def _warn_of_evaluation(self, step: int) -> None:
-        """Warn once of overfitting, or of a loss that is not finite, until an evaluation is better."""
+        """Warn of overfitting or a non-finite loss, once until an evaluation is better."""
         word, message = evaluation_warning(self.progress.evaluations)
         if word and word != self._warned_of:
             self.observer.on_event(Warned(message=message, step=step))

@@ -1,4 +1,4 @@
-"""Gather the facts that a plan depends on: the machine, and the model if it is on this machine."""
+"""Gather the facts for a plan: the machine, and the model if it is here. Make plans from them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def make_plan(
     ranks: Ranks | None = None,
     base: BaseChoice | None = None,
 ) -> Plan:
-    """Return the plan of `train` for this configuration, on `machine` or on this one. `base` is the recorded base choice of
-    an earlier training."""
+    """Return the plan of `train` for this configuration on `machine`, by default this one.
+
+    `base` is the recorded choice of an earlier training about its quantized layers.
+    """
     return resolve(config, gather(config, machine=machine, longest_row=longest_row, ranks=ranks, base=base))
 
 
@@ -53,7 +55,7 @@ def gather(
     ranks: Ranks | None = None,
     base: BaseChoice | None = None,
 ) -> Facts:
-    """Return everything that `resolve` needs. The machine is probed unless one is given; nothing is downloaded."""
+    """Return the facts that `resolve` needs. Probe the machine unless one is given; download nothing."""
     machine = machine if machine is not None else probe_for(config)
     preset = _preset(config, machine)
     return Facts(
@@ -73,7 +75,7 @@ def gather(
 
 
 def may_have_several_devices() -> bool:
-    """Return whether to count the devices for `--world_size -1`. This check is cheap; counting loads an engine."""
+    """Return whether to count the devices for `--world_size -1`. Counting loads an engine; this check is cheap."""
     nvidia = len(list(Path("/dev").glob("nvidia[0-9]*")))
     others = len(list(Path("/dev/dri").glob("renderD*")))  # AMD and Intel
     return max(nvidia, others) > 1
@@ -91,7 +93,7 @@ def with_all_devices(config: Config, *, machine: Machine | None = None) -> Confi
 
 
 def _preset(config: Config, machine: Machine) -> Mapping[str, Preset]:
-    """Return what the recipe chooses for the backend."""
+    """Return the options that the recipe sets for the backend."""
     recipe = load_recipe(config.recipe)
     if recipe.choose_preset is None:
         return {}
@@ -109,7 +111,7 @@ def _with_preset(config: Config, preset: Mapping[str, Preset]) -> Config:
 
 
 def model_facts(config: Config, preset: Mapping[str, Preset]) -> dict[str, Any]:
-    """Return the fields of `Facts` about the model, as far as known before a download."""
+    """Return the fields of `Facts` about the model that are known before a download."""
     config = _with_preset(config, preset)
     if not load_recipe(config.recipe).needs_base_model:
         return {"shape": None, "stored": None}
@@ -150,7 +152,7 @@ def _stored_quantization(folder: Path) -> StoredQuantization | None:
 
 
 def _needs_quantizers(config: Config) -> bool:
-    """Return whether to probe quantizers, which imports their libraries."""
+    """Return whether to probe quantizers. Probing imports their libraries."""
     if config.optimizer.endswith("_8bit"):
         return True
     return TRAIN_TYPE_PARTS[config.train_type][1] != "none" or config.quantization_backend not in (
@@ -160,8 +162,8 @@ def _needs_quantizers(config: Config) -> bool:
 
 
 def plan_over_quantized(like: Plan, spec: QuantSpec, *, folder: Path) -> Plan:
-    """Plan to open a folder of quantized weights with the backend and precision of another plan; raise a UserError when
-    its quantizer does not run."""
+    """Plan to open a folder of quantized weights with the backend and precision of another plan; raise a UserError if its
+    quantizer does not run here."""
     options = quantization_options(spec) | {"train_type": "lora", "model_name": str(folder)}
     plan = plan_like(like, options | {"precision": like.precision}, base=recorded_choice(spec))
     if plan.quantizer != spec.quantizer:
@@ -174,8 +176,7 @@ def plan_over_quantized(like: Plan, spec: QuantSpec, *, folder: Path) -> Plan:
 
 
 def plan_like(plan: Plan, options: Mapping[str, Any], *, base: BaseChoice | None = None) -> Plan:
-    """Plan other options on the backend of a plan, over the recorded `base`. The machine is probed again only to find
-    quantizers."""
+    """Plan other options on the backend of a plan; probe the machine again only to find quantizers."""
     needs_probe = "quantization_backend" in options and not plan.backend.quantizers
     config = make_config(**options, backend=plan.backend.name)
     return make_plan(config, machine=None if needs_probe else plan.machine, base=base)

@@ -1,4 +1,4 @@
-"""Correct the predicted memory by the measurements of earlier runs on the same machine."""
+"""Store measurements of this machine in the cache, and correct predicted memory by the peaks of earlier runs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,17 @@ FORMAT = 1
 MOST_ENTRIES = 500
 """Older entries are removed."""
 _LIMIT_BYTES = 4 << 20
+FILE = "peak_memory"
+MOST_RUNS = 20
+"""The newest runs that count."""
+LEAST_SHARE = 1.0
+"""Runs whose tensors need less than this multiple of the framework's overhead are ignored."""
+BOUNDS = (0.5, 2.0)
+"""Limits of a correction; a larger deviation has other causes than the size of the step."""
 
 
 def remember(name: str, key: Mapping[str, Any], value: Mapping[str, float]) -> None:
-    """Store numbers under a key in the file `name`, replacing those of the same key."""
+    """Store numbers under a key in the file `name`, replacing older ones of the key."""
     entries = recall_all(name)
     entries[digest(key)] = {"key": dict(key), "value": dict(value), "time": time.time()}
     newest = sorted(entries.items(), key=lambda item: item[1]["time"])[-MOST_ENTRIES:]
@@ -38,7 +45,7 @@ def remember(name: str, key: Mapping[str, Any], value: Mapping[str, float]) -> N
 
 
 def recall(name: str, key: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the numbers that were stored under a key."""
+    """Return the numbers stored under a key."""
     found = recall_all(name).get(digest(key))
     return found["value"] if found is not None else None
 
@@ -67,15 +74,6 @@ def _is_entry(entry: Any) -> bool:
 
 def _path(name: str) -> Path:
     return cache_base(cache_override()) / "measured" / f"{name}.json"
-
-
-FILE = "peak_memory"
-MOST_RUNS = 20
-"""The newest runs that count."""
-LEAST_SHARE = 1.0
-"""Runs whose tensors take less than this multiple of the framework's overhead are ignored."""
-BOUNDS = (0.5, 2.0)
-"""Limits of a correction; a larger deviation has another cause than the size of the step."""
 
 
 def learn_peak(plan: Plan, measured_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Predict a run from its plan: parameters, memory, speed, hours and cost, on one machine or on many."""
+"""Predict a run from its plan: parameters, memory, speed, hours and cost."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Prediction:
     cluster: Cluster
     num_steps: int | None
     time: StepTime | None
-    """None for a device whose speed is not known."""
+    """None for a device of unknown speed."""
     price_per_hour: float | None = None
     """The price of one machine."""
     change: str | None = None
-    """The smallest change that makes it fit; None if it fits."""
+    """The mildest change that makes it fit; None if it fits."""
 
     @property
     def hours(self) -> float | None:
@@ -82,7 +82,7 @@ class Prediction:
 def predict(
     plan: Plan, *, data: DataFacts | None = None, num_nodes: int = 1, price_per_hour: float | None = None
 ) -> Prediction | None:
-    """Predict the run of a plan; None when the sizes of its model are not known."""
+    """Predict the run of a plan; return None if the sizes of its model are unknown."""
     fitted, config = plan.fitted, plan.config
     if fitted is None:
         return None
@@ -114,7 +114,7 @@ def predict(
 
 
 def smallest_change(plan: Plan) -> str | None:
-    """Return the first change, from harmless to drastic, with which the step is predicted to fit; None if it fits."""
+    """Return the mildest change with which the step is predicted to fit; None if it fits already."""
     fitted = plan.fitted
     assert fitted is not None
     if not plan.usable_bytes or fitted.estimated_bytes <= plan.usable_bytes:
@@ -128,7 +128,7 @@ def smallest_change(plan: Plan) -> str | None:
 
 
 def _changes(step: Step, plan: Plan) -> list[tuple[str, Step]]:
-    """Return flags and the resulting steps, from harmless to drastic; each includes the flags before it."""
+    """Return flags and the resulting steps, mildest first; each includes the flags before it."""
     found: list[tuple[str, Step]] = []
     flags: list[str] = []
 
@@ -163,7 +163,7 @@ def _changes(step: Step, plan: Plan) -> list[tuple[str, Step]]:
 
 
 def _more_devices(shape: ModelShape, step: Step, plan: Plan, *, factor: float) -> str:
-    """Return how many devices hold the sharded model, or that no option helps."""
+    """Return how many devices fit the sharded model, or that no option helps."""
     if plan.engine == "torch" and plan.backend.name in ("cuda", "rocm", "xpu"):
         small = replace(step, batch=1, checkpointing=True, fast=False)  # the fast layers need whole weights
         for count in SHARDS:
@@ -179,6 +179,8 @@ def _more_devices(shape: ModelShape, step: Step, plan: Plan, *, factor: float) -
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
+    """The model that a recipe builds itself."""
+
     parameters: int | None
     """None if the recipe does not provide it."""
     data: DataFacts | None
@@ -192,7 +194,7 @@ class OwnModel:
 
 
 def state_bytes(plan: Plan, parameters: int) -> int:
-    """Return the bytes of weights, gradients and optimizer state if everything is trained and nothing is sharded."""
+    """Return the bytes of weights, gradients and optimizer state if all weights are trained and none are sharded."""
     config, in_16_bits = plan.config, plan.precision in ("bf16", "fp16")
     weights = 2 + 4 if in_16_bits else 4  # 16-bit weights have an fp32 copy
     averages = 4 if config.ema_decay > 0 else 0

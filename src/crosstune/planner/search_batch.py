@@ -1,7 +1,7 @@
-"""Find the largest micro-batch that fits, for `--batch_size auto`, with real passes that are discarded.
+"""Find the largest micro-batch that fits, for `--batch_size auto`, with real passes over the longest rows.
 
-The number of rows is doubled while a pass over the longest rows fits, then bisected. Memory grows at most linearly with
-the rows, and a size that would not fit by extrapolation is not tried: on a CPU the system would kill the process.
+The number of rows is doubled while a pass fits, then bisected. A size that would not fit by linear extrapolation is not
+tried: on a CPU the system would kill the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from crosstune.estimate.memory import GIB
 from crosstune.process.ranks import Group
 
 MOST_ROWS = 512
-"""Larger micro-batches hardly improve the speed, but change the training."""
+"""Larger micro-batches are hardly faster, but change the training."""
 STEPS_PER_EPOCH = 8
 """An epoch keeps at least this many steps."""
 FINENESS = 8
@@ -28,7 +28,7 @@ class Found:
     batch_size: int
     num_tried: int
     peak_bytes: int
-    """The peak of the pass with this size, with the optimizer's state."""
+    """The peak of a pass with this size, including optimizer state."""
     limit_bytes: int
     at_most: int
     """The largest size searched for."""
@@ -48,14 +48,14 @@ class BatchSearch:
     group: Group
     limit_bytes: int
     reserve_bytes: int
-    """Optimizer state, which is allocated after the first pass."""
+    """The optimizer state, allocated after the first pass."""
     at_most: int
     _tried: dict[int, int] = field(default_factory=dict)
     """Rows -> the peak bytes of their pass, for the sizes that fit."""
     _num_tried: int = 0
 
     def run(self) -> Found:
-        """Return the largest size that fits; raise OutOfMemory when one row does not."""
+        """Return the largest size that fits; raise OutOfMemory if one row does not fit."""
         good, size = 0, 1
         while size <= self.at_most and self._fits(size):
             good, size = size, min(2 * size, max(self.at_most, size + 1))
@@ -77,7 +77,7 @@ class BatchSearch:
         )
 
     def _fits(self, size: int) -> bool:
-        """Return whether a pass over this many rows fits in every process; all try the same sizes."""
+        """Return whether a pass over this many rows fits in every process. All processes try the same sizes."""
         used = self.session.memory().used_bytes
         if self._tried:
             largest = max(self._tried)
@@ -110,7 +110,7 @@ class BatchSearch:
 
 
 def most_rows(num_rows: int, *, micro_batches: int, rows_per_step: int, world_size: int) -> int:
-    """Return the largest size to search for: it leaves an epoch a few steps, or divides --rows_per_step."""
+    """Return the largest size to search for: an epoch keeps a few steps, or a step keeps --rows_per_step."""
     world = max(1, world_size)
     if rows_per_step:
         return max(1, min(MOST_ROWS, rows_per_step // world))

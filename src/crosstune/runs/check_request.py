@@ -1,4 +1,4 @@
-"""Check a request before a run starts; shared by `train` and `plan`, so that both refuse the same requests."""
+"""Check a request before a run starts, for `train` and for `plan`, so that both refuse the same requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from crosstune.config.conditions import ADAPTER_METHODS
@@ -14,6 +14,7 @@ from crosstune.config.load import cache_override
 from crosstune.config.recipe_spec import RecipeSpec, load_recipe
 from crosstune.config.resolve.fit_compute import check_compiler
 from crosstune.config.resolve.plan import Plan
+from crosstune.config.resolve.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Observers
@@ -39,61 +40,19 @@ from crosstune.planner.predict import DataFacts, OwnModel
 from crosstune.process.ranks import Ranks
 from crosstune.recipes.sft import open_tokenizer
 from crosstune.runs.open_parts import open_recipe
-from crosstune.runs.planning import Planning
 from crosstune.runs.resume import ResumePoint, names_path, read_request, run_folder
 from crosstune.runs.resume_identity import check_base, identity_of_options
 from crosstune.tracking.observe import check_trackers
 
 MOST_BYTES = 4 << 20
 """Larger data is not tokenized for a plan."""
-
-
-def measure_data(plan: Plan, model: ModelFolder) -> DataFacts | None:
-    """Tokenize the data and return its facts; None if it is large, not here, or the recipe has no rows to measure."""
-    names = [plan.config.dataset, plan.config.eval_dataset]
-    if not all(_is_small(name) for name in names if name):
-        return None
-    return _facts(open_recipe(plan.config, model, Observers()))
-
-
-def measure_own_model(plan: Plan) -> OwnModel:
-    """Return the size of a model that its recipe builds, and the facts of its data."""
-    recipe = open_recipe(plan.config, None, Observers())
-    return OwnModel(parameters=recipe.describe().get("model_parameters"), data=_facts(recipe))
-
-
-def _facts(recipe: Recipe) -> DataFacts | None:
-    if not isinstance(recipe, HasLongestRows):
-        return None
-    described, rows = recipe.describe().get("train", {}), recipe.num_rows()
-    return DataFacts(
-        num_rows=rows,
-        num_steps=recipe.num_steps(),
-        longest_row=recipe.longest_row(),
-        longest_target=recipe.longest_target(),
-        tokens_per_row=described.get("tokens", 0) / max(1, rows) or recipe.longest_row(),
-    )
-
-
-def _is_small(name: str) -> bool:
-    total = 0
-    for entry in parse_dataset(name):
-        path = Path(entry.name).expanduser()
-        if entry.name in BUNDLED:
-            continue
-        if not path.is_file():
-            return False
-        total += path.stat().st_size
-    return total <= MOST_BYTES
-
-
 _READS_MODELS = {"torch": ("torch", "transformers", "accelerate"), "mlx": ("mlx", "mlx_lm")}
 """Engine -> packages needed to build a model from a folder."""
 
 
 @dataclass
 class RequestCheck:
-    """Problems found in a request, and what could not be checked here."""
+    """The problems of a request, and the parts of it that could not be checked here."""
 
     problems: list[UserError] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
@@ -106,7 +65,7 @@ class RequestCheck:
     model: ModelFolder | None = None
     """The model, if it is on this machine and was checked."""
     own_model: OwnModel | None = None
-    """Size and data of a recipe's own model, if its data is here."""
+    """The size and data of a recipe's own model, if its data is here."""
 
     def raise_problems(self) -> None:
         """Raise all problems at once, or a single one directly."""
@@ -116,7 +75,7 @@ class RequestCheck:
 
     @contextlib.contextmanager
     def collecting(self, option: str = "") -> Iterator[None]:
-        """Add an error to the problems, with the option that it is about."""
+        """Add an error in the block to the problems, with the name of its option."""
         try:
             with naming(option) if option else contextlib.nullcontext():
                 yield
@@ -126,10 +85,11 @@ class RequestCheck:
 
     def is_missing(self, path: str) -> bool:
         """Return whether a path is not here but may exist on the other machine."""
-        return self.elsewhere and _looks_like_path(path) and not Path(path).expanduser().exists()
+        looks_like_path = path.startswith((".", "/", "~", "\\")) or Path(path).suffix or path.count("/") > 1
+        return self.elsewhere and bool(looks_like_path) and not Path(path).expanduser().exists()
 
     def skips(self, what: str, path: str) -> bool:
-        """Return whether a path can only be checked on the other machine, and note that it was not."""
+        """Return whether a path can only be checked on the other machine; note that it was not checked."""
         if not self.is_missing(path):
             return False
         self.not_checked.append(f"the {what} {path}, which is not on this machine")
@@ -137,10 +97,57 @@ class RequestCheck:
 
 
 def _same(error: UserError, other: UserError) -> bool:
-    """Return whether two errors are about the same problem, though only one may name its option."""
+    """Return whether two errors report the same problem, even if only one names its option."""
     if error.lines() == other.lines():
         return True
     return bool(error.do) and (error.why, error.do) == (other.why, other.do)
+
+
+def check_plan(
+    config: Config, *, machine: Machine | None = None, ranks: Ranks | None = None
+) -> tuple[Plan, RequestCheck]:
+    """Plan a request and check it as `train` does before its first step, for this machine or for `machine`.
+
+    The data is read, and tokenized if it is small and the model is here.
+    """
+    elsewhere, skipped, point = machine is not None, list[str](), None
+    resumed = Path(config.resume).expanduser()
+    if names_path(config) and (resumed.is_file() or (elsewhere and not resumed.exists())):
+        skipped.append(f"the run of --resume {config.resume}, which is packed or not on this machine")
+    else:
+        config, point = read_request(config, observer=Observers())
+    recipe, folder = load_recipe(config.recipe), run_folder(config)
+    if point is not None:
+        skipped.append("whether data and model match the checkpoint")
+    if recipe.needs_base_model:
+        fetch_sizes(config.model_name, cache=cache_override())
+    base = point.manifest.base_choice if point is not None else None
+    facts = gather(config, machine=machine, ranks=ranks, base=base)
+    plan = resolve(config, facts)
+    checked = check_request(plan, folder=folder, point=point, elsewhere=elsewhere)
+    checked.not_checked += skipped
+    if not elsewhere:
+        with checked.collecting():
+            check_place(folder)  # `train` has already locked the folder
+    if point is not None:
+        with checked.collecting():
+            point.compared(plan, identity_of_options(plan))
+    with checked.collecting():
+        _check_rows(plan.config, recipe, checked)
+    if checked.problems:
+        return plan, checked
+    with checked.collecting("dataset"):
+        if recipe.needs_base_model and checked.model is not None:
+            if all(_is_small(names) for names in (plan.config.dataset, plan.config.eval_dataset) if names):
+                checked.data = _measure(open_recipe(plan.config, checked.model, Observers()))
+        elif not recipe.needs_base_model and recipe.check_data and not checked.is_missing(config.dataset):
+            opened = open_recipe(plan.config, None, Observers())
+            parameters = opened.describe().get("model_parameters")
+            checked.own_model = OwnModel(parameters=parameters, data=_measure(opened))
+    if checked.data is not None:
+        rows, targets = checked.data.longest_row, checked.data.longest_target
+        plan = resolve(config, replace(facts, longest_row=rows, longest_target=targets))
+    return plan, checked
 
 
 def check_request(
@@ -161,19 +168,8 @@ def check_request(
             )
         )
     for option in recipe.data_options:
-        names: str | None = getattr(config, option)
         with checked.collecting(option):
-            for entry in parse_dataset(names) if names is not None else ():
-                if checked.skips("data", entry.name):
-                    continue
-                if recipe.check_dataset is not None:
-                    recipe.check_dataset(entry.name)
-                    continue
-                check_name(entry.name)
-                if not is_here(entry.name):
-                    checked.not_checked.append(
-                        f"the data set {entry.name}, which is fetched from the hub when training starts"
-                    )
+            _check_dataset(getattr(config, option), recipe, checked)
     with checked.collecting("columns"):
         parse_columns(config.columns, targets=recipe.columns or TARGETS)
     with checked.collecting("chat_template"):
@@ -195,6 +191,42 @@ def check_request(
     return checked
 
 
+def check_model(plan: Plan, model: ModelFolder, checked: RequestCheck) -> None:
+    """Raise if the engine would refuse the model; add its warnings, or why it could not be checked here."""
+    missing = [name for name in _READS_MODELS[plan.engine] if importlib.util.find_spec(name) is None]
+    if missing:
+        checked.not_checked.append(
+            f"the kind and the layers of the model {model.name}: {missing[0]} is not installed here"
+        )
+        return
+    engine = importlib.import_module(f"crosstune.{plan.engine}_engine.check_model")
+    checked.warnings += engine.check_model(model.path, plan=plan)
+
+
+def check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
+    """Return warnings about the adapter that a run starts from; raise if it was trained on another base."""
+    adapter = plan.config.base_adapter
+    if not adapter or plan.method not in ADAPTER_METHODS:
+        return []
+    return check_base(
+        Path(adapter).expanduser(), identity=identity(model.path)["sha256"], quantization=plan.quant_spec
+    )
+
+
+def _check_dataset(names: str | None, recipe: RecipeSpec, checked: RequestCheck) -> None:
+    for entry in parse_dataset(names) if names is not None else ():
+        if checked.skips("data", entry.name):
+            continue
+        if recipe.check_dataset is not None:
+            recipe.check_dataset(entry.name)
+            continue
+        check_name(entry.name)
+        if not is_here(entry.name):
+            checked.not_checked.append(
+                f"the data set {entry.name}, which is fetched from the hub when training starts"
+            )
+
+
 def _check_this_machine(
     plan: Plan, checked: RequestCheck, *, folder: Path | None, point: ResumePoint | None
 ) -> None:
@@ -213,7 +245,7 @@ def _check_this_machine(
 
 
 def _check_own_model(plan: Plan, recipe: RecipeSpec, checked: RequestCheck) -> None:
-    """Refuse options and methods that make no sense for a recipe that brings its own model."""
+    """Check the options of a recipe that builds its own model."""
     config = plan.config
     if recipe.check_options is not None:
         checked.problems += recipe.check_options(config)
@@ -221,91 +253,11 @@ def _check_own_model(plan: Plan, recipe: RecipeSpec, checked: RequestCheck) -> N
         checked.problems.append(
             UserError(
                 f"--train_type {config.train_type} does not work with the recipe {config.recipe}.",
-                why="it starts from the weights of a base model, and the recipe brings a model of its own.",
+                why="it starts from the weights of a base model, and the recipe builds its own model.",
                 do="use --train_type full or lora",
             )
         )
-    checked.not_checked.append(f"the model of the recipe {config.recipe} and the layers it has")
-
-
-def check_plan(
-    config: Config, *, machine: Machine | None = None, ranks: Ranks | None = None
-) -> tuple[Plan, RequestCheck]:
-    """Plan a request and check it as `train` would before its first step, for this machine or for `machine`.
-
-    The data is read, and tokenized if it is small and the model is here.
-    """
-    elsewhere, left, point = machine is not None, list[str](), None
-    if names_path(config) and _is_packed_or_elsewhere(config, elsewhere=elsewhere):
-        left.append(f"the run of --resume {config.resume}, which is packed or not on this machine")
-    else:
-        config, point = read_request(config, observer=Observers())
-    recipe, folder = load_recipe(config.recipe), run_folder(config)
-    if point is not None:
-        left.append("whether data and model match the checkpoint")
-    if recipe.needs_base_model:
-        fetch_sizes(config.model_name, cache=cache_override())
-    base = point.manifest.base_choice if point is not None else None
-    planning = Planning(config, gather(config, machine=machine, ranks=ranks, base=base))
-    plan = planning.plan
-    checked = check_request(plan, folder=folder, point=point, elsewhere=elsewhere)
-    checked.not_checked += left
-    if not elsewhere:
-        with checked.collecting():
-            check_place(folder)  # a training has made its lock there
-    if point is not None:
-        with checked.collecting():
-            point.compared(plan, identity_of_options(plan))
-    with checked.collecting():
-        _check_rows(plan.config, recipe, checked)
-    if checked.problems:
-        return plan, checked
-    with checked.collecting("dataset"):
-        if recipe.needs_base_model and checked.model is not None:
-            checked.data = measure_data(plan, checked.model)
-        elif not recipe.needs_base_model and recipe.check_data and not checked.is_missing(config.dataset):
-            checked.own_model = measure_own_model(plan)
-    if checked.data is not None:
-        plan = planning.learn(
-            longest_row=checked.data.longest_row, longest_target=checked.data.longest_target
-        )
-    return plan, checked
-
-
-def check_model(plan: Plan, model: ModelFolder, checked: RequestCheck) -> None:
-    """Raise if the engine would refuse the model; add its warnings, or why it could not be checked here."""
-    missing = [name for name in _READS_MODELS[plan.engine] if importlib.util.find_spec(name) is None]
-    if missing:
-        checked.not_checked.append(
-            f"what kind of model {model.name} is and which layers it has: {missing[0]} is not installed here"
-        )
-        return
-    engine = importlib.import_module(f"crosstune.{plan.engine}_engine.check_model")
-    checked.warnings += engine.check_model(model.path, plan=plan)
-
-
-def check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
-    """Return warnings about the adapter that a run starts from; raise if it was trained on another base."""
-    adapter = plan.config.base_adapter
-    if not adapter or plan.method not in ADAPTER_METHODS:
-        return []
-    return check_base(
-        Path(adapter).expanduser(), identity=identity(model.path)["sha256"], quantization=plan.quant_spec
-    )
-
-
-def _check_rows(config: Config, recipe: RecipeSpec, checked: RequestCheck) -> None:
-    """Check the rows of local data, if the recipe can without opening them."""
-    if not is_here(config.dataset):
-        return
-    if recipe.check_data is None:
-        checked.not_checked.append(f"the rows of {config.dataset}")
-        return
-    folder = checked.model.path if checked.model is not None else None
-    given = [path for path in (config.chat_template, config.tokenizer) if path]
-    if any(map(checked.is_missing, given)) or _lacks_tokenizer(config):
-        folder = None  # the rows are read but not rendered
-    checked.not_checked += recipe.check_data(config, model_folder=folder)
+    checked.not_checked.append(f"the model of the recipe {config.recipe} and its layers")
 
 
 def _check_adapter_files(plan: Plan, checked: RequestCheck) -> None:
@@ -361,15 +313,39 @@ def _check_tokenizer(config: Config, checked: RequestCheck) -> None:
         Tokenizer.from_folder(folder)
 
 
+def _check_rows(config: Config, recipe: RecipeSpec, checked: RequestCheck) -> None:
+    """Check the rows of local data, if the recipe can check them without opening the data."""
+    if not is_here(config.dataset):
+        return
+    if recipe.check_data is None:
+        checked.not_checked.append(f"the rows of {config.dataset}")
+        return
+    folder = checked.model.path if checked.model is not None else None
+    given = [path for path in (config.chat_template, config.tokenizer) if path]
+    if any(map(checked.is_missing, given)) or _lacks_tokenizer(config):
+        folder = None  # the rows are read but not rendered
+    checked.not_checked += recipe.check_data(config, model_folder=folder)
+
+
 def _lacks_tokenizer(config: Config) -> bool:
     return config.tokenizer is not None and not Path(config.tokenizer).expanduser().is_dir()
 
 
-def _is_packed_or_elsewhere(config: Config, *, elsewhere: bool) -> bool:
-    """Return whether the run of --resume is an archive or on another machine."""
-    path = Path(config.resume).expanduser()
-    return path.is_file() or (elsewhere and not path.exists())
+def _is_small(names: str) -> bool:
+    """Return whether data is in local files that are quickly tokenized."""
+    paths = [Path(entry.name).expanduser() for entry in parse_dataset(names) if entry.name not in BUNDLED]
+    return all(path.is_file() for path in paths) and sum(path.stat().st_size for path in paths) <= MOST_BYTES
 
 
-def _looks_like_path(name: str) -> bool:
-    return name.startswith((".", "/", "~", "\\")) or bool(Path(name).suffix) or name.count("/") > 1
+def _measure(recipe: Recipe) -> DataFacts | None:
+    """Return the lengths of tokenized rows; None for a recipe without rows to measure."""
+    if not isinstance(recipe, HasLongestRows):
+        return None
+    described, rows = recipe.describe().get("train", {}), recipe.num_rows()
+    return DataFacts(
+        num_rows=rows,
+        num_steps=recipe.num_steps(),
+        longest_row=recipe.longest_row(),
+        longest_target=recipe.longest_target(),
+        tokens_per_row=described.get("tokens", 0) / max(1, rows) or recipe.longest_row(),
+    )

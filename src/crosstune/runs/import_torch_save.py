@@ -50,7 +50,12 @@ def import_checkpoint(
     moments = {} if without_optimizer else _match_moments(found, list(weights), weights, path)
     step = step if step is not None else _step(found.facts)
     state = SessionState(weights=weights, moments=moments, random={})
-    _make_folder(root.parent)
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"Cannot write to {root.parent}.", why=str(error), do="choose another --out"
+        ) from error
     if (root / name_of(step)).exists():
         raise UserError(f"{root / name_of(step)} already exists.", do="choose another --out or --step")
     committed = write_checkpoint(root, state, _manifest(plan, model, state, found, step))
@@ -63,15 +68,8 @@ def import_checkpoint(
     }
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"Cannot write to {folder}.", why=str(error), do="choose another --out") from error
-
-
 def _match(found: Mapping[str, Array], expected: Mapping[str, Array], path: Path) -> dict[str, Array]:
-    """Return the trained weights of this plan in the order of the file."""
+    """Return the trained weights of the plan in the order of the file."""
     missing = [name for name in expected if name not in found]
     wrong = [name for name in expected if name in found and found[name].shape != expected[name].shape]
     if missing or wrong:
@@ -88,7 +86,7 @@ def _match(found: Mapping[str, Array], expected: Mapping[str, Array], path: Path
 def _match_moments(
     found: Foreign, names: Sequence[str], weights: Mapping[str, Array], path: Path
 ) -> dict[str, dict[str, Array]]:
-    """Return moments by slot and weight name; optimizers index parameters in the order of the weights."""
+    """Return moments by slot and weight name. Optimizers number parameters in the order of the weights."""
     if not found.moments:
         return {}
     slots: dict[str, dict[str, Array]] = {}
@@ -113,12 +111,12 @@ def _moments_do_not_fit(path: Path, why: str) -> UserError:
 def _step(facts: Mapping[str, Any]) -> int:
     found = next((facts[key] for key in _STEP_KEYS if isinstance(facts.get(key), int)), None)
     if found is None:
-        raise UserError("The file does not say at which step it was written.", do="give it with --step N")
+        raise UserError("The file does not record its step.", do="give it with --step N")
     return int(found)
 
 
 def _manifest(plan: Plan, model: ModelFolder, state: SessionState, found: Foreign, step: int) -> Manifest:
-    """Return the manifest. Data and order are unknown, so a resumed run is not checked against them."""
+    """Return the manifest, without data and order: they are unknown and not compared on resume."""
     known = {key: found.facts[key] for key in ("backend", "precision", "quantization") if key in found.facts}
     base = {"name": plan.config.model_name, "identity": source_identity(model.path)["weights"]}
     return Manifest(

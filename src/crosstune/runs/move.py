@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from crosstune.checkpoint.archive import LISTED_OPTIONS, SUFFIX, write_archive
+from crosstune.checkpoint.archive import DATA_OPTIONS, PACKED_OPTIONS, SUFFIX, write_archive
 from crosstune.checkpoint.folders import FOLDER
 from crosstune.checkpoint.manifest import MANIFEST, SEAL
 from crosstune.checkpoint.read import Checkpoint, find_run
@@ -23,76 +23,23 @@ from crosstune.core.names import unknown_name
 from crosstune.core.protocols import Recipe
 from crosstune.core.weights import result_weights
 from crosstune.data.read.dataset_list import parse_dataset
-from crosstune.loop import move_check
 from crosstune.machines.probe import load_machine, probe_machine, typical_machine
 from crosstune.models.adapter_files import TOKENIZER_FILES
 from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import make_plan
+from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.restore import check_model, restored_config
-from crosstune.runs.resume import KEPT_FILES, pick_checkpoint
+from crosstune.runs.resume import pick_checkpoint
 from crosstune.runs.resume_identity import check_same, compare, identity_of, quantization_name
 
 DATA_LIMIT = 1_000_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackedFiles:
-    files: Mapping[str, Path]
-    """Name in the folder `data` of the archive -> file."""
-    options: Mapping[str, Any]
-    """Option -> the place of its file or folder in the archive, or one entry for each of several data sources."""
-
-
-def pack_files(config: Config, *, with_data: bool) -> PackedFiles:
-    """Return the local files of the options that name some; hub and bundled data are not included."""
-    files: dict[str, Path] = {}
-    options: dict[str, Any] = {}
-    for option in (*(LISTED_OPTIONS if with_data else ()), *KEPT_FILES, "tokenizer"):
-        value = getattr(config, option)
-        if not value:
-            continue
-        names = parse_dataset(value) if option in LISTED_OPTIONS else []
-        if len(names) > 1:
-            options[option] = []
-            for number, entry in enumerate(names, start=1):
-                found = _files(entry.name, prefix=f"{option}-{number}")
-                files |= found
-                place = {"file": _place(found)} if found else {"name": entry.name}
-                options[option].append(place | {"weight": entry.weight})
-            continue
-        found = _files(names[0].name if names else value, prefix=option)
-        files |= found
-        options |= {option: _place(found)} if found else {}
-    return PackedFiles(files=files, options=options)
-
-
-def _files(name: str, *, prefix: str) -> dict[str, Path]:
-    path = Path(name).expanduser()
-    if not path.exists():
-        return {}
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    if prefix == "tokenizer":  # the folder may be that of a whole model
-        files = [file for file in files if file.name in TOKENIZER_FILES and file.parent == path]
-    total = sum(file.stat().st_size for file in files)
-    if total > DATA_LIMIT:
-        raise UserError(
-            f"The data in {path} is too large for the archive ({total / 1e9:.1f} GB).",
-            do="pass --without_data, and give its path there with --dataset",
-        )
-    return {f"{prefix}-{file.relative_to(path.parent).as_posix()}": file for file in files}
-
-
-def _place(files: Mapping[str, Path]) -> str:
-    return f"data/{Path(next(iter(files))).parts[0]}"
-
-
 _LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A run as opened on one backend."""
+    """A run opened on one backend."""
 
     plan: Plan
     model: ModelFolder | None
@@ -110,7 +57,7 @@ def move(
     force: bool = False,
     model_name: str | None = None,
 ) -> dict[str, Any]:
-    """Check a run, measure its loss for the comparison after the move, and write the archive."""
+    """Check a run, measure its loss to compare after the move, and write the archive."""
     if to not in backend_specs():
         raise unknown_name("backend", to, backend_specs())
     checkpoint = pick_checkpoint(run, observer)
@@ -222,9 +169,7 @@ def _compare_here(
     model_name: str | None,
 ) -> Comparison | None:
     """Measure the same batches on the target backend, if this machine has it."""
-    if to == measured.backend:
-        return None
-    if to not in probe_machine(backends=[to]).available():
+    if to == measured.backend or to not in probe_machine(backends=[to]).available():
         return None
     side = _open_side(checkpoint, to, observer, model_name)
     found = move_check.compare(measured, _measure(checkpoint, side, like=measured))
@@ -237,3 +182,54 @@ def _members(checkpoint: Checkpoint, home: Path, files: Mapping[str, Path]) -> d
     for name in sorted([MANIFEST, SEAL, *checkpoint.manifest.files]):
         members[f"{FOLDER}/{checkpoint.folder.name}/{name}"] = checkpoint.folder / name
     return members | {f"data/{name}": path for name, path in files.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedFiles:
+    files: Mapping[str, Path]
+    """Name in the folder `data` of the archive -> file."""
+    options: Mapping[str, Any]
+    """Option -> the place of its file or folder in the archive, or an entry for each of several data sources."""
+
+
+def pack_files(config: Config, *, with_data: bool) -> PackedFiles:
+    """Return the local files that options name; hub and bundled data are not included."""
+    files: dict[str, Path] = {}
+    options: dict[str, Any] = {}
+    for option in PACKED_OPTIONS:
+        value = getattr(config, option)
+        if not value or (option in DATA_OPTIONS and not with_data):
+            continue
+        names = parse_dataset(value) if option in DATA_OPTIONS else []
+        if len(names) > 1:
+            options[option] = []
+            for number, entry in enumerate(names, start=1):
+                found = _files(entry.name, prefix=f"{option}-{number}")
+                files |= found
+                place = {"file": _place(found)} if found else {"name": entry.name}
+                options[option].append(place | {"weight": entry.weight})
+            continue
+        found = _files(names[0].name if names else value, prefix=option)
+        files |= found
+        options |= {option: _place(found)} if found else {}
+    return PackedFiles(files=files, options=options)
+
+
+def _files(name: str, *, prefix: str) -> dict[str, Path]:
+    path = Path(name).expanduser()
+    if not path.exists():
+        return {}
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    if prefix == "tokenizer":  # the folder may hold a whole model
+        files = [file for file in files if file.name in TOKENIZER_FILES and file.parent == path]
+    total = sum(file.stat().st_size for file in files)
+    if total > DATA_LIMIT:
+        raise UserError(
+            f"The data in {path} is too large for the archive ({total / 1e9:.1f} GB).",
+            do="pass --without_data, and give its path there with --dataset",
+        )
+    return {f"{prefix}-{file.relative_to(path.parent).as_posix()}": file for file in files}
+
+
+def _place(files: Mapping[str, Path]) -> str:
+    return f"data/{Path(next(iter(files))).parts[0]}"

@@ -1,4 +1,4 @@
-"""Open the parts of a run: its model, its recipe, its engine's session."""
+"""Open the parts of a run: the model folder, the recipe, the session."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ def find_model(config: Config, observer: Observer) -> ModelFolder:
         observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=config.model_name))
 
     model = locate(config.model_name, cache=cache_override(), progress=show)
-    identity(model.path, progress=show)  # hashed here, where it can be watched; later calls find the hashes
+    identity(model.path, progress=show)  # hashed here with progress; later calls use the stored hashes
     return model
 
 
 def find_base(config: Config, checkpoint: Checkpoint | None, observer: Observer) -> ModelFolder | None:
-    """Find the base model of a run; None for a recipe that brings its own. The base of a moved run may have another name
-    here."""
+    """Find the base model of a run; None for a recipe with its own model."""
     if not load_recipe(config.recipe).needs_base_model:
         return None
     try:

@@ -1,4 +1,9 @@
-"""The story of a run: read the request, gather facts, resolve, open data and model, resume, train, save, report."""
+"""The story of a run: read the request, gather facts, resolve, open data and model, resume, train, save, report.
+
+To follow `--lr`: `prepare` resolves it, `loop.train.rate_of_step` schedules it. A row: `prepare` opens the recipe,
+`loop.prefetch` reads its micro-batches, `loop.step` trains on them. A checkpoint: `resume.read_request` finds it,
+`Execution` restores it, `loop.save` writes the next one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,6 @@ from crosstune.files.plain_files import read_plain_text
 from crosstune.files.run_lock import InUse, hold
 from crosstune.files.run_record import Record, RunRecord, holds_run, move_aside, read_log
 from crosstune.loop.stop import StopSignal
-from crosstune.loop.train import Deadline
 from crosstune.models.identity import identity
 from crosstune.planner.gather import make_plan, may_have_several_devices, with_all_devices
 from crosstune.process.ranks import Group, SingleProcess
@@ -58,10 +62,10 @@ def train(
     stop: StopSignal | None = None,
     tracking: Tracking | None = None,
 ) -> RunResult:
-    """Train as configured. Problems with the request are raised before the run folder is made.
+    """Train as configured. Raise problems with the request before making the run folder.
 
-    Every process of a `group` calls this; only the first one reports and writes. A request in `stop` ends the run after
-    the current step. Trackers that are given stay open after the training.
+    Every process of a `group` calls this; only the first one reports and writes. `stop.request` ends the run after the
+    current step. A given `tracking` stays open after the training.
     """
     if config.emulate is not None:
         raise UserError(
@@ -84,7 +88,7 @@ def train(
                 described=described,
                 record=record,
                 observer=observer,
-                deadline=Deadline(at=started + parse_duration(limit)) if limit else None,
+                deadline=started + parse_duration(limit) if limit else None,
                 group=group,
                 stop=stop or StopSignal(),
                 tracking=tracking,
@@ -95,8 +99,10 @@ def train(
 
 @contextlib.contextmanager
 def hold_run(config: Config, group: Group) -> Iterator[Path]:
-    """Choose the folder of a run and hold its lock, before anything in it is read. The first process holds it for all;
-    a run without a name gets the next free one."""
+    """Choose the folder of a run and hold its lock, before anything in it is read.
+
+    The first process holds the lock for all. A run without a name gets the next free one.
+    """
     with contextlib.ExitStack() as stack:
         folder, taken = choose_folder(config), list[Path]()
         while group.ranks.first:
@@ -119,7 +125,7 @@ def choose_folder(config: Config) -> Path:
 
 
 def _already_finished(prepared: PreparedRun, group: Group) -> RunResult | None:
-    """Return the existing result if the run is finished and has no further steps."""
+    """Return the existing result if the run is finished and no further steps are requested."""
     folder, point = prepared.folder, prepared.point
     summary = read_log(folder / "summary.json") if prepared.in_place and group.ranks.first else {}
     finished = point is not None and point.step >= prepared.recipe.num_steps()
@@ -158,7 +164,7 @@ def _begin(
     screen: Observer,
     tracking: Tracking,
 ) -> tuple[Record, Observer]:
-    """Make the run folder or open it again, start the trackers, and report the start of the run."""
+    """Create or reopen the run folder, start the trackers, and report the start of the run."""
     plan, recipe, folder, point = prepared.plan, prepared.recipe, prepared.folder, prepared.point
     check_metric_names(recipe.task(plan.engine).metric_names, weight_name=recipe.weight_name)
     record: Record = Record(folder)
@@ -210,7 +216,7 @@ def _open_record(prepared: PreparedRun, described: Mapping[str, Any], screen: Ob
 
 
 def _keep_files(folder: Path, config: Config) -> None:
-    """Copy the files that options name into the run, so that it can continue if they are moved."""
+    """Copy the files of some options into the run, so that it can continue without the originals."""
     for option, name in KEPT_FILES.items():
         source, copy = Path(getattr(config, option) or "").expanduser(), folder / name
         if source.is_file() and source.resolve() != copy.resolve():
@@ -219,7 +225,7 @@ def _keep_files(folder: Path, config: Config) -> None:
 
 
 def _processes(plan: Plan) -> str:
-    """Return a description of the processes of a run for the screen; an empty text for one process."""
+    """Return a description of the processes of a run; empty for one process."""
     if plan.world_size == 1:
         return ""
     over = f" over {plan.collective}" if plan.collective else ""
@@ -228,9 +234,9 @@ def _processes(plan: Plan) -> str:
 
 
 def num_processes(config: Config, *, num_local: int | None = None) -> int:
-    """Return the number of processes to start on this machine; raise any problem with the plan of the run.
+    """Return the number of processes to start on this machine; raise any problem with the plan.
 
-    `num_local` is the number that was asked for with variables instead of --world_size; -1 for one per device.
+    `num_local` comes from the environment in place of --world_size; -1 means one per device.
     """
     config, _ = read_request(config, observer=Observers(), hashes=False)
     if num_local is not None:
@@ -242,5 +248,5 @@ def num_processes(config: Config, *, num_local: int | None = None) -> int:
 
 
 def plan_here(config: Config) -> Plan:
-    """Return the plan of a run on this machine as one process would make it, for its backend and engine."""
+    """Return the plan of a run on this machine for one process, to find its backend and engine."""
     return make_plan(read_request(config, observer=Observers(), hashes=False)[0])

@@ -1,16 +1,21 @@
-"""Prepare a run: read its request, gather facts, resolve, find the model, open the data, compare with the checkpoint."""
+"""Prepare a run: read its request, gather facts, resolve them to a plan, open the data, compare with the checkpoint.
+
+The plan decides which model to fetch and how to read the data, yet depends on the model's shape and the longest row. So a
+request is resolved with the facts of the machine first, and again when the model and the data are open.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from crosstune.config.load import launch_variables
 from crosstune.config.options.training import AUTO
 from crosstune.config.resolve.plan import Plan
+from crosstune.config.resolve.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.config.time_limits import limit_warnings
 from crosstune.core.errors import UserError
@@ -29,14 +34,13 @@ from crosstune.process.ranks import Group
 from crosstune.runs.check_request import check_base_adapter, check_model, check_request
 from crosstune.runs.find_batch import find_batch_size
 from crosstune.runs.open_parts import find_base, open_recipe
-from crosstune.runs.planning import Planning
 from crosstune.runs.resume import ResumePoint, read_request
 from crosstune.runs.resume_identity import identity_of
 
 
 @dataclass
 class EarlyEvents:
-    """Keep the events from before the record exists, to write them into it later."""
+    """Show events and keep them until the run's record exists."""
 
     screen: Observer
     events: list[Event] = field(default_factory=list)
@@ -58,7 +62,7 @@ class PreparedRun:
     plan: Plan
     folder: Path
     model: ModelFolder | None
-    """None for a recipe that brings its own."""
+    """None for a recipe with its own model."""
     recipe: Recipe
     identified: Mapping[str, Any]
     point: ResumePoint | None
@@ -73,17 +77,15 @@ class PreparedRun:
 
 
 def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> PreparedRun:
-    """Find the machine, the checkpoint, the model and the data, and raise any problem with them.
-
-    The lock of `folder` is held, so its contents do not change meanwhile.
-    """
+    """Find the machine, the checkpoint, the model and the data; raise any problem with them. The caller holds the lock of
+    `folder`."""
     ranks, early = group.ranks, EarlyEvents(screen)
     group.activity.start("preparing the run")
     config, point = read_request(with_world(request, ranks), observer=early)
     machine = share_machine(group, lambda: probe_for(config))
     base = point.manifest.base_choice if point is not None else None
-    planning = Planning(config, gather(config, machine=machine, ranks=ranks, base=base))
-    plan = planning.plan
+    facts = gather(config, machine=machine, ranks=ranks, base=base)
+    plan = resolve(config, facts)  # refuses a bad request before anything is fetched
     checked = check_request(plan, folder=folder if ranks.first else None, point=point)
     checked.raise_problems()
     check_started(plan, ranks)
@@ -91,18 +93,20 @@ def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> Pr
     group.activity.start("finding the model and the data")
     with in_turn(group):
         model = find_base(plan.config, point.checkpoint if point is not None else None, screen)
-        plan = planning.learn(**model_facts(config, planning.facts.preset))
+        facts = replace(facts, **model_facts(config, facts.preset))
+        plan = resolve(config, facts)
         if checked.model is None and model is not None:
             check_model(plan, model, checked)
         warnings = [*checked.warnings, *(check_base_adapter(plan, model) if model is not None else [])]
         with _showing_changes(plan, screen):
             recipe = open_recipe(plan.config, model, screen)
     target = recipe.longest_target() if isinstance(recipe, HasLongestRows) else None
-    plan = planning.learn(longest_row=recipe.longest_row(), longest_target=target)
+    facts = replace(facts, longest_row=recipe.longest_row(), longest_target=target)
+    plan = resolve(config, facts)
     recipe.configure(plan.config)
     if config.batch_size == AUTO:
         config = find_batch_size(config, plan, model=model, recipe=recipe, group=group, observer=early)
-        plan = planning.request(config)
+        plan = resolve(config, facts)
         recipe.configure(plan.config)
     for adjustment in plan.adjustments:
         screen.on_event(adjustment.to_event())
@@ -135,7 +139,7 @@ def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> Pr
 
 @contextlib.contextmanager
 def _showing_changes(plan: Plan, screen: Observer) -> Iterator[None]:
-    """Show the changes to the request before an error that may come from them."""
+    """Show how the plan changed the request before an error that this may have caused."""
     try:
         yield
     except UserError:
@@ -146,21 +150,21 @@ def _showing_changes(plan: Plan, screen: Observer) -> Iterator[None]:
 
 
 def _check_not_past(point: ResumePoint, recipe: Recipe) -> None:
-    """Raise if the run has more steps already than are asked for."""
+    """Raise if the run already has more steps than requested."""
     if point.step > recipe.num_steps():
         raise UserError(
-            f"The run is at step {point.step} already, past the {recipe.num_steps()} steps that are asked for.",
-            why="--max_steps and --num_epochs count all steps of a run, with those before it was resumed.",
-            do=f"ask for more than {point.step} steps, or resume from an earlier checkpoint: --resume RUN/checkpoints/step-...",
+            f"The run is already at step {point.step}, past the requested {recipe.num_steps()} steps.",
+            why="--max_steps and --num_epochs count all steps of a run, including the ones before it was resumed.",
+            do=f"request more than {point.step} steps, or resume from an earlier checkpoint: --resume RUN/checkpoints/step-...",
         )
 
 
 def _warn_of_skipped_rows(point: ResumePoint, recipe: Recipe) -> list[str]:
-    """Return a warning where the run ended with a short step and is made longer now: a step is a function of its number,
-    so the rows that would have filled that step are not trained."""
+    """Return a warning if the run ended with a short step and is extended: the rows missing there are skipped, since the
+    rows of a step depend only on its number."""
     done, now = (position.get("rows_done") for position in (point.manifest.data, recipe.position(point.step)))
     if done is None or now is None or done >= now:
         return []
     return [
-        f"the last step of the run had {now - done} rows less than a whole one: as many rows of the next epoch are left out"
+        f"the last step of the run was {now - done} rows short: the same number of rows of the next epoch is skipped"
     ]

@@ -1,4 +1,4 @@
-"""Open the model of a checkpoint from its base and the stored weights, and export it."""
+"""Restore a checkpoint: its state into the session of a resumed run, or its model for measuring and exporting."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Moved, Observer, Resumed, Warned
 from crosstune.core.protocols import Array, Recipe, Session, SessionState
 from crosstune.core.weights import result_weights
-from crosstune.loop import move_check
 from crosstune.loop.step import LossScale
 from crosstune.models.adapter_files import replace_tokenizer
 from crosstune.models.identity import source_identity
 from crosstune.models.locate import ModelFolder
 from crosstune.models.staged import check_out, staged
 from crosstune.planner.gather import make_plan
+from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.resume import ResumePoint, kept_options
 from crosstune.runs.resume_identity import quantization_name
@@ -33,118 +33,13 @@ from crosstune.runs.resume_identity import quantization_name
 Moments = Mapping[str, Mapping[str, Array]]
 
 _PARTS = {"first_moment": "1", "second_moment": "2"}
-
-
-def holds_eight_bit(moments: Moments) -> bool:
-    return "state1" in moments
-
-
-def plain_moments(moments: Moments, weights: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
-    """Return the moments in fp32. Each byte is an index into a table of values, scaled by the maximum of its block."""
-    plain: dict[str, dict[str, Array]] = {slot: {} for slot in (*_PARTS, "step")}
-    for name, weight in weights.items():
-        if name not in moments["state1"]:
-            continue
-        plain["step"][name] = np.asarray(moments["step"][name], dtype=np.float32)
-        for slot, number in _PARTS.items():
-            codes = moments[f"state{number}"][name]
-            if codes.dtype == np.uint8:
-                table, largest = moments[f"qmap{number}"][name], moments[f"absmax{number}"][name]
-                codes = _values(codes, table, largest)
-            plain[slot][name] = codes.astype(np.float32).reshape(weight.shape)
-    return plain
-
-
-def _values(codes: Array, table: Array, largest: Array) -> Array:
-    flat = table[codes.reshape(-1)]
-    block = -(-flat.size // largest.size)
-    block = 1 << (block - 1).bit_length()  # block sizes are powers of two; the last block may be shorter
-    values: Array = flat * np.repeat(largest, block)[: flat.size]
-    return values
-
-
 _SPARE_BYTES = 50_000_000
-
-
-def restored_config(
-    checkpoint: Checkpoint, *, backend: str, precision: str = "auto", model_name: str | None = None
-) -> Config:
-    """Return the options of a checkpoint's training for a backend of this machine; `model_name` overrides the path of
-    its base."""
-    asked, known = checkpoint.manifest.asked, make_config().options()
-    dropped = options_on_resume(OnResume.OWN_MACHINE, OnResume.ONE_START)
-    kept = {name: value for name, value in asked.items() if name in known and name not in dropped}
-    earlier = kept_options(checkpoint, asked, backend=backend)
-    earlier_precision = earlier.pop("precision", asked.get("precision", "auto"))
-    kept |= {name: value for name, value in earlier.items() if name not in dropped}
-    if precision == "auto":
-        precision = earlier_precision
-    if model_name is not None:
-        kept["model_name"] = model_name
-    return make_config(**kept, backend=backend, precision=precision)
-
-
-def check_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
-    """Raise if the base is not the one the checkpoint was trained from."""
-    if model is None:  # the recipe brings its own
-        return
-    recorded, found = checkpoint.manifest.identity.get("model", {}), source_identity(model.path)
-    other = [
-        what
-        for key, what in (("identity", "weights"), ("config", "config.json"))
-        if recorded.get(key) not in (None, found["weights" if key == "identity" else key])
-    ]
-    if other:
-        raise UserError(
-            f"{model.name} is not the model that {checkpoint.folder} was trained from.",
-            why=f"its {other[0]} differ{'s' * (other[0] != 'weights')} from {recorded.get('name')}, which the checkpoint names.",
-            do="put the original model back, or give its path with --model_name",
-        )
-
-
-def open_restored(
-    checkpoint: Checkpoint, *, observer: Observer, backend: str = "auto", model_name: str | None = None
-) -> Session:
-    """Open the model of a checkpoint on a backend of this machine."""
-    config = restored_config(checkpoint, backend=backend, model_name=model_name)
-    plan = make_plan(config, base=checkpoint.manifest.base_choice)
-    model = find_base(plan.config, checkpoint, observer)
-    check_model(checkpoint, model)
-    # A causal language model opens without its data; the model of another recipe may depend on it.
-    task = None if model is not None else open_recipe(plan.config, model, observer).task(plan.engine)
-    session = open_session(plan, model, task=task)
-    session.import_weights(result_weights(checkpoint.load()))
-    return session
-
-
-def export_checkpoint(
-    checkpoint: Checkpoint,
-    out: Path,
-    *,
-    observer: Observer,
-    backend: str = "auto",
-    model_name: str | None = None,
-) -> dict[str, Any]:
-    """Write the trained weights of a checkpoint in the format of PEFT or transformers."""
-    check_out(out)
-    session = open_restored(checkpoint, observer=observer, backend=backend, model_name=model_name)
-    trained, total = session.num_parameters()
-    whole = checkpoint.manifest.method not in ("lora", "dora")
-    need = 4 * (total if whole else trained) + _SPARE_BYTES
-    with staged(out, need_bytes=need) as stage:
-        written = session.save_result(stage.scratch)
-        assert written is not None
-        tokenizer = checkpoint.manifest.options.get("tokenizer")
-        if tokenizer is not None:
-            replace_tokenizer(Path(tokenizer).expanduser(), written)
-        written.rename(stage.result)
-    return {"path": str(out), "step": checkpoint.step, "checkpoint": str(checkpoint.folder)}
 
 
 def restore_session(
     session: Session, point: ResumePoint, *, plan: Plan, recipe: Recipe, scale: LossScale, observer: Observer
 ) -> None:
-    """Import the state of the checkpoint into a new session and the loss scale."""
+    """Import the state of a checkpoint into a new session and the loss scale; after a move, compare the loss."""
     allowed = set(mismatches(plan.config.allow_mismatch))
     state = _fitting_state(
         point.checkpoint.load(),
@@ -185,23 +80,112 @@ def _num_restored(point: ResumePoint, state: SessionState) -> str:
 def _fitting_state(
     state: SessionState, *, current: Mapping[str, Array] | None, optimizer: str, moments: bool
 ) -> SessionState:
-    """Return the state for a session: all of the stored one or, given the session's `current` weights, the stored arrays
-    that match them in name and shape, and the current ones otherwise.
-
-    8-bit moments are dequantized for an optimizer with fp32 moments.
-    """
-    kept: Mapping[str, Mapping[str, Array]] = state.moments if moments else {}
-    if holds_eight_bit(kept) and not optimizer.endswith("_8bit"):
+    """Return the stored state for a session. With its `current` weights, use the stored arrays that match them in name
+    and shape, and keep the other current ones. 8-bit moments are dequantized for an optimizer with fp32 moments."""
+    kept: Moments = state.moments if moments else {}
+    if "state1" in kept and not optimizer.endswith("_8bit"):
         kept = plain_moments(kept, state.weights)
     if current is None:
         return replace(state, moments=kept)
     fits = {n for n, a in state.weights.items() if n in current and current[n].shape == a.shape}
     if not fits:
         raise UserError(
-            "Nothing that the checkpoint has learned fits this run.",
-            why="none of its arrays has the name and shape of a trained array.",
+            "None of the checkpoint's weights fits this run.",
+            why="none of its arrays has the name and shape of a trained array here.",
             do="continue with its own method, rank and targets, or start a new run",
         )
     weights = {name: state.weights[name] if name in fits else array for name, array in current.items()}
     kept = {slot: {n: a for n, a in arrays.items() if n in fits} for slot, arrays in kept.items()}
     return replace(state, weights=weights, moments=kept)
+
+
+def plain_moments(moments: Moments, weights: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+    """Return 8-bit moments in fp32. Each byte indexes a table of values, scaled by the maximum of its block."""
+    plain: dict[str, dict[str, Array]] = {slot: {} for slot in (*_PARTS, "step")}
+    for name, weight in weights.items():
+        if name not in moments["state1"]:
+            continue
+        plain["step"][name] = np.asarray(moments["step"][name], dtype=np.float32)
+        for slot, number in _PARTS.items():
+            codes = moments[f"state{number}"][name]
+            if codes.dtype == np.uint8:
+                largest = moments[f"absmax{number}"][name]
+                block = -(-codes.size // largest.size)
+                block = 1 << (block - 1).bit_length()  # a power of two; the last block may be shorter
+                scales = np.repeat(largest, block)[: codes.size]
+                codes = moments[f"qmap{number}"][name][codes.reshape(-1)] * scales
+            plain[slot][name] = codes.astype(np.float32).reshape(weight.shape)
+    return plain
+
+
+def restored_config(
+    checkpoint: Checkpoint, *, backend: str, precision: str = "auto", model_name: str | None = None
+) -> Config:
+    """Return the options of a checkpoint's training for a backend of this machine; `model_name` overrides its base."""
+    asked, known = checkpoint.manifest.asked, make_config().options()
+    dropped = options_on_resume(OnResume.OWN_MACHINE, OnResume.ONE_START)
+    kept = {name: value for name, value in asked.items() if name in known and name not in dropped}
+    earlier = kept_options(checkpoint, asked, backend=backend)
+    earlier_precision = earlier.pop("precision", asked.get("precision", "auto"))
+    kept |= {name: value for name, value in earlier.items() if name not in dropped}
+    if precision == "auto":
+        precision = earlier_precision
+    if model_name is not None:
+        kept["model_name"] = model_name
+    return make_config(**kept, backend=backend, precision=precision)
+
+
+def check_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
+    """Raise if the base is not the one the checkpoint was trained from."""
+    if model is None:  # the recipe builds its own
+        return
+    recorded, found = checkpoint.manifest.identity.get("model", {}), source_identity(model.path)
+    for key, stored, other in (
+        ("weights", "identity", "weights differ"),
+        ("config", "config", "config.json differs"),
+    ):
+        if recorded.get(stored) not in (None, found[key]):
+            raise UserError(
+                f"{model.name} is not the model that {checkpoint.folder} was trained from.",
+                why=f"its {other} from {recorded.get('name')} in the checkpoint.",
+                do="put the original model back, or give its path with --model_name",
+            )
+
+
+def open_restored(
+    checkpoint: Checkpoint, *, observer: Observer, backend: str = "auto", model_name: str | None = None
+) -> Session:
+    """Open the model of a checkpoint on a backend of this machine."""
+    config = restored_config(checkpoint, backend=backend, model_name=model_name)
+    plan = make_plan(config, base=checkpoint.manifest.base_choice)
+    model = find_base(plan.config, checkpoint, observer)
+    check_model(checkpoint, model)
+    # A causal language model opens without its data; a recipe's own model may depend on it.
+    task = None if model is not None else open_recipe(plan.config, model, observer).task(plan.engine)
+    session = open_session(plan, model, task=task)
+    session.import_weights(result_weights(checkpoint.load()))
+    return session
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    observer: Observer,
+    backend: str = "auto",
+    model_name: str | None = None,
+) -> dict[str, Any]:
+    """Write the trained weights of a checkpoint in the format of PEFT or transformers."""
+    check_out(out)
+    session = open_restored(checkpoint, observer=observer, backend=backend, model_name=model_name)
+    trained, total = session.num_parameters()
+    whole = checkpoint.manifest.method not in ("lora", "dora")
+    need = 4 * (total if whole else trained) + _SPARE_BYTES
+    with staged(out, need_bytes=need) as stage:
+        written = session.save_result(stage.scratch)
+        assert written is not None
+        tokenizer = checkpoint.manifest.options.get("tokenizer")
+        if tokenizer is not None:
+            replace_tokenizer(Path(tokenizer).expanduser(), written)
+        written.rename(stage.result)
+    return {"path": str(out), "step": checkpoint.step, "checkpoint": str(checkpoint.folder)}

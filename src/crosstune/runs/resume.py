@@ -32,25 +32,8 @@ from crosstune.runs.resume_identity import Difference, changed_options, check_sa
 
 LONGEST_PART = 60
 """Characters of the model's name in the name of a run."""
-
-
-def run_folder(config: Config, *, taken: Collection[Path] = ()) -> Path:
-    """Return the run folder, named by --name, or by the time and the model (or recipe, if it brings its own model).
-
-    A name made here is neither that of an existing folder nor `taken`.
-    """
-    parent = Path(config.output_dir).expanduser()
-    if config.name is None:
-        what = config.model_name if load_recipe(config.recipe).needs_base_model else config.recipe
-        stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(what.rstrip('/')).name[:LONGEST_PART]}"
-        names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
-        folders = (parent / name for name in names)
-        return next(folder for folder in folders if not folder.exists() and folder not in taken)
-    return parent / config.name
-
-
 KEPT_FILES = {"mlx_config": "mlx_config.yaml", "chat_template": "chat_template.jinja"}
-"""Option that may name a file -> the run's copy of it."""
+"""Option -> the run's copy of the file it names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +91,28 @@ class ResumePoint:
         }
 
 
+def run_folder(config: Config, *, taken: Collection[Path] = ()) -> Path:
+    """Return the run folder, named by --name, or by the time and the model (or the recipe, if it builds its own model).
+
+    A generated name belongs to no existing folder and is not `taken`.
+    """
+    parent = Path(config.output_dir).expanduser()
+    if config.name is not None:
+        return parent / config.name
+    what = config.model_name if load_recipe(config.recipe).needs_base_model else config.recipe
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{Path(what.rstrip('/')).name[:LONGEST_PART]}"
+    folders = (parent / (stem if n == 1 else f"{stem}-{n}") for n in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists() and folder not in taken)
+
+
 def names_path(config: Config) -> bool:
     return config.resume not in ("none", "auto")
 
 
 def find_resumed_folder(request: Config) -> Path:
-    """Return the folder of the run that --resume PATH continues, unpacking an archive; open no checkpoint."""
+    """Return the folder of the run that --resume PATH continues; unpack an archive, but open no checkpoint."""
     with naming("resume"):
-        path, _ = _unpacked(request)
+        path, _ = unpack_run(request)
         if not _is_run(path) and not (path / MANIFEST).is_file():
             open_checkpoint(path.resolve(), hashes=False)  # raises: there is none
     return run_folder(dataclasses.replace(request, **_place(request, _run_of(path))))
@@ -124,10 +121,10 @@ def find_resumed_folder(request: Config) -> Path:
 def read_request(
     request: Config, *, observer: Observer, hashes: bool = True
 ) -> tuple[Config, ResumePoint | None]:
-    """Return a request completed with the options of the run that it continues, and the point to continue from.
+    """Return the request completed with the options of the run that it continues, and the point to continue from.
 
-    Damaged checkpoints are skipped with a warning. To read options only, leave out `hashes`: the weights are not checked.
-    To train, hold the lock of the run first: another process may be continuing it.
+    Skip damaged checkpoints with a warning. `hashes=False` reads only options: the weights are not checked. To train, hold
+    the lock of the run first: another process may be continuing it.
     """
     if request.resume == "none":
         return request, None
@@ -135,20 +132,20 @@ def read_request(
         if request.name is None:
             raise UserError(
                 "--resume auto needs --name.",
-                why="without it every run gets a new folder, and there is nothing to continue in.",
+                why="without a name every run gets a new folder, so there is none to continue.",
                 do="name the run, or give --resume the path of one",
             )
         checkpoint = _newest(run_folder(request) / FOLDER, observer, hashes=hashes)
         if checkpoint is None:
             return request, None
-        config = _continue_named(request, checkpoint)
+        config = complete_named(request, checkpoint)
     else:
         with naming("resume"):
-            path, packed = _unpacked(request)
+            path, packed = unpack_run(request)
             checkpoint = pick_checkpoint(path, observer, hashes=hashes)
         if message := _warn_of_older_archive(request, checkpoint):
             observer.on_event(Warned(message=message))
-        config = _continue_path(request, path, packed, checkpoint)
+        config = complete_from_path(request, path, packed, checkpoint)
     stored = checkpoint.manifest.options.get("batch_size")
     if config.batch_size == AUTO and stored:
         asked = {**config.sources, "batch_size": "the checkpoint"}
@@ -156,13 +153,14 @@ def read_request(
     return config, ResumePoint(checkpoint=checkpoint, measured=_measured_before(checkpoint))
 
 
-def _continue_path(request: Config, path: Path, packed: Mapping[str, Any], checkpoint: Checkpoint) -> Config:
-    """With --resume PATH, return the options of that run, overridden by this request."""
+def complete_from_path(
+    request: Config, path: Path, packed: Mapping[str, Any], checkpoint: Checkpoint
+) -> Config:
+    """Return the options of the run of --resume PATH, overridden by the request."""
     run, asked = _run_of(path), request.options_asked()
     known, once = options_by_name(), options_on_resume(OnResume.ONE_START)  # older names of an option too
     stored = {known[name].name: value for name, value in checkpoint.manifest.asked.items() if name in known}
-    stored = {name: value for name, value in stored.items() if name not in once}
-    stored |= packed
+    stored = {name: value for name, value in stored.items() if name not in once} | dict(packed)
     backend = str((stored | asked).get("backend", "auto"))
     kept = kept_options(checkpoint, stored, backend=backend)
     stored |= kept | _same_rows(checkpoint, request)
@@ -170,31 +168,31 @@ def _continue_path(request: Config, path: Path, packed: Mapping[str, Any], check
     return _made(values, request, other=f"the run {run.name}")
 
 
-def _continue_named(request: Config, checkpoint: Checkpoint) -> Config:
-    """With --resume auto, return the options of this request and those to keep from the checkpoint."""
+def complete_named(request: Config, checkpoint: Checkpoint) -> Config:
+    """Return the options of a request with --resume auto, and the options to keep from the checkpoint."""
     values = request.options_asked()
     kept = kept_options(checkpoint, values, backend=request.backend)
     values = kept | _without_auto(values, kept)
     before = checkpoint.manifest.options.get("world_size")
     if before is not None and max(1, before) != max(1, request.world_size):
-        # The command is that of the run, apart from the processes there are now.
+        # The same command as before, with another number of processes.
         values |= _same_rows(checkpoint, request)
     return _made(values, request, other="the checkpoint")
 
 
 def _place(request: Config, run: Path) -> dict[str, Any]:
-    """Return the options for the run folder: that of the run, where the request has no other."""
+    """Return the name and folder of the run, unless the request sets them."""
     here = {"name": run.name, "output_dir": str(run.parent)}
     return {name: value for name, value in here.items() if name not in request.sources}
 
 
 def _without_auto(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a request without `auto` where the choice of the earlier part is kept."""
+    """Return the options of a request without each `auto` whose earlier choice is kept."""
     return {name: value for name, value in values.items() if name not in kept or value != "auto"}
 
 
 def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
-    """Make a configuration, whose values come from the request or from `other`."""
+    """Return a configuration whose values come from the request or from `other`."""
     # The weights of a base adapter are in the checkpoint.
     config = make_config(**{name: value for name, value in values.items() if name != "base_adapter"})
     sources = {name: request.sources.get(name, other) for name in config.sources}
@@ -202,22 +200,19 @@ def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
 
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
-    """Return the options to keep from the earlier part of a run.
-
-    These are the presets of its recipe, the precision and layers it chose on this backend (its numbers are rounded by
-    them), the optimizer its moments belong to, and the run's copies of missing files.
-    """
+    """Return the options to keep from the earlier part of a run: the presets of its recipe, the precision and kernels it
+    chose on this backend, the optimizer of its moments, and the run's copies of missing files."""
     manifest = checkpoint.manifest
     presets: frozenset[str] = frozenset()
-    if manifest.recipe in recipe_names():  # an older manifest names none, and a recipe may be missing here
+    if manifest.recipe in recipe_names():  # an older manifest has none, and a recipe may be missing here
         chosen = load_recipe(str(manifest.recipe)).preset_options
         presets = frozenset(chosen) - options_on_resume(OnResume.OWN_MACHINE)
     kept = {name: manifest.options[name] for name in presets & manifest.options.keys() - asked.keys()}
     here = backend in ("auto", manifest.backend)
     if here and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest.precision
-    # Keep the fast layers on any CPU: the choice depends on the speed of its 16-bit products, measured at each start.
-    before = manifest.options.get("kernels", "general")  # the only ones before the option
+    # Keep the fast layers on any CPU: the choice depends on the speed of 16-bit products, measured at each start.
+    before = manifest.options.get("kernels", "general")  # older runs had no others
     if manifest.backend in FAST_BY_DEFAULT and here and asked.get("kernels", "auto") == "auto":
         kept |= {"kernels": before} if before == "general" or manifest.backend == "cpu" else {}
     used = manifest.identity.get("optimizer")
@@ -231,15 +226,15 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
 
 
 def for_record(config: Config) -> Config:
-    """Return the configuration to record, without options that apply to a single start."""
+    """Return the configuration to record, without the options of a single start."""
     once = options_on_resume(OnResume.ONE_START)
     asked = {name: source for name, source in config.sources.items() if name not in once}
     return dataclasses.replace(config, sources=asked)
 
 
 def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
-    """Adapt gradient accumulation to another number of processes, so that a step keeps its rows. Where they cannot be
-    divided evenly, some processes have a micro-batch less than others."""
+    """Return gradient accumulation for another number of processes, so that a step keeps its rows. If they cannot be
+    divided evenly, some processes have one micro-batch fewer."""
     rows = (checkpoint.manifest.identity.get("order") or {}).get("rows_per_step")
     batch_size = config.batch_size if "batch_size" in config.sources else None
     batch_size = batch_size or checkpoint.manifest.options.get("batch_size")
@@ -252,15 +247,15 @@ def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
     }
 
 
-def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of a run, unpacking an archive, and the options for the files that came with it."""
+def unpack_run(config: Config) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of the run of --resume, unpacked if it is an archive, and the options for its packed files."""
     path = Path(config.resume).expanduser()
     target: dict[str, Any] = {}
     if path.is_file():
         note = read_note(path)
         folder = Path(config.output_dir).expanduser() / (config.name or note["run"])
         if not folder.exists():
-            with hold(folder):  # one of several simultaneous starts unpacks it
+            with hold(folder):  # only one of several simultaneous starts unpacks it
                 if not folder.exists():
                     unpack_archive(path, folder)
         if read_unpacked_note(folder) != note:
@@ -270,12 +265,12 @@ def _unpacked(config: Config) -> tuple[Path, dict[str, Any]]:
             )
         path, target = folder, {"backend": note["to"]}
     note = read_unpacked_note(path) if path.is_dir() else {}
-    files = {option: _unpacked_value(path, place) for option, place in (note.get("options") or {}).items()}
+    files = {option: unpacked_value(path, place) for option, place in (note.get("options") or {}).items()}
     return path, files | target
 
 
-def _unpacked_value(run: Path, place: Any) -> str:
-    """Return the value of an option whose file is in the archive; for several data sources, their list."""
+def unpacked_value(run: Path, place: Any) -> str:
+    """Return the value of an option whose files were in the archive."""
     if isinstance(place, str):
         return str(run / place)
     return join_entries(

@@ -19,15 +19,17 @@ from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
 from crosstune.models.identity import read_record, recorded_sha256, source_identity
 from crosstune.models.locate import ModelFolder
 
-# Optimizers that keep the same moments.
+# Optimizers with the same moments.
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
 _SETTINGS = {"lora": OnResume.ADAPTER, "dora": OnResume.ADAPTER, "llama_pro": OnResume.NEW_BLOCKS}
-"""Method -> declaration of the options that determine the meaning of its weights."""
+"""Method -> kind of the options that determine the meaning of its weights."""
 _TITLES = {"data": "training data", "eval_data": "evaluation data"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Difference:
+    """A difference between a request and the training of a checkpoint."""
+
     kind: str
     what: str
     was: Any
@@ -38,8 +40,8 @@ class Difference:
 
 
 def identity_of(plan: Plan, model: ModelFolder | None, recipe: Recipe) -> dict[str, Any]:
-    """Return the identity of a training, compared part by part when a run is resumed. A recipe that brings its own model
-    is identified by its name."""
+    """Return the identity of a training, compared part by part when a run is resumed. A recipe's own model is identified
+    by the name of the recipe."""
     base = {"name": plan.config.recipe, "identity": "the recipe's own"}
     if model is not None:
         source = source_identity(model.path)
@@ -63,7 +65,7 @@ def identity_of_options(plan: Plan) -> dict[str, Any]:
 
 
 def base_fields(plan: Plan) -> dict[str, Any]:
-    """Return what opening the model decided about its base, for plan.json and `Manifest.base`."""
+    """Return the fields of plan.json and `Manifest.base` that are known once the model is open."""
     if plan.base is None:
         return {}
     groups = plan.base.outside_fp8
@@ -84,37 +86,37 @@ def quantization_name(plan: Plan) -> str | None:
 
 
 def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Return the differences between two identities, ignoring parts that the older one does not record."""
+    """Return the differences between two identities; ignore parts that one of them does not record."""
     found: list[Difference] = []
     for kind in was.keys() & now.keys():
         before, after = was[kind], now[kind]
         if kind == "eval_data" and None in (before, after):
-            continue  # without evaluations on one side there is nothing to compare
+            continue  # one side has no evaluation
         if kind in ("order", "trainable"):
             found += [
-                _difference(kind, key, before.get(key), after.get(key))
+                Difference(kind, key, before.get(key), after.get(key))
                 for key in sorted({*before, *after})
                 if before.get(key) != after.get(key)
             ]
         elif kind == "model":
             found += _compare_models(before, after)
         elif _comparable(kind, before) != _comparable(kind, after):
-            found.append(_difference(kind, _TITLES.get(kind, kind), before, after))
+            found.append(Difference(kind, _TITLES.get(kind, kind), before, after))
     return sorted(found, key=lambda difference: MISMATCHES.index(difference.kind))
 
 
 def _compare_models(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Compare weights and configuration of two models, but not their names."""
     if was["identity"] != now["identity"]:
-        return [_difference("model", "model", was, now)]
+        return [Difference("model", "model", was, now)]
     before, after = was.get("config"), now.get("config")
     if before is None or after is None or before == after:
         return []
-    return [_difference("model", "config.json of the model", before, after)]
+    return [Difference("model", "config.json of the model", before, after)]
 
 
 def _comparable(kind: str, value: Any) -> Any:
-    """Return the value to compare: an optimizer's family, and the fields of a quantization that change values."""
+    """Return the value to compare: the family of an optimizer, the fields of a quantization that change values."""
     if kind == "quantization":
         spec = read_spec(value)
         return spec.meaning() if spec is not None else None
@@ -133,8 +135,8 @@ def find_differences(
 
 
 def _is_adapted(difference: Difference, *, measured: bool) -> bool:
-    """Return whether a difference is expected on another backend: a requantized base, if its effect is measured, or
-    8-bit Adam moments that become fp32."""
+    """Return whether a difference is expected on another backend: a requantized base with a measured effect, or 8-bit
+    Adam moments that become fp32."""
     if difference.kind == "quantization":
         return measured and None not in (difference.was, difference.now)
     families = [_comparable(difference.kind, value) for value in (difference.was, difference.now)]
@@ -142,14 +144,14 @@ def _is_adapted(difference: Difference, *, measured: bool) -> bool:
 
 
 def explain_data(differences: Sequence[Difference], manifest: Manifest, config: Config) -> list[Difference]:
-    """If the training data differs, name instead the changed options that split the same file differently."""
+    """Replace a difference of the training data by the changed options that split the same file differently."""
     was, now = manifest.options, config.options()
     dividing = options_on_resume(OnResume.DIVIDES_DATA)
     changed = [name for name in now if name in dividing and name in was and was[name] != now[name]]
     if not changed or not any(difference.kind == "data" for difference in differences):
         return list(differences)
     found = [d for d in differences if d.kind != "data"]
-    return found + [Difference(kind="data", what=name, was=was[name], now=now[name]) for name in changed]
+    return found + [Difference("data", name, was[name], now[name]) for name in changed]
 
 
 def check_same(differences: Sequence[Difference], config: Config) -> None:
@@ -161,25 +163,27 @@ def check_same(differences: Sequence[Difference], config: Config) -> None:
         raise UserError(
             "The checkpoint is from another training.",
             why="; ".join(difference.sentence() for difference in refused),
-            do=f"continue with the options it was made with, or add --allow_mismatch {kinds} to continue anyway",
+            do=f"continue with its options, or add --allow_mismatch {kinds} to continue anyway",
         )
 
 
 def changed_options(manifest: Manifest, config: Config) -> list[Difference]:
-    """Return the options that differ from the earlier part of the run and affect the training."""
+    """Return the changed options that affect the training."""
     was, now = manifest.options, config.options()
     unreported = options_on_resume(OnResume.FREE, OnResume.ONE_START)
     return [
-        Difference(kind="option", what=name, was=was[name], now=now[name])
+        Difference("option", name, was[name], now[name])
         for name in now
         if name in was and name not in unreported and was[name] != now[name]
     ]
 
 
 def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) -> list[str]:
-    """Check the base of an adapter to continue: raise if it is not the model the adapter was trained on, and return a
-    warning if it is quantized differently. Adapters of other tools have no record to check. The layers that are not
-    quantized are not compared: a new training chooses its own when it is opened."""
+    """Raise if an adapter was trained on another base; return a warning if the base is quantized differently.
+
+    Adapters of other tools have no record to check. The names of unquantized layers are not compared: a new training
+    chooses them when it is opened.
+    """
     record = read_record(adapter)
     base = record.get("base") or {}
     recorded = recorded_sha256(record)
@@ -199,10 +203,6 @@ def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) 
         return []
     descriptions = [spec.describe() if spec is not None else "not quantized" for spec in specs]
     return [f"base_adapter: its base was {descriptions[0]} in training and is {descriptions[1]} now"]
-
-
-def _difference(kind: str, what: str, was: Any, now: Any) -> Difference:
-    return Difference(kind=kind, what=what, was=was, now=now)
 
 
 def _short(value: Any) -> str:

@@ -1,12 +1,11 @@
-"""Write the result of a run, the adapter or the model, in place of an older one."""
+"""Choose the weights of the result, and write it (adapter or model) in place of an older one."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
 
 from crosstune.checkpoint.folders import FOLDER, name_of
@@ -22,26 +21,25 @@ from crosstune.files import atomic_files
 from crosstune.files.plain_files import free_space, readable_bytes
 from crosstune.loop.progress import Progress, best_step, trained_losses
 from crosstune.models.file_hashes import write_checksums
-from crosstune.models.identity import read_record
 from crosstune.process.ranks import Group
 
 _STAGED = "result"
 _FEWEST_BYTES = 2
-"""Bytes of a trained weight in the smallest format that a result has."""
+"""Bytes of a trained weight in the smallest format of a result."""
 
 
 def save_result(session: Session, recipe: Recipe, folder: Path, *, writes: bool) -> Path | None:
-    """Write the result to a staging folder and move it into place, so that an older one is replaced atomically.
+    """Write the result to a staging folder and replace an older result atomically.
 
-    Every process calls this, since gathering the weights may need all of them; the process that `writes` returns the path.
+    Every process calls this, since gathering the weights may need all of them; the one that `writes` returns the path.
     """
     if not writes:
         session.save_result(None)
         return None
     try:
+        _check_room(folder, session)
         with (
             memory_errors(doing="writing the result"),
-            _room(folder, session),
             atomic_files.staging_folder(folder / _STAGED) as staging,
         ):
             written = session.save_result(staging)
@@ -62,17 +60,15 @@ def save_result(session: Session, recipe: Recipe, folder: Path, *, writes: bool)
     return target
 
 
-@contextlib.contextmanager
-def _room(folder: Path, session: Session) -> Iterator[None]:
-    """Raise before anything is written if the disk has no room for the trained weights."""
+def _check_room(folder: Path, session: Session) -> None:
+    """Raise if the disk has no room for the trained weights."""
     need, free = _FEWEST_BYTES * session.num_parameters()[0], free_space(folder)
     if free < need:
         raise SaveFailed(
             f"There is not enough disk space for the result in {folder}.",
-            why=f"it takes at least {readable_bytes(need)} and {readable_bytes(free)} are free.",
+            why=f"it needs at least {readable_bytes(need)} and {readable_bytes(free)} are free.",
             do="free some space, and continue the run",
         )
-    yield
 
 
 def _free(folder: Path) -> str:
@@ -83,23 +79,23 @@ def _free(folder: Path) -> str:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove results that killed processes left unfinished."""
+    """Remove incomplete results of killed processes."""
     atomic_files.clear_leftovers(folder, of=_STAGED.__eq__)
 
 
-def cost_of_saving(result: Path) -> dict[str, Any] | None:
-    """Return the distance of the saved model from the trained one, if they differ."""
-    return read_record(result).get("against_trained") or None
+def find_bad_weight(session: Session) -> str | None:
+    """Return the name of a trained array with non-finite values."""
+    weights = session.export_state(copy=False).weights
+    return next((name for name, array in weights.items() if not np.isfinite(array).all()), None)
 
 
 def best_weights(
     config: Config, progress: Progress, runs: Sequence[Path], observer: Observer, *, group: Group
 ) -> tuple[Checkpoint | None, int | None]:
-    """Return the checkpoint for the result, None for the weights of the last step; and the best step.
+    """Return the checkpoint of the result, or None for the last weights, and the best step.
 
     `runs` are this run and the one it continues. `auto` means best if there was more than one evaluation after the start.
-    If the best checkpoint is missing, warn and use the last weights. Every process calls this, and all return the same
-    checkpoint: None unless each of them can open it.
+    Warn and use the last weights if a process cannot open the best checkpoint. Every process calls this.
     """
     losses, best = trained_losses(progress.evaluations), best_step(progress.evaluations)
     wanted = config.result == "best" or (config.result == "auto" and len(losses) > 1)
@@ -121,7 +117,7 @@ def best_weights(
         return found, best
     reason = reason or "another process cannot open them"
     message = (
-        f"result: the best weights, of step {best}, are not there, so the last ones are the result ({reason})"
+        f"result: the best weights, of step {best}, are missing, so the last ones are the result ({reason})"
     )
     observer.on_event(Warned(message=message, step=progress.steps))
     return None, best

@@ -1,4 +1,4 @@
-"""Notice during a run that its folder was renamed or removed, and keep its state where the folder is now."""
+"""Notice during a run that its folder was renamed, replaced or removed, and say where its state is kept."""
 
 from __future__ import annotations
 
@@ -9,70 +9,51 @@ from collections.abc import Callable
 from pathlib import Path
 
 from crosstune.core.errors import UserError
-from crosstune.core.events import Event, StepMetrics
 
 
 class FolderGone(UserError):
-    """The folder of a run was renamed or removed during training."""
+    """The folder of a run was renamed, replaced or removed during training."""
 
 
 class FolderWatch:
-    """Check after each step that the run folder is still at its path.
+    """Check that the run folder is still at its path; a link to the same folder counts as the folder.
 
-    If not, call `found` once: with the folder's new path, or with its old one, made again, if it was removed.
+    If it is not, call `on_lost` once: with the folder's new path, or with the old path, made again, if it was removed.
+    Without `enabled` nothing is checked.
     """
 
-    def __init__(self, folder: Path, *, found: Callable[[Path], None]) -> None:
-        self.folder, self._found = folder, found
+    def __init__(self, folder: Path, *, on_lost: Callable[[Path], None], enabled: bool = True) -> None:
+        self.folder, self._on_lost = folder, on_lost
         self.error: FolderGone | None = None
-        self._handle = None if os.name == "nt" else os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        self.look()
-
-    def on_event(self, event: Event) -> None:
-        return None
+        can_open = enabled and os.name != "nt"
+        self._handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY) if can_open else None
 
     def look(self) -> FolderGone | None:
         """Return the error if the folder is gone."""
-        if self.error is None and self._handle is not None and not _is_same(self.folder, self._handle):
-            now = _path_of(self._handle)
-            if now is not None:
-                self.error = FolderGone(
-                    f"The run folder {self.folder} was renamed to {now} during the run.",
-                    why="another process could take either name, so the run stopped; its steps are in a checkpoint there.",
-                    do=f"continue with: crosstune train --resume {now}",
-                )
-            elif _was_removed(self._handle) and _make(self.folder):
-                self.error = FolderGone(
-                    f"The run folder {self.folder} was removed during the run.",
-                    why="its records and older checkpoints are lost; the last step is kept in a new checkpoint there.",
-                    do=f"continue with: crosstune train --resume {self.folder}; or remove the folder again",
-                )
-            else:  # a disk that is gone: the next write says so, and nothing is written elsewhere
-                return None
-            self._found(now or self.folder)
+        if self.error is not None or self._handle is None or _is_same(self.folder, self._handle):
+            return self.error
+        now = _path_of(self._handle)
+        if now is not None:
+            self.error = FolderGone(
+                f"The run folder {self.folder} was renamed to {now} during the run.",
+                why="another process could use either name, so the run stopped; its steps are in a checkpoint there.",
+                do=f"continue with: crosstune train --resume {now}",
+            )
+        elif _was_removed(self._handle) and _make(self.folder):
+            self.error = FolderGone(
+                f"The run folder {self.folder} was removed during the run.",
+                why="its records and older checkpoints are lost; the last step is kept in a new checkpoint there.",
+                do=f"continue with: crosstune train --resume {self.folder}; or remove the folder again",
+            )
+        else:  # the disk is gone: the next write fails, and nothing is written elsewhere
+            return None
+        self._on_lost(now or self.folder)
         return self.error
 
     def close(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
-
-
-class FirstStep:
-    """Call a function at the first completed step: a start that fails before it must change nothing."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act: Callable[[], None] | None = act
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        act, self._act = self._act, None
-        if act is not None:
-            act()
-
-    def on_event(self, event: Event) -> None:
-        return None
 
 
 def _is_same(folder: Path, handle: int) -> bool:
@@ -82,7 +63,7 @@ def _is_same(folder: Path, handle: int) -> bool:
 
 
 def _was_removed(handle: int) -> bool:
-    """Return whether an open folder has no name any more; one on a disk that is gone keeps its links."""
+    """Return whether an open folder was deleted; a folder on a lost disk still has links."""
     with contextlib.suppress(OSError):
         return os.fstat(handle).st_nlink == 0
     return False
@@ -95,7 +76,7 @@ def _make(folder: Path) -> bool:
 
 
 def _path_of(handle: int) -> Path | None:
-    """Return the path of an open folder now; None if it was removed, or where the system cannot tell."""
+    """Return the current path of an open folder; None if it was removed or the system cannot tell."""
     with contextlib.suppress(OSError):
         if sys.platform == "darwin":
             import fcntl

@@ -87,7 +87,7 @@ def _folders(target: Path) -> list[tuple[int, Path]]:
 def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
     from crosstune.checkpoint.manifest import DamagedCheckpoint, UnknownVersion
     from crosstune.checkpoint.read import open_checkpoint
-    from crosstune.checkpoint.rotate import best_step
+    from crosstune.checkpoint.rotate import lowest
 
     rows: list[dict[str, Any]] = []
     for step, folder in _folders(target):
@@ -110,7 +110,7 @@ def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
     for row in rows:
         row["eval_loss"] = row.get("eval_loss") or later.get(row["step"])
     judged = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
-    best = best_step(list(judged), judged)
+    best = lowest(list(judged), judged)
     for row in rows:
         row["best"] = row["step"] == best
     return rows
@@ -201,7 +201,7 @@ def _prune_held(own: Any) -> int:
     evaluations = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
     keep = Keep(last_n=own.keep_last_n, best=not own.drop_best, every=own.keep_every)
     root = Path(rows[0]["path"]).parent
-    removed = [str(path) for path in rotate(root, keep, evaluations, only_say=own.dry_run)]
+    removed = [str(path) for path in rotate(root, keep, evaluations, dry_run=own.dry_run)]
     lines = [f"{'would remove' if own.dry_run else 'removed'}  {path}" for path in removed]
     found = {"removed": removed, "dry_run": own.dry_run}
     return print_result(found, lines or ["nothing to remove"], as_json=own.json)

@@ -1,16 +1,18 @@
-"""Write a checkpoint from several processes, each of which holds a part of the state, behind one manifest."""
+"""Checkpoints in parts: written by several processes behind one manifest, named, and joined when read."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from crosstune.checkpoint.folders import name_of
 from crosstune.checkpoint.manifest import MOMENTS, RANDOM, WEIGHTS, Manifest
-from crosstune.checkpoint.shard_files import part_name
 from crosstune.checkpoint.tensors import file_bytes
 from crosstune.checkpoint.write import (
     Committed,
@@ -24,14 +26,19 @@ from crosstune.checkpoint.write import (
     write_listed,
     write_manifest,
 )
-from crosstune.core.protocols import SessionState
+from crosstune.core.protocols import Array, SessionState
 from crosstune.files.atomic_files import put_new, staging_folder
 from crosstune.files.json_files import read_json, write_json
 from crosstune.process.ranks import Group
 
+_PART = re.compile(r"(?P<stem>[a-z]+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+
+Described = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Name -> dtype and shape of an array."""
+
 
 def write_divided(root: Path, state: SessionState, manifest: Manifest, *, group: Group) -> Committed:
-    """Write `root/step-NNNNNNNN`, to which every process writes its part, and point `latest` at it.
+    """Write `root/step-NNNNNNNN`, each process its part, and point `latest` at it.
 
     Every process calls this; all raise SaveFailed if one of them cannot write.
     """
@@ -65,7 +72,7 @@ def _listed(number: int) -> str:
 
 
 def _write_part(staged: Path, state: SessionState) -> None:
-    """Write the arrays of this process, and a note of their files for the first one."""
+    """Write the arrays of this process, and list their files for the first process."""
     assert state.part is not None
     if not staged.is_dir():
         raise SaveFailed(
@@ -76,7 +83,7 @@ def _write_part(staged: Path, state: SessionState) -> None:
     number, count, parts = state.part.number, state.part.count, state_files(state)
     files = {}
     for file in (WEIGHTS, MOMENTS):
-        # A process may have no rows of an array; the first has some of each, unless the array is empty.
+        # A process may have no rows of an array; the first one has some of each, unless the array is empty.
         arrays = {key: array for key, array in parts[file].items() if array.size or number == 0}
         name = part_name(file, number, count)
         files[name] = write_listed(staged / name, arrays)
@@ -84,14 +91,14 @@ def _write_part(staged: Path, state: SessionState) -> None:
 
 
 def _take_listed(staged: Path, count: int) -> dict[str, Any]:
-    """Return the files of all parts, and remove the notes of them."""
+    """Return the listed files of all parts, and remove the lists."""
     files: dict[str, Any] = {}
     for number in range(count):
         path = staged / _listed(number)
         if not path.is_file():
             raise SaveFailed(
                 f"Part {number + 1} of {count} of the checkpoint is not in {staged}.",
-                why="the process that wrote it has another folder under this name.",
+                why="the process that wrote it sees another folder under this name.",
                 do="use an --output_dir on a file system that all hosts share",
             )
         files |= read_json(path)
@@ -117,3 +124,81 @@ def _together(group: Group, target: Path, need: int) -> Iterator[None]:
             why="another process could not write its part; the older checkpoints are intact.",
             do="read the message of that process",
         )
+
+
+def part_name(file: str, number: int, count: int) -> str:
+    """Return the name of a part file of `file`, counted from 0."""
+    return f"{file.removesuffix('.safetensors')}-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def files_of(file: str, listed: Collection[str]) -> list[str]:
+    """Return `file` itself or all of its parts in order; nothing if a part is missing."""
+    if file in listed:
+        return [file]
+    matches = [match for name in listed if (match := _PART.fullmatch(name))]
+    counts = {int(m["count"]) for m in matches if f"{m['stem']}.safetensors" == file}
+    if len(counts) != 1:
+        return []
+    [count] = counts
+    names = [part_name(file, number, count) for number in range(count)]
+    return names if all(name in listed for name in names) else []
+
+
+def describe_joined(parts: Sequence[Described]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the dtypes and shapes of the joined arrays."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for part in parts:
+        for name, (dtype, shape) in part.items():
+            if name in found and shape:
+                before = found[name][1]
+                shape = (before[0] + shape[0], *before[1:])
+            found[name] = (dtype, shape)
+    return found
+
+
+def join(parts: Sequence[Mapping[str, Array]]) -> dict[str, Any]:
+    """Return the whole arrays; an array with rows in several parts is joined when it is read."""
+    pieces: dict[str, list[Array]] = {}
+    for part in parts:
+        for name, array in part.items():
+            pieces.setdefault(name, []).append(array)
+    return {name: found[0] if len(found) == 1 else JoinedRows(found) for name, found in pieces.items()}
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """An array whose rows are in several arrays, so that a process of a sharded model reads only its own."""
+
+    pieces: Sequence[Array]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(len(piece) for piece in self.pieces), *self.pieces[0].shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.pieces[0].dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.pieces[0].ndim
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> Array:
+        if not isinstance(rows, slice) or rows.step not in (None, 1):
+            return np.asarray(np.asarray(self)[rows])
+        start, stop, _ = rows.indices(len(self))
+        found, first = [], 0
+        for piece in self.pieces:
+            found.append(piece[max(start - first, 0) : max(stop - first, 0)])
+            first += len(piece)
+        return np.concatenate(found)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.concatenate(list(self.pieces)).astype(dtype or self.dtype, copy=False)

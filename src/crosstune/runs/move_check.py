@@ -9,21 +9,8 @@ from crosstune.core.loss_measurement import Comparison, LossMeasurement
 from crosstune.core.protocols import Batch, Recipe, Session
 
 NUM_BATCHES = 4
-# Largest relative change of the loss that a move may cause: by another precision, and by requantizing the base.
 BOUND, BOUND_REQUANTIZED = 0.02, 0.25
-
-
-def _windows(recipe: Recipe, *, step: int, like: LossMeasurement | None) -> tuple[int, list[Sequence[Batch]]]:
-    """Return the micro-batches of a few steps: the steps of `like` if given, else the next ones, or the first ones at the
-    end of the run."""
-    if like is not None:
-        last = min(like.first_step + like.num_steps, recipe.num_steps())
-        return like.first_step, [recipe.micro_batches(number) for number in range(like.first_step, last)]
-    first = step if step < recipe.num_steps() else 0
-    windows: list[Sequence[Batch]] = []
-    while sum(map(len, windows)) < NUM_BATCHES and first + len(windows) < recipe.num_steps():
-        windows.append(recipe.micro_batches(first + len(windows)))
-    return first, windows
+"""Largest relative change of the loss by another precision, and by requantizing the base."""
 
 
 def measure(
@@ -36,8 +23,18 @@ def measure(
     quantization: str | None,
     like: LossMeasurement | None = None,
 ) -> LossMeasurement:
-    """Measure the loss on a few steps: the steps of `like` if given."""
-    first_step, windows = _windows(recipe, step=step, like=like)
+    """Measure the loss on a few steps: the steps of `like` if given, else the next ones, or the first ones at the end of
+    the run."""
+    last_step = recipe.num_steps()
+    windows: list[Sequence[Batch]] = []
+    if like is not None:
+        first_step = like.first_step
+        last = min(first_step + like.num_steps, last_step)
+        windows = [recipe.micro_batches(number) for number in range(first_step, last)]
+    else:
+        first_step = step if step < last_step else 0
+        while sum(map(len, windows)) < NUM_BATCHES and first_step + len(windows) < last_step:
+            windows.append(recipe.micro_batches(first_step + len(windows)))
     result = session.evaluate([batch for window in windows for batch in window])
     return LossMeasurement(
         step=step,
@@ -52,7 +49,7 @@ def measure(
 
 
 def compare(there: LossMeasurement, here: LossMeasurement) -> Comparison:
-    """Compare both losses against the bound for a move."""
+    """Compare the losses before and after a move."""
     bound = BOUND if there.quantization == here.quantization else BOUND_REQUANTIZED
     difference = abs(here.loss - there.loss) / max(abs(there.loss), 1e-12)
     same_rows = there.num_supervised == here.num_supervised
@@ -79,7 +76,7 @@ def check(compared: Comparison, *, allowed: bool) -> None:
             do="continue with the number of steps, data and rows per step of the run, or add --allow_mismatch loss",
         )
     raise UserError(
-        "The run would not continue as it was.",
+        "The move changes the model too much.",
         why=f"the same batches have the loss {there.loss:.6f} on {there.backend} ({there.terms()}) and "
         f"{here.loss:.6f} on {here.backend} ({here.terms()}): {compared.difference:.2%} apart, "
         f"{compared.bound:.0%} at most.",
