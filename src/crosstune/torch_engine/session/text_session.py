@@ -1,4 +1,4 @@
-"""Extend the session with logits and text generation for causal language models."""
+"""Add logits and text generation to the session, for causal language models."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from crosstune.torch_engine.session.session import TorchSession
 
 
 class TextSession(TorchSession):
+    """A session of a causal language model."""
+
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in eval mode, in the precision of training."""
         with self.connected(EVALUATING), evaluating(self.model), memory_errors(self.device, doing=EVALUATING):
@@ -29,11 +31,10 @@ class TextSession(TorchSession):
         sampling: Sampling = GREEDY,
         on_token: OnToken | None = None,
     ) -> list[list[int]]:
-        limit = memory_errors(self.device, doing=GENERATING)
         with (
             self.connected(GENERATING),
             evaluating(self.model),
-            limit,
+            memory_errors(self.device, doing=GENERATING),
             self._cast_once(),
             self.precision.context(self.device),
         ):
@@ -48,7 +49,7 @@ class TextSession(TorchSession):
             )
 
     def _cast_once(self) -> contextlib.AbstractContextManager[None]:
-        """Cast adapters and head once for all passes; not where weights are divided, or code compiled for them as they are."""
+        """Cast adapters and head once for all passes, unless weights are sharded or compiled code reads them."""
         if self.parallel is not None or self.plan.config.torch_compile:
             return contextlib.nullcontext()
         return cast_once(self.model, self.precision)

@@ -107,23 +107,23 @@ class CausalLM:
     eval_metric_names: Sequence[str] = ("exact_match",)
 
     def __init__(self) -> None:
-        self.opening: BuildContext | None = None
+        self.context: BuildContext | None = None
         self.expansion: Expansion | None = None
         self.decoder: FastDecoder | None = None
         """Runs the model's layers instead of transformers, if --kernels is fast."""
         self._against_trained: dict[str, Any] | None = None
 
-    def build(self, opening: BuildContext) -> nn.Module:
+    def build(self, context: BuildContext) -> nn.Module:
         """Load the model folder, quantized and expanded as the plan says."""
-        assert opening.folder is not None, "a causal language model is built from a folder"
+        assert context.folder is not None, "a causal language model is built from a folder"
         model, self.expansion = load_model(
-            opening.folder,
-            plan=opening.plan,
-            precision=opening.precision,
-            device=opening.device,
-            finish=opening.finish,
+            context.folder,
+            plan=context.plan,
+            precision=context.precision,
+            device=context.device,
+            finish=context.finish,
         )
-        self.opening = opening
+        self.context = context
         return model
 
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
@@ -201,13 +201,13 @@ class CausalLM:
 
     def base_record(self) -> dict[str, Any]:
         """Return a record of the base weights, their quantization and the precision of the training."""
-        opening = self._opened()
-        assert opening.folder is not None
-        spec = opening.plan.quant_spec
+        context = self._opened()
+        assert context.folder is not None
+        spec = context.plan.quant_spec
         return {
-            "base": {"name": opening.plan.config.model_name, "identity": identity(opening.folder)},
+            "base": {"name": context.plan.config.model_name, "identity": identity(context.folder)},
             "quantization": spec.to_json() if spec is not None else None,
-            "precision": opening.plan.precision,
+            "precision": context.plan.precision,
         }
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None:
@@ -239,20 +239,20 @@ class CausalLM:
 
     def measure_result(self, model: nn.Module) -> None:
         """Compare the new blocks over the quantized base, which were trained, with those over the original one."""
-        opening = self._opened()
-        if self.expansion is None or opening.plan.quant_spec is None:
+        context = self._opened()
+        if self.expansion is None or context.plan.quant_spec is None:
             return
-        assert opening.folder is not None
+        assert context.folder is not None
         prompts = [list(range(start, start + _PROBE_TOKENS)) for start in (0, _PROBE_TOKENS)]
         with evaluating(model):
-            as_trained = model_logits(model, prompts, precision=opening.precision, device=opening.device)
-            with original_weights(model, opening.folder, self.expansion):
-                as_saved = model_logits(model, prompts, precision=opening.precision, device=opening.device)
+            as_trained = model_logits(model, prompts, precision=context.precision, device=context.device)
+            with original_weights(model, context.folder, self.expansion):
+                as_saved = model_logits(model, prompts, precision=context.precision, device=context.device)
         self._against_trained = {"original": measure_agreement(as_trained, as_saved).to_json()}
 
     def _opened(self) -> BuildContext:
-        assert self.opening is not None, "the model is not built yet"
-        return self.opening
+        assert self.context is not None, "the model is not built yet"
+        return self.context
 
 
 def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
