@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
 from crosstune.core.model_folders import AdapterFolder, DenseWeights
 from crosstune.core.quantization import read_spec
 from crosstune.data.batches.token_batch import TokenBatch, pad_rows
@@ -27,6 +28,7 @@ from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.results import merge as engine
 from crosstune.torch_engine.session.session import TorchSession
 
+Trained = Callable[[str], tuple[TorchSession, Path]]
 TURNS = [
     [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]
     for n, word in enumerate(["red", "green", "blue"], start=1)
@@ -61,6 +63,22 @@ def train(model: Path, window: list[TokenBatch], folder: Path, **options: Any) -
     return session, session.save_result(folder)
 
 
+@pytest.fixture(scope="module")
+def trained(tiny_model: Path, window: list[TokenBatch], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Train the tiny model by a method, once."""
+
+    @functools.cache
+    def by(method: str) -> tuple[TorchSession, Path]:
+        return train(tiny_model, window, tmp_path_factory.mktemp(method), **METHODS[method])
+
+    return by
+
+
+@pytest.fixture(scope="module")
+def adapter(trained: Trained) -> Path:
+    return trained("lora")[1]
+
+
 def logits(model: Any, window: list[TokenBatch]) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=torch.from_numpy(window[0].input_ids).long()).logits
@@ -77,10 +95,16 @@ def merged(adapter: Path, base: Path, out: Path) -> Path:
 
 @pytest.mark.parametrize(("method", "is_tied"), [*((method, False) for method in METHODS), ("dora", True)])
 def test_a_merged_folder_has_the_logits_of_the_trained_session(
-    tiny_model: Path, tied_model: Path, window: list[TokenBatch], tmp_path: Path, method: str, is_tied: bool
+    trained: Trained,
+    tiny_model: Path,
+    tied_model: Path,
+    window: list[TokenBatch],
+    tmp_path: Path,
+    method: str,
+    is_tied: bool,
 ) -> None:
     base = tied_model if is_tied else tiny_model
-    session, adapter = train(base, window, tmp_path, **METHODS[method])
+    session, adapter = train(base, window, tmp_path, **METHODS[method]) if is_tied else trained(method)
     loaded = AutoModelForCausalLM.from_pretrained(
         merged(adapter, base, tmp_path / "out"), dtype=torch.float32
     )
@@ -92,11 +116,11 @@ def test_a_merged_folder_has_the_logits_of_the_trained_session(
 
 @pytest.mark.parametrize("method", ["lora", "dora", "rslora"])
 def test_peft_merges_to_the_same_weights(
-    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, method: str
+    trained: Trained, tiny_model: Path, tmp_path: Path, method: str
 ) -> None:
     from peft import AutoPeftModelForCausalLM
 
-    _, adapter = train(tiny_model, window, tmp_path, **METHODS[method])
+    _, adapter = trained(method)
     ours = AutoModelForCausalLM.from_pretrained(
         merged(adapter, tiny_model, tmp_path / "out"), dtype=torch.float32
     )
@@ -127,9 +151,9 @@ def test_layers_that_fp8_keeps_as_they_are_are_merged_as_they_are(
 
 
 def test_the_command_reports_what_both_ways_cost(
-    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, adapter = train(tiny_model, window, tmp_path, **METHODS["qlora"])
+    _, adapter = trained("qlora")
     for into in ("original", "dequantized"):
         out = tmp_path / into
         words = ["merge", str(adapter), "--into", into, "--out", str(out), "--dtype", "fp32", "--json"]
@@ -140,13 +164,12 @@ def test_the_command_reports_what_both_ways_cost(
         assert report["against_trained"]["original"]["max_abs"] > 1e-2
         assert json.loads((out / "crosstune.json").read_text())["merged"]["into"] == into
         assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "dequantized", "original"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dequantized", "original"]
 
 
 def test_another_base_is_refused_by_name(
-    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    adapter: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, adapter = train(tiny_model, window, tmp_path)
     other = make_tiny(tmp_path / "other", seed=5)
     words = ["merge", str(adapter), "--base", str(other), "--out", str(tmp_path / "out"), "--backend", "cpu"]
     assert main(words) == 2
@@ -158,9 +181,8 @@ def test_another_base_is_refused_by_name(
 
 
 def test_a_base_of_another_shape_does_not_fit(
-    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, adapter = train(tiny_model, window, tmp_path)
     other = make_tiny(tmp_path / "other", hidden=32, num_heads=2, num_kv_heads=1)
     assert main(["merge", str(adapter), "--base", str(other), "--force", "--backend", "cpu"]) == 2
     assert "does not fit the base" in capsys.readouterr().err
@@ -177,52 +199,37 @@ def test_a_whole_model_has_nothing_to_merge(
 
 
 def test_what_is_there_is_not_overwritten_and_a_full_disk_is_said_first(
-    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, adapter = train(tiny_model, window, tmp_path)
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "notes.txt").write_text("mine")
     assert main(["merge", str(adapter), "--out", str(taken), "--backend", "cpu"]) == 2
     assert "is not empty" in capsys.readouterr().err
-    from crosstune.core.errors import UserError
-
-    with pytest.raises(UserError, match="choose an --out on a larger disk"), staged_room(tmp_path / "huge"):
+    with (
+        pytest.raises(UserError, match="choose an --out on a larger disk"),
+        staged(tmp_path / "huge", need_bytes=10**18),
+    ):
         pass
     assert not (tmp_path / "huge").exists()
 
 
-@contextmanager
-def staged_room(out: Path) -> Iterator[None]:
-    with staged(out, need_bytes=10**18):
-        yield
-
-
-def test_a_stop_midway_leaves_nothing(
-    tiny_model: Path, window: list[TokenBatch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, adapter = train(tiny_model, window, tmp_path)
-
+def test_a_stop_midway_leaves_nothing(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*args: Any, **options: Any) -> torch.Tensor:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine, "fold", stop)
     assert main(["merge", str(adapter), "--out", str(tmp_path / "out"), "--backend", "cpu"]) == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wrong_merge_is_kept_under_a_name_that_says_so(
-    tiny_model: Path,
-    window: list[TokenBatch],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, adapter = train(tiny_model, window, tmp_path)
     right = engine.fold
     monkeypatch.setattr(
         engine, "fold", lambda weight, parts, *, scale, form: right(weight, parts, scale=scale / 2, form=form)
     )
     assert main(["merge", str(adapter), "--out", str(tmp_path / "out"), "--backend", "cpu"]) == 2
     assert "out.unverified" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "out.unverified"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.unverified"]
