@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import train_step
+from support import short_batches, train_step
 from transformers import AutoModelForCausalLM
 
 from crosstune.cli.main import main
@@ -18,9 +18,7 @@ from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.model_folders import AdapterFolder, DenseWeights
 from crosstune.core.quantization import read_spec
-from crosstune.data.batches.token_batch import TokenBatch, pad_rows
-from crosstune.data.render.rendering import encode_conversation
-from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.data.batches.token_batch import TokenBatch
 from crosstune.models.staged import staged
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
@@ -29,10 +27,6 @@ from crosstune.torch_engine.results import merge as engine
 from crosstune.torch_engine.session.session import TorchSession
 
 Trained = Callable[[str], tuple[TorchSession, Path]]
-TURNS = [
-    [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]
-    for n, word in enumerate(["red", "green", "blue"], start=1)
-]
 METHODS: dict[str, dict[str, Any]] = {
     "lora": {"train_type": "lora"},
     "dora": {"train_type": "dora", "lora_rank": 4},
@@ -50,9 +44,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def window(tiny_model: Path) -> list[TokenBatch]:
-    tokenizer = Tokenizer.from_folder(tiny_model)
-    examples = [encode_conversation(turns, tokenizer, index=i, whole=False) for i, turns in enumerate(TURNS)]
-    return [pad_rows(examples, pad_id=0)]
+    return short_batches(tiny_model)[:1]
 
 
 def train(model: Path, window: list[TokenBatch], folder: Path, **options: Any) -> tuple[TorchSession, Path]:

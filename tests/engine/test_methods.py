@@ -162,8 +162,17 @@ def test_new_blocks_over_a_quantized_base(tiny_model: Path, window: list[TokenBa
     )
 
 
-@pytest.mark.parametrize("family", ["phi", "opt", "starcoder2", "mamba"])
-@pytest.mark.parametrize("train_type", ["llama_pro", "bnb_llama_pro"])
+@pytest.mark.parametrize(
+    ("family", "train_type"),
+    [
+        ("mamba", "llama_pro"),
+        *(
+            (family, kind)
+            for family in ("phi", "opt", "starcoder2")
+            for kind in ("llama_pro", "bnb_llama_pro")
+        ),
+    ],
+)
 def test_new_blocks_change_nothing_at_first_in_families_with_biases(
     tiny_model: Path, tmp_path: Path, window: list[TokenBatch], family: str, train_type: str
 ) -> None:
@@ -171,7 +180,7 @@ def test_new_blocks_change_nothing_at_first_in_families_with_biases(
     session = open_session(folder, train_type=train_type, num_new_blocks=2)
     base = open_session(folder, train_type="lora" if train_type == "llama_pro" else "qlora")
     assert session.evaluate(window).loss == pytest.approx(base.evaluate(window).loss, rel=1e-5)
-    losses = [train_step(session, window, lr=3e-3).loss for _ in range(4)]
+    losses = [train_step(session, window, lr=3e-3).loss for _ in range(2)]
     assert losses[-1] < losses[0]
 
 
@@ -214,7 +223,7 @@ def test_adapters_are_only_on_layers_that_the_model_calls(
     folder = tiny_of("mamba", tmp_path / "mamba", vocabulary(tiny_model))
     session = open_session(folder, train_type="qlora")
     assert {name.rpartition(".")[2] for name in session.adapters} == {"in_proj"}
-    losses = [train_step(session, window, lr=1e-2).loss for _ in range(6)]
+    losses = [train_step(session, window, lr=1e-2).loss for _ in range(2)]
     assert losses[-1] < losses[0]
 
 

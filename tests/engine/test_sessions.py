@@ -191,7 +191,7 @@ def same_state(found: SessionState, wanted: SessionState) -> None:
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"train_type": "lora", "lora_dropout": 0.3},
     "dora": {"train_type": "dora", "lora_dropout": 0.3},
-    "qlora in bf16": {"train_type": "qlora", "lora_dropout": 0.3, "precision": "bf16"},
+    "qlora": {"train_type": "qlora", "lora_dropout": 0.3},
     "full in bf16": {"train_type": "full", "precision": "bf16"},
     "LoRA+": {"train_type": "lora", "loraplus_lr_ratio": 4.0},
     "adam": {"train_type": "full", "optimizer": "adam"},
@@ -281,12 +281,12 @@ def test_fp16_scales_its_loss_and_tries_again_with_less(
     session = open_session(backend, tiny_model, precision="fp16")
     exact = open_session(backend, tiny_model)
     scale = LossScale(enabled=True)
-    scale.factor = 2.0**40
+    scale.factor = 2.0**28
     result = train_step(session, windows[0], lr=1e-3, scale=scale)
     expected = train_step(exact, windows[0], lr=1e-3)
     assert result.loss == pytest.approx(expected.loss, rel=0.01)
     assert result.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
-    assert 1.0 < scale.factor < 2.0**40
+    assert 1.0 < scale.factor < 2.0**28
 
 
 @pytest.mark.parametrize(("precision", "train_type"), [("bf16", "lora"), ("fp16", "full")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -36,6 +37,7 @@ OPTIONS = {
 def make_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tiny random model of a family, with the tiny model's tokenizer."""
 
+    @functools.cache
     def make(family: str) -> Path:
         vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
         folder = tiny_of(family, tmp_path_factory.mktemp("models") / family, vocab)

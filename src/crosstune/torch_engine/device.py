@@ -7,7 +7,6 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def open_device(report: BackendReport) -> torch.device:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the memory peak of the device; for a CPU that of the process, on Linux only."""
+    """Reset the memory peak of the device, or of the process for a CPU (on Linux only)."""
     module = _memory_module(device)
     if module is not None and hasattr(module, "reset_peak_memory_stats"):
         module.reset_peak_memory_stats()
@@ -122,14 +121,9 @@ class CacheClearing:
 def give_back_freed() -> None:
     """Make glibc return freed memory to the system; it would otherwise hold several times the memory in use while a model
     loads."""
-    trim = getattr(_c_library(), "malloc_trim", None)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # only glibc has it
         trim(0)
-
-
-@lru_cache(maxsize=1)
-def _c_library() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _memory_module(device: torch.device) -> Any:

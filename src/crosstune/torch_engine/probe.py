@@ -16,7 +16,7 @@ _BUILD_TITLES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "Intel XPU", "mps": "Appl
 
 
 def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport:
-    """Probe a backend, with those of `quantizers` that the torch engine has."""
+    """Probe a backend and the given quantizers; skip quantizers that the torch engine does not have."""
     reason = _why_missing(spec)
     if reason:
         return _missing(spec, reason)

@@ -154,7 +154,7 @@ class QuantLinear(nn.Module):
     stored: StoredWeight
 
     def __init__(self, weight: StoredWeight, bias: torch.Tensor | None) -> None:
-        nn.Module.__init__(self)  # a subclass may also be an nn.Linear, which would make a dense weight
+        nn.Module.__init__(self)  # not nn.Linear.__init__ of a subclass: it would make a dense weight
         self.stored = weight
         self.out_features, self.in_features = weight.shape
         self.register_buffer("bias", bias)

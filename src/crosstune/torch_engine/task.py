@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -83,26 +82,3 @@ class WritesModel(Protocol):
     """
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None: ...
-
-
-@runtime_checkable
-class MeasuresResult(Protocol):
-    """A task that measures the model before it is written. Called on every rank."""
-
-    def measure_result(self, model: nn.Module) -> None: ...
-
-
-@runtime_checkable
-class ChecksBatches(Protocol):
-    """A task that checks whether the model can train on a batch, if needed with a forward pass."""
-
-    def check_batch(self, model: nn.Module, tensors: Tensors) -> None: ...
-
-
-@runtime_checkable
-class HasGeneralLayers(Protocol):
-    """A task that may run fused layers instead of the model's own."""
-
-    def general_layers(self) -> AbstractContextManager[None]:
-        """Run the model's own layers, with their hooks, inside the block."""
-        ...

@@ -28,7 +28,7 @@ def compile_blocks(model: nn.Module, plan: Plan) -> list[str]:
     for block in blocks:
         block.compile(dynamic=True)
     return [
-        f"torch_compile: the first step takes up to minutes longer, while {len(blocks)} blocks are compiled"
+        f"torch_compile: the first step takes up to minutes longer while {len(blocks)} blocks are compiled"
     ]
 
 

@@ -194,7 +194,7 @@ def read_layout(
         raise UserError(
             f"{type(model).__name__} is not supported with a quantized base or with new blocks.",
             why=f"{folder} holds {len(extra)} tensors that the model does not have, such as {extra[0]}.",
-            do="use --train_type lora, dora or full, which load the model with transformers",
+            do="use --train_type lora, dora or full: they load the model with transformers",
         )
     if expansion is not None and not layout.is_plain:
         raise UserError(

@@ -80,7 +80,7 @@ class Prequantized:
         return found | {f"{layer}.weight": single_form(layer, self.shape(layer)) for layer in left}
 
     def layer_spec(self, layer: str) -> QuantSpec:
-        """Return the quantization of a layer, which may differ from the folder's."""
+        """Return the quantization of a layer; it may differ from the folder's."""
         spec = self.facts.layers[layer].get("spec")
         return self.spec if spec is None else QuantSpec.from_json(spec)
 

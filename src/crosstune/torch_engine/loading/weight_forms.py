@@ -67,7 +67,7 @@ def dense_shape(form: WeightForm) -> tuple[int, ...]:
 def weight_forms(model: nn.Module) -> dict[str, WeightForm]:
     """Return the linear layers and expert stacks of a dense model by parameter.
 
-    The head is left out, since its errors reach the loss directly, and so are layers whose parent reads the weight itself.
+    Without the head, since its errors reach the loss directly, and without layers whose parent reads the weight itself.
     """
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None

@@ -27,7 +27,7 @@ class Foreign:
     """A checkpoint of another tool, with weights under transformers' names."""
 
     weights: Mapping[str, Array]
-    """In the order of the file, which is the order of the model's parameters."""
+    """In the order of the file and of the model's parameters."""
     moments: Mapping[int, Mapping[str, Array]] = field(default_factory=dict)
     """Parameter index in the optimizer -> slot -> array."""
     order: tuple[int, ...] = ()
@@ -50,11 +50,7 @@ def read_foreign(path: Path) -> Foreign:
         KeyError,
     ) as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        why = (
-            f"it names {named[1]}, which could run code"
-            if named
-            else "it is damaged or not a torch.save file"
-        )
+        why = f"{named[1]} could run code" if named else "it is damaged or not a torch.save file"
         raise UserError(
             f"{path} cannot be imported.",
             why=f"{why}; only tensors and plain values are read.",

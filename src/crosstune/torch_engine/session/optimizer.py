@@ -151,7 +151,7 @@ _OPTIMIZERS: Mapping[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "paged_adamw_8bit": partial(_bitsandbytes, kind="PagedAdamW8bit"),
     "sgd": partial(torch.optim.SGD, lr=0.0),
     "adadelta": partial(torch.optim.Adadelta, lr=0.0),
-    # By default adafactor scales updates by the RMS of the parameter, at least 1e-3, so B matrices, which start at zero,
-    # hardly move. A floor of 1 turns this off and makes learning rates comparable to adamw's.
+    # By default adafactor scales updates by the RMS of the parameter, at least 1e-3, so B matrices hardly move: they start
+    # at zero. A floor of 1 turns this off and makes learning rates comparable to adamw's.
     "adafactor": partial(torch.optim.Adafactor, lr=0.0, eps=(None, 1.0)),
 }

@@ -170,7 +170,7 @@ def _busy_s(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def _compress(path: Path) -> Path:
-    """Write a gzip copy, which trace viewers read; torch's own compression is several times slower."""
+    """Write a gzip copy for trace viewers; torch's own compression is several times slower."""
     target = path.with_suffix(".json.gz")
     with path.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as file:
         shutil.copyfileobj(source, file, 1 << 20)

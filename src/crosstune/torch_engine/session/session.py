@@ -51,11 +51,8 @@ from crosstune.torch_engine.session.profiler import TorchProfiler
 from crosstune.torch_engine.sharding.local_shard import is_sharded, without_gradients
 from crosstune.torch_engine.task import (
     BuildContext,
-    ChecksBatches,
-    HasGeneralLayers,
     HasOwnHead,
     MeasuresEvaluation,
-    MeasuresResult,
     Tensors,
     TorchTask,
     WritesModel,
@@ -171,13 +168,13 @@ class TorchSession:
             return f"the weight {broken} was not finite before the step"
         before = states.export_random(self.device)
         try:
-            with contextlib.ExitStack() as stack:
-                if isinstance(self.task, HasGeneralLayers):
-                    stack.enter_context(self.task.general_layers())
-                stack.enter_context(self.connected("a step"))
-                stack.enter_context(without_compiled(self.model))
-                stack.enter_context(memory_errors(self.device))
-                layers = stack.enter_context(watch_outputs(self.model))
+            with (
+                self._general_layers(),
+                self.connected("a step"),
+                without_compiled(self.model),
+                memory_errors(self.device),
+                watch_outputs(self.model) as layers,
+            ):
                 self._backward(window)
             layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
             gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
@@ -268,8 +265,7 @@ class TorchSession:
             if self.adapters and not isinstance(self.task, HasOwnHead):
                 weights = export.host_weights(self.adapters)
                 return None if folder is None else self._write_adapter(folder / "adapter", weights)
-            if isinstance(self.task, MeasuresResult):
-                self.task.measure_result(self.model)
+            self._measure_result()
             return self._write_model(folder / "model" if folder is not None else None)
 
     def _write_adapter(self, folder: Path, weights: Mapping[str, Array]) -> Path:
@@ -405,10 +401,14 @@ class TorchSession:
                 yield (*together[rank if counts else 0], counts)
 
     def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
-        """Run the task's check on every rank, since it may need a forward pass."""
-        if self.parallel is not None and isinstance(self.task, ChecksBatches):
-            for batch in batches:
-                self.task.check_batch(self.model, self._to_device(batch))
+        """Raise if the model cannot train on a batch. Called on every rank, since it may need a forward pass."""
+
+    def _measure_result(self) -> None:
+        """Measure the model before it is written. Called on every rank."""
+
+    def _general_layers(self) -> contextlib.AbstractContextManager[None]:
+        """Run the model's own layers, with their hooks, inside the block."""
+        return contextlib.nullcontext()
 
     def _to_device(self, batch: PreparedBatch) -> Tensors:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.arrays.items()}

@@ -83,8 +83,8 @@ def import_moments(
     *,
     parameters: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Load moments through the optimizer's state dict, which moves them to the right device. For sharded `parameters`,
-    only the rows of this rank are loaded."""
+    """Load moments through the optimizer's state dict, so that they move to the right device. For sharded `parameters`,
+    load only the rows of this rank."""
     names = {id(master): name for name, master in masters.items()}
     parts = {name: part_of(parameter) for name, parameter in (parameters or masters).items()}
     plain = optimizer.state_dict()

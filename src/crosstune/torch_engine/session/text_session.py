@@ -7,15 +7,19 @@ from collections.abc import Sequence
 
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
+from crosstune.core.protocols import PreparedBatch
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.generate import OnToken, cast_once, generate
 from crosstune.torch_engine.results.verify import model_logits
 from crosstune.torch_engine.session.session import TorchSession
+from crosstune.torch_engine.tasks.causal_lm import CausalLM
 
 
 class TextSession(TorchSession):
     """A session of a causal language model."""
+
+    task: CausalLM
 
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in eval mode, in the precision of training."""
@@ -53,3 +57,14 @@ class TextSession(TorchSession):
         if self.parallel is not None or self.plan.config.torch_compile:
             return contextlib.nullcontext()
         return cast_once(self.model, self.precision)
+
+    def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
+        if self.parallel is not None:
+            for batch in batches:
+                self.task.check_batch(self.model, self._to_device(batch))
+
+    def _measure_result(self) -> None:
+        self.task.measure_result(self.model)
+
+    def _general_layers(self) -> contextlib.AbstractContextManager[None]:
+        return self.task.general_layers()

@@ -1,6 +1,6 @@
 """Add streams, device selection and copy kernels to torch.mps, as FSDP2 expects of a device.
 
-torch uses one Metal queue, which runs in order, so a stream only records events. Existing attributes are kept.
+torch uses one Metal queue that runs in order, so a stream only records events. Existing attributes are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _KERNELS = {
     "split_with_sizes_copy": "split_with_sizes_copy",
     "chunk_cat": "chunk_cat",
 }
-"""FSDP2's operators -> torch's implementations, which run on every device."""
+"""FSDP2's operators -> torch's implementations for every device."""
 _libraries: list[torch.library.Library] = []
 """Keeps the registrations alive: they end with their library."""
 

@@ -55,7 +55,7 @@ def shared_store(store: dist.Store) -> dist.Store:
 def use_interface_of(ranks: Ranks, store: dist.Store) -> None:
     """Make gloo and NCCL use the network interface between this machine and the master, unless the user chose one.
 
-    By default gloo uses the address of the host's name, which is often loopback or another network.
+    By default gloo uses the address of the host's name: often loopback or another network.
     """
     interface = _interface_between(ranks, store)
     if interface is None:
@@ -237,7 +237,7 @@ def peer_errors(ranks: Ranks, *, doing: str) -> Iterator[None]:
             raise UserError(
                 f"{ranks.name}: the processes of the run called different collectives in {doing}.",
                 why=_first_line(error),
-                do="a model or recipe must do the same operations on every process; the message names the one that differs",
+                do="make the model or recipe run the same operations on every process",
             ) from error
         if not is_lost_peer(error):
             raise

@@ -83,7 +83,7 @@ def shard(
 ) -> nn.Module:
     """Shard a model in place and return it; do nothing if the strategy does not shard.
 
-    `blocks` are the modules to gather one at a time, by default those of `find_blocks`. Without `precision`, trained
+    `blocks` are the modules to gather one at a time, by default the result of `find_blocks`. Without `precision`, trained
     16-bit parameters are stored in fp32 and gathered in 16 bits.
     """
     if not strategy.sharded:

@@ -40,7 +40,11 @@ class StagedWork(Work):
             if not self._is_done:
                 for work in self._works:
                     work.wait(*timeout, **named)
-                self._complete()
+                if self._divisor is not None:  # a mean instead of a sum
+                    for host in self._copies.results:
+                        host.div_(self._divisor)
+                self._copies.finish()
+                self._is_done = True
         return True
 
     def is_completed(self) -> bool:
@@ -65,14 +69,6 @@ class StagedWork(Work):
         future.set_result(self._outputs)
         return future
 
-    def _complete(self) -> None:
-        # A divisor turns a sum into a mean.
-        if self._divisor is not None:
-            for host in self._copies.results:
-                host.div_(self._divisor)
-        self._copies.finish()
-        self._is_done = True
-
 
 class HostCopies:
     """The host buffers of one collective, and the tensors that receive its results.
@@ -90,32 +86,18 @@ class HostCopies:
         """Return an input of the collective, contiguous on the host. Waits for the device."""
         return on_host(tensor, copy=self._stage_host)
 
-    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a host buffer for an output of the collective, copied to `tensor` at the end."""
-        if self._is_buffer(tensor):
-            return self._use(tensor)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self.give(host, to=tensor)
-        return host
+    def from_host(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
+        """Return a host buffer for an output of the collective, copied to `tensor` at the end.
 
-    def both_ways(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a host buffer that the collective changes in place, copied back at the end."""
-        if self._is_buffer(tensor):
-            return self._use(tensor)
-        host = on_host(tensor, copy=True)
-        self.give(host, to=tensor)
-        return host
-
-    def _is_buffer(self, tensor: torch.Tensor) -> bool:
-        return not self._stage_host and tensor.device.type == "cpu" and tensor.is_contiguous()
-
-    def _use(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.results.append(tensor.detach())
-        return self.results[-1]
-
-    def give(self, host: torch.Tensor, *, to: torch.Tensor) -> None:
+        A collective that works in place also reads the buffer.
+        """
+        if not self._stage_host and tensor.device.type == "cpu" and tensor.is_contiguous():
+            host = tensor.detach()
+        else:
+            host = on_host(tensor, copy=True) if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._pending.append((host, tensor.detach()))
         self.results.append(host)
-        self._pending.append((host, to.detach()))
+        return host
 
     def finish(self) -> None:
         """Copy the results to their tensors, blocking, so that any stream may read them afterwards."""
@@ -184,7 +166,7 @@ class StagedProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         copies = self._copies()
-        hosts = [copies.both_ways(tensor) for tensor in tensors]
+        hosts = [copies.from_host(tensor, in_place=True) for tensor in tensors]
         # One call per tensor: gloo sums the tensors of one call with each other.
         works = [self._gloo.allreduce([host], _reducing(c10d.AllreduceOptions(), opts)) for host in hosts]
         return self._finish(works, copies, tensors, mean=_is_mean(opts))
@@ -193,7 +175,7 @@ class StagedProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
         copies = self._copies()
-        hosts = [as_bytes(copies.both_ways(tensor)) for tensor in tensors]
+        hosts = [as_bytes(copies.from_host(tensor, in_place=True)) for tensor in tensors]
         return self._finish([self._gloo.broadcast([host], opts) for host in hosts], copies, tensors)
 
     def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:

@@ -105,9 +105,10 @@ class CausalLM:
 
     metric_names: Sequence[str] = ()
     eval_metric_names: Sequence[str] = ("exact_match",)
+    context: BuildContext
+    """Set by `build`."""
 
     def __init__(self) -> None:
-        self.context: BuildContext | None = None
         self.expansion: Expansion | None = None
         self.decoder: FastDecoder | None = None
         """The fast layers; None if transformers runs the model."""
@@ -201,7 +202,7 @@ class CausalLM:
 
     def base_record(self) -> dict[str, Any]:
         """Return the identity of the base weights, their quantization and the precision of the training."""
-        context = self._opened()
+        context = self.context
         assert context.folder is not None
         spec = context.plan.quant_spec
         return {
@@ -212,7 +213,7 @@ class CausalLM:
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None:
         """Write a model folder that transformers can load."""
-        base = self._opened().folder
+        base = self.context.folder
         assert base is not None
         export.save_model(folder, model.config, self._result_tensors(model, base, trained), base=base)
         write_json(folder / RECORD, self.base_record() | self._expansion_record())
@@ -239,7 +240,7 @@ class CausalLM:
 
     def measure_result(self, model: nn.Module) -> None:
         """Compare the logits with the quantized base, as trained, and with the original base, as saved."""
-        context = self._opened()
+        context = self.context
         if self.expansion is None or context.plan.quant_spec is None:
             return
         assert context.folder is not None
@@ -249,10 +250,6 @@ class CausalLM:
             with original_weights(model, context.folder, self.expansion):
                 as_saved = model_logits(model, prompts, precision=context.precision, device=context.device)
         self._against_trained = {"original": measure_agreement(as_trained, as_saved).to_json()}
-
-    def _opened(self) -> BuildContext:
-        assert self.context is not None, "the model is not built yet"
-        return self.context
 
 
 def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
