@@ -141,7 +141,7 @@ def _serve() -> None:
     import crosstune.runs.pipeline
     import crosstune.torch_engine.group
     import crosstune.torch_engine.open
-    import crosstune.torch_engine.sharding.shard_on_load
+    import crosstune.torch_engine.sharding.shard
     import crosstune.torch_engine.sharding.staged_backend  # noqa: F401
 
     torch.set_num_threads(1)

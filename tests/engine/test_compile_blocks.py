@@ -15,8 +15,9 @@ from crosstune.config.resolve.fit_compute import check_compiler, missing_compile
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import TokenBatch
 from crosstune.planner.gather import make_plan
-from crosstune.torch_engine.loading.compile_blocks import is_compiled, repeated_blocks
+from crosstune.torch_engine.loading.compile_blocks import is_compiled
 from crosstune.torch_engine.open import open_session
+from crosstune.torch_engine.sharding.local_shard import find_blocks
 
 needs_compiler = pytest.mark.skipif(missing_compiler("cpu") is not None, reason="no C++ compiler here")
 
@@ -88,7 +89,7 @@ def test_blocks_are_those_of_the_outermost_lists() -> None:
             "one": nn.ModuleList([nn.ReLU()]),
         }
     )
-    assert repeated_blocks(model) == list(layers)
+    assert list(find_blocks(model).values()) == list(layers)
 
 
 def test_a_machine_without_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -11,25 +12,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import tiny_of, train_step
+from support import short_batches, tiny_of, train_step
 from transformers import AutoModelForCausalLM
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.batches.token_batch import TokenBatch, pad_rows
-from crosstune.data.render.rendering import encode_conversation
-from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.data.batches.token_batch import TokenBatch
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.loading.adapters import AdaptedStack
 from crosstune.torch_engine.loading.experts import QuantStack
 from crosstune.torch_engine.open import open_session as open_torch
 from crosstune.torch_engine.session.session import TorchSession
 
-TURNS = [
-    [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": f"{word} it is, " * n}]
-    for n, word in enumerate(["red", "green", "blue"], start=1)
-]
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 EXPERTS = {"gate_up_proj", "down_proj"}
 Make = Callable[[str], Path]
@@ -37,12 +32,12 @@ Make = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def make_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    @functools.cache
     def make(family: str) -> Path:
         vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
         folder = tiny_of(family, tmp_path_factory.mktemp("models") / family, vocab)
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            if (tiny_model / name).exists():
-                shutil.copy(tiny_model / name, folder / name)
+            shutil.copy(tiny_model / name, folder / name)
         return folder
 
     return make
@@ -50,9 +45,7 @@ def make_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ma
 
 @pytest.fixture(scope="module")
 def window(tiny_model: Path) -> list[TokenBatch]:
-    tokenizer = Tokenizer.from_folder(tiny_model)
-    examples = [encode_conversation(turns, tokenizer, index=i, whole=False) for i, turns in enumerate(TURNS)]
-    return [pad_rows(examples, pad_id=0)]
+    return short_batches(tiny_model)[:1]
 
 
 def open_session(model: Path, **options: Any) -> TorchSession:
@@ -79,11 +72,11 @@ def logits(model: Any, window: list[TokenBatch]) -> torch.Tensor:
 def test_experts_are_chosen_as_layers_are(make_model: Make, targets: str, expected: set[str]) -> None:
     session = open_session(make_model("mixtral"), lora_target_modules=targets)
     assert {name.rpartition(".")[2] for name in session.adapters} == expected
-    assert not any("mlp.gate." in name for name in session.masters.masters), "the router stays as it is"
+    assert not any("mlp.gate." in name for name in session.masters.masters), "the router is not trained"
 
 
-def test_experts_of_some_layers_alone(make_model: Make, window: list[TokenBatch], tmp_path: Path) -> None:
-    """The names in PEFT's settings mean these layers and no others."""
+def test_experts_of_one_layer_only(make_model: Make, window: list[TokenBatch], tmp_path: Path) -> None:
+    """The names in PEFT's settings match these layers only."""
     from peft import AutoPeftModelForCausalLM
 
     folder = make_model("qwen3_moe")
@@ -104,7 +97,7 @@ def test_dropout_on_experts_trains_and_still_loads_in_peft(
         open_session(folder, lora_dropout=p, lora_target_modules="gate_up_proj") for p in (0.0, 0.5)
     )
     for session in (plain, dropping):
-        losses = [train_step(session, window, lr=1e-2).loss for _ in range(6)]
+        losses = [train_step(session, window, lr=1e-2).loss for _ in range(4)]
         assert losses[-1] < losses[0]
     name = next(iter(plain.adapters))
     assert not torch.equal(plain.adapters[name].lora_B, dropping.adapters[name].lora_B)
@@ -122,15 +115,10 @@ def test_dora_leaves_experts_out_and_refuses_them_by_name(make_model: Make) -> N
 
 @pytest.mark.parametrize(
     ("quantizer", "bits", "checkpointing"),
-    [("bnb", 4, True), ("bnb", 8, False), ("hqq", 4, False), ("quanto", 4, False)],
+    [("bnb", 4, True), ("bnb", 8, False), ("hqq", 4, False)],
 )
 def test_quantized_experts_learn_and_are_merged_as_trained(
-    make_model: Make,
-    window: list[TokenBatch],
-    tmp_path: Path,
-    quantizer: str,
-    bits: int,
-    checkpointing: bool,
+    make_model: Make, window: list[TokenBatch], tmp_path: Path, quantizer: str, bits: int, checkpointing: bool
 ) -> None:
     folder = make_model("mixtral")
     session = open_session(
@@ -143,13 +131,12 @@ def test_quantized_experts_learn_and_are_merged_as_trained(
     stacks = [module for module in session.model.modules() if isinstance(module, AdaptedStack)]
     assert len(stacks) == 4
     assert all(isinstance(stack.base, QuantStack) for stack in stacks)
-    losses = [train_step(session, window, lr=1e-2).loss for _ in range(6)]
+    losses = [train_step(session, window, lr=1e-2).loss for _ in range(3)]
     assert losses[-1] < losses[0]
     adapter = session.save_result(tmp_path)
     out = tmp_path / "merged"
-    assert (
-        main(["merge", str(adapter), "--base", str(folder), "--into", "dequantized", "--out", str(out)]) == 0
-    )
+    words = [str(adapter), "--base", str(folder), "--into", "dequantized", "--out", str(out)]
+    assert main(["merge", *words]) == 0
     merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     torch.testing.assert_close(logits(merged, window), logits(session.model, window), rtol=1e-4, atol=1e-5)
 
@@ -175,7 +162,7 @@ def test_a_converted_folder_trains_like_one_quantized_on_load_and_converts_back(
 def test_files_without_the_prefix_of_the_model_are_quantized(
     make_model: Make, window: list[TokenBatch], tmp_path: Path
 ) -> None:
-    """GPT-2's own files name their tensors so, and hold masks that no model loads any more."""
+    """GPT-2's own files have no prefix, and hold masks that models ignore."""
     folder = make_model("gpt2")
     bare = shutil.copytree(folder, tmp_path / "bare")
     tensors = load_file(folder / "model.safetensors")

@@ -62,29 +62,21 @@ def test_a_quantized_layer_is_the_layer_of_its_own_dense_weight(
     reference = x.detach().clone().requires_grad_()
     out = QuantLinear(stored, bias)(x)
     expected = torch.nn.functional.linear(reference, dense, bias.to(dtype))
-    for result, wanted in ((out, expected), *_gradients(out, x, expected, reference)):
+    out.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    for result, wanted in ((out, expected), (x.grad, reference.grad)):
         assert (result - wanted).norm() <= 8 * torch.finfo(dtype).eps * wanted.norm()
     if bits >= 4:
         assert (dense.float() - weight).norm() / weight.norm() < {8: 0.03, 4: 0.15}[bits]
 
 
-def _gradients(
-    out: torch.Tensor, x: torch.Tensor, expected: torch.Tensor, reference: torch.Tensor
-) -> list[Any]:
-    out.float().square().sum().backward()
-    expected.float().square().sum().backward()
-    return [(x.grad, reference.grad)]
-
-
 @pytest.mark.parametrize(
     ("quantizer", "bits", "precision"),
     [
-        ("bnb", 4, "fp32"),
         ("bnb", 8, "bf16"),
         ("hqq", 4, "bf16_autocast"),
         ("quanto", 4, "fp32"),
         ("quanto", 8, "fp32"),
-        ("hqq", 4, "fp32"),
         ("bnb", 4, "bf16"),
     ],
 )
@@ -98,9 +90,7 @@ def test_adapters_learn_over_every_quantized_base(
     assert len(frozen) == 14
     losses = [train_step(session, window, lr=5e-3).loss for _ in range(8)]
     assert losses[-1] < 0.95 * losses[0]
-    trained, everything = session.num_parameters()
-    assert everything == open_session(tiny_model).num_parameters()[1]
-    assert trained == open_session(tiny_model).num_parameters()[0]
+    assert session.num_parameters() == open_session(tiny_model).num_parameters()
 
 
 def test_the_quantized_base_gives_the_loss_of_its_dense_weights(
@@ -172,11 +162,17 @@ def test_new_blocks_over_a_quantized_base(tiny_model: Path, window: list[TokenBa
     )
 
 
-BIASED = ["phi", "opt", "starcoder2"]
-
-
-@pytest.mark.parametrize("family", [*BIASED, "mamba"])
-@pytest.mark.parametrize("train_type", ["llama_pro", "bnb_llama_pro"])
+@pytest.mark.parametrize(
+    ("family", "train_type"),
+    [
+        ("mamba", "llama_pro"),
+        *(
+            (family, kind)
+            for family in ("phi", "opt", "starcoder2")
+            for kind in ("llama_pro", "bnb_llama_pro")
+        ),
+    ],
+)
 def test_new_blocks_change_nothing_at_first_in_families_with_biases(
     tiny_model: Path, tmp_path: Path, window: list[TokenBatch], family: str, train_type: str
 ) -> None:
@@ -184,7 +180,7 @@ def test_new_blocks_change_nothing_at_first_in_families_with_biases(
     session = open_session(folder, train_type=train_type, num_new_blocks=2)
     base = open_session(folder, train_type="lora" if train_type == "llama_pro" else "qlora")
     assert session.evaluate(window).loss == pytest.approx(base.evaluate(window).loss, rel=1e-5)
-    losses = [train_step(session, window, lr=3e-3).loss for _ in range(4)]
+    losses = [train_step(session, window, lr=3e-3).loss for _ in range(2)]
     assert losses[-1] < losses[0]
 
 
@@ -197,11 +193,11 @@ def test_blocks_that_would_change_the_model_are_refused(
         open_session(folder, train_type="llama_pro")
 
 
-def test_a_model_that_was_expanded_before_is_taken_as_it_is(
+def test_a_model_that_was_expanded_before_is_not_expanded_again(
     tiny_model: Path, window: list[TokenBatch], tmp_path: Path
 ) -> None:
     first = open_session(tiny_model, train_type="llama_pro", num_new_blocks=2)
-    losses = [train_step(first, window, lr=3e-3).loss for _ in range(4)]
+    losses = [train_step(first, window, lr=3e-3).loss for _ in range(2)]
     expanded = first.save_result(tmp_path).rename(tmp_path / "tiny_blk_exp-2-4")
     plan = make_plan(
         make_config(
@@ -220,14 +216,14 @@ def test_a_model_that_was_expanded_before_is_taken_as_it_is(
         open_session(tiny_model, train_type="llama_pro", llama_pro_path=str(tiny_model))
 
 
-def test_adapters_stand_where_the_model_asks_them(
+def test_adapters_are_only_on_layers_that_the_model_calls(
     tiny_model: Path, tmp_path: Path, window: list[TokenBatch]
 ) -> None:
-    """Mamba's mixer multiplies with the weights of its other layers itself, and would never call an adapter there."""
+    """Mamba's mixer reads the weights of its other layers itself and would never call an adapter there."""
     folder = tiny_of("mamba", tmp_path / "mamba", vocabulary(tiny_model))
     session = open_session(folder, train_type="qlora")
     assert {name.rpartition(".")[2] for name in session.adapters} == {"in_proj"}
-    losses = [train_step(session, window, lr=1e-2).loss for _ in range(6)]
+    losses = [train_step(session, window, lr=1e-2).loss for _ in range(2)]
     assert losses[-1] < losses[0]
 
 
@@ -244,16 +240,15 @@ def test_blocks_that_cannot_be_spread_evenly_are_refused() -> None:
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "phi"]
 FAMILIES += ["gpt2", "gpt_neox", "mixtral", "qwen2_moe"]
+LAYOUTS = ["gemma2", "phi3", "gpt2", "gpt_neox", "mixtral", "qwen2_moe"]
+"""Families whose files or layers differ from Llama's."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_and_its_adapter_loads_in_peft(
     tiny_model: Path, tmp_path: Path, window: list[TokenBatch], family: str
 ) -> None:
-    from peft import AutoPeftModelForCausalLM
-
-    vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
-    folder = tiny_of(family, tmp_path / family, vocab)
+    folder = tiny_of(family, tmp_path / family, vocabulary(tiny_model))
     session = open_session(folder, train_type="lora", lora_rank=4)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     labels = torch.full_like(torch.from_numpy(window[0].input_ids).long(), -100)
@@ -262,25 +257,30 @@ def test_every_family_trains_and_its_adapter_loads_in_peft(
     ids = torch.from_numpy(window[0].input_ids).long()
     expected = reference(input_ids=ids, attention_mask=mask, labels=labels).loss.item()
     assert session.evaluate(window).loss == pytest.approx(expected, rel=1e-5)
-    losses = [train_step(session, window, lr=1e-2).loss for _ in range(6)]
+    losses = [train_step(session, window, lr=1e-2).loss for _ in range(3)]
     assert losses[-1] < losses[0]
-    loaded = AutoPeftModelForCausalLM.from_pretrained(
-        session.save_result(tmp_path), dtype=torch.float32
-    ).eval()
+    check_in_peft(session, ids, tmp_path)
+
+
+def check_in_peft(session: TorchSession, ids: torch.Tensor, folder: Path) -> None:
+    """PEFT loads the result and computes the same logits."""
+    from peft import AutoPeftModelForCausalLM
+
+    result = session.save_result(folder)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(result, dtype=torch.float32).eval()
     session.model.eval()
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, session.model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_streams_into_four_bits(
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_every_layout_streams_into_four_bits(
     tiny_model: Path, tmp_path: Path, window: list[TokenBatch], family: str
 ) -> None:
-    vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
-    folder = tiny_of(family, tmp_path / family, vocab)
+    folder = tiny_of(family, tmp_path / family, vocabulary(tiny_model))
     session = open_session(folder, train_type="bnb_dora", lora_rank=4)
     assert sum(isinstance(module, QuantLinear) for module in session.model.modules()) >= 8
-    losses = [train_step(session, window, lr=1e-2).loss for _ in range(6)]
+    losses = [train_step(session, window, lr=1e-2).loss for _ in range(3)]
     assert losses[-1] < losses[0]
 
 
@@ -308,20 +308,12 @@ def test_lora_plus_moves_b_faster(tiny_model: Path, window: list[TokenBatch]) ->
 def test_rank_stabilized_adapters_load_in_peft(
     tiny_model: Path, window: list[TokenBatch], tmp_path: Path
 ) -> None:
-    from peft import AutoPeftModelForCausalLM
-
     session = open_session(tiny_model, use_rslora=True, lora_rank=16, lora_alpha=8)
     train_step(session, window, lr=1e-2)
-    ids = torch.from_numpy(window[0].input_ids).long()
-    loaded = AutoPeftModelForCausalLM.from_pretrained(
-        session.save_result(tmp_path), dtype=torch.float32
-    ).eval()
-    session.model.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, session.model(ids).logits, rtol=1e-4, atol=1e-5)
+    check_in_peft(session, torch.from_numpy(window[0].input_ids).long(), tmp_path)
 
 
-def test_an_adapter_remembers_its_base(tiny_model: Path, window: list[TokenBatch], tmp_path: Path) -> None:
+def test_an_adapter_records_its_base(tiny_model: Path, window: list[TokenBatch], tmp_path: Path) -> None:
     session = open_session(tiny_model, train_type="qlora", quantization_backend="hqq", n_bits=4)
     record = json.loads((session.save_result(tmp_path) / "crosstune.json").read_text())
     assert record["quantization"]["quantizer"] == "hqq"

@@ -43,8 +43,8 @@ class Net(nn.Module):
 class Task:
     metric_names = ("large",)
     fails_on = None
-    def build(self, opening):
-        return Net().to(opening.device)
+    def build(self, context):
+        return Net().to(context.device)
     def arrays(self, batch):
         return {"x": batch.x}
     def loss(self, model, tensors):

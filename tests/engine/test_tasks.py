@@ -42,7 +42,7 @@ class TorchTask:
     def __init__(self, *, layer: str = "dropout", extra: Mapping[str, Any] | None = None) -> None:
         self.layer, self.extra = layer, dict(extra or {})
 
-    def build(self, opening: Any) -> Any:
+    def build(self, context: Any) -> Any:
         import torch
         from torch import nn
 
@@ -58,7 +58,7 @@ class TorchTask:
 
         model = Line(layers[self.layer])
         model.load_state_dict({"line.weight": torch.ones(1, 4)}, strict=False)
-        return model.to(opening.device)
+        return model.to(context.device)
 
     def arrays(self, batch: Rows) -> dict[str, np.ndarray]:
         return {"x": batch.x}
@@ -72,7 +72,7 @@ class TorchTask:
 
 
 class MlxTask(TorchTask):
-    def build(self, opening: Any) -> Any:
+    def build(self, context: Any) -> Any:
         import mlx.core as mx
         import mlx.nn as nn
 

@@ -148,7 +148,7 @@ for name, collective in collectives.items():
         with peer_errors(group.ranks, doing="a step"):
             collective()
     except UserError as error:
-        assert "do different collectives" in error.message
+        assert "called different collectives" in error.message
         print("found", name)
 """
 

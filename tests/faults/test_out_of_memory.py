@@ -138,9 +138,7 @@ def test_a_copy_that_does_not_fit_is_written_without_one(bench: Bench, call: int
 
 def test_a_result_that_does_not_fit_leaves_a_checkpoint_to_make_it_from(bench: Bench) -> None:
     folder = bench.home / "result"
-    failing = partial(
-        fail, "crosstune.torch_engine.results.write_result", "_write_tensors", torch_allocation, call=1
-    )
+    failing = partial(fail, SESSION, "_write_tensors", torch_allocation, call=1)
     ended = bench.start("full", folder, before=failing, save_steps=0).wait()
     assert ended.code == 2 and "Traceback" not in ended.said, ended
     assert "not enough memory for writing the result" in ended.said

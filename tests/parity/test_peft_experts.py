@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from support import tiny_of
-from test_peft_parity import check_fp32, order_of_rows, reference_run
+from test_peft_parity import NUM_STEPS, check_fp32, order_of_rows, reference_run
 from transformers import AutoModelForCausalLM
 
 from crosstune.cli.main import main
@@ -36,12 +37,11 @@ OPTIONS = {
 def make_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tiny random model of a family, with the tiny model's tokenizer."""
 
+    @functools.cache
     def make(family: str) -> Path:
         vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
         folder = tiny_of(family, tmp_path_factory.mktemp("models") / family, vocab)
-        for path in tiny_model.glob("*token*"):
-            shutil.copy(path, folder / path.name)
-        for path in tiny_model.glob("*.jinja"):
+        for path in (*tiny_model.glob("*token*"), *tiny_model.glob("*.jinja")):
             shutil.copy(path, folder / path.name)
         return folder
 
@@ -81,14 +81,13 @@ def with_adapter(model: Any, *, seed: int, **options: Any) -> Any:
 def run_ours(model: Path, data: Path, folder: Path, **options: Any) -> Path:
     run = train(
         make_config(
-            **({"train_type": "lora", "precision": "fp32"} | OPTIONS | options),
+            **({"train_type": "lora", "precision": "fp32", "max_steps": NUM_STEPS} | OPTIONS | options),
             model_name=str(model),
             dataset=str(data),
             backend="cpu",
             lr_scheduler="constant",
             lora_rank=8,
             lora_alpha=16,
-            max_steps=20,
             skip_eval=True,
             output_dir=str(folder),
             name="run",
@@ -100,9 +99,7 @@ def run_ours(model: Path, data: Path, folder: Path, **options: Any) -> Path:
 @pytest.mark.parametrize(
     ("family", "train_type"),
     [
-        ("gpt2", "lora"),
         ("gpt2", "dora"),
-        ("mixtral", "lora"),
         ("qwen3_moe", "lora"),
         ("gpt_oss", "lora"),
         ("mixtral", "qlora"),
@@ -110,12 +107,8 @@ def run_ours(model: Path, data: Path, folder: Path, **options: Any) -> Path:
         ("gpt_neox", "qlora"),
     ],
 )
-def test_twenty_steps_equal_peft(
-    make_model: Any,
-    data_file: Path,
-    tmp_path: Path,
-    family: str,
-    train_type: str,
+def test_steps_equal_peft(
+    make_model: Any, data_file: Path, tmp_path: Path, family: str, train_type: str
 ) -> None:
     folder = make_model(family)
     run = run_ours(folder, data_file, tmp_path, train_type=train_type)
@@ -154,15 +147,12 @@ def quantize_by_hand(model: Any) -> None:
                 matrix.copy_(rounded(matrix))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gpt2", "deepseek_v3", "gpt_oss"])
 def test_what_was_trained_loads_and_merges_as_in_peft(
-    make_model: Any,
-    data_file: Path,
-    tmp_path: Path,
-    family: str,
+    make_model: Any, data_file: Path, tmp_path: Path, family: str
 ) -> None:
     folder = make_model(family)
-    run = run_ours(folder, data_file, tmp_path)
+    run = run_ours(folder, data_file, tmp_path, max_steps=4)
     loaded = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), run / "adapter"
     )
@@ -184,10 +174,7 @@ def test_what_was_trained_loads_and_merges_as_in_peft(
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_an_adapter_trained_by_peft_is_continued(
-    make_model: Any,
-    data_file: Path,
-    tmp_path: Path,
-    family: str,
+    make_model: Any, data_file: Path, tmp_path: Path, family: str
 ) -> None:
     folder = make_model(family)
     model = with_adapter(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), seed=1)
@@ -198,14 +185,14 @@ def test_an_adapter_trained_by_peft_is_continued(
                 parameter.normal_(0, 0.05)
         expected = model.eval()(IDS).logits
     model.save_pretrained(tmp_path / "theirs")
-    assert (
-        main(["merge", str(tmp_path / "theirs"), "--base", str(folder), "--out", str(tmp_path / "merged")])
-        == 0
-    )
+    words = [str(tmp_path / "theirs"), "--base", str(folder), "--out", str(tmp_path / "merged")]
+    assert main(["merge", *words]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-4, atol=1e-5)
-    run_ours(folder, data_file, tmp_path, base_adapter=str(tmp_path / "theirs"), lr=1e-30, wd=0.0)
+    run_ours(
+        folder, data_file, tmp_path, base_adapter=str(tmp_path / "theirs"), lr=1e-30, wd=0.0, max_steps=1
+    )
     after = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     for name, weight in load_file(tmp_path / "theirs" / "adapter_model.safetensors").items():
         torch.testing.assert_close(after[name], weight, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Try what a torch device supports: dtypes, bf16 speed, attention kernels, collectives, quantizers."""
+"""Try what a torch device supports: dtypes, bf16 speed, attention, Triton, collectives, quantizers."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ Notes = list[str]
 _TOO_SLOW = 0.2
 """Stop timing larger products once bf16 reaches less than this fraction of the fp32 speed."""
 _SAMPLE_S, _WARM_UP_S, _BUDGET_S, _MOST_ROUNDS = 0.004, 0.01, 0.1, 15
-"""A sample repeats a product until it takes so long; at least three rounds, and more within the budget."""
+"""Seconds per sample, of warm-up and in total, and the most rounds; at least three rounds are timed."""
 
 
 def works(trial: Callable[[], None], *, what: str, notes: Notes) -> bool:
     """Run a trial and return whether it succeeded; on failure, append the reason to `notes`."""
     try:
-        # New layers draw random numbers; a probe must not change the random state of a run.
+        # A probe must not change the random state of a run.
         with _quiet(), torch.random.fork_rng(devices=[]):
             trial()
     except FAILURES as error:
@@ -83,10 +83,10 @@ def _product_with_gradients(left: Any, right: Any, weight: Any) -> tuple[Any, An
 
 @functools.cache
 def bf16_speedup(device: str) -> float:
-    """Return the time of an fp32 product divided by that of a bf16 one. A GPU needs a large product to be busy.
+    """Return the time of an fp32 product divided by the time of a bf16 product.
 
-    A CPU without bf16 arithmetic can be a thousand times slower, so small products are timed first. It is measured once
-    in a process: plans that are made one after the other then agree.
+    A CPU without bf16 arithmetic can be a thousand times slower, so small products are timed first; a GPU needs a large
+    one. Cached, so that all plans of a process agree.
     """
     for size in (64, 256, 1024) if device == "cpu" else (2048,):
         ratio = _time_ratio(device, size)
@@ -96,9 +96,9 @@ def bf16_speedup(device: str) -> float:
 
 
 def _time_ratio(device: str, size: int) -> float:
-    """Return the median ratio of several rounds. Both sides of a round see the same load and clock of the machine."""
+    """Return the median ratio of several rounds. Both sides of a round see the same load of the machine."""
     operands = [_random(size, size).to(device, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    # Warm up until a product takes its usual time: the first ones load kernels and raise the clock.
+    # The first products load kernels and raise the clock.
     counts = [max(1, round(_SAMPLE_S / _warm_product_s(operand))) for operand in operands]
     ratios: list[float] = []
     start = time.perf_counter()
@@ -130,7 +130,7 @@ def _products_s(operand: torch.Tensor, count: int) -> float:
 
 
 def working_attention(device: str, dtype: torch.dtype, *, notes: Notes) -> tuple[str, ...]:
-    """Return torch's attention kernels that ran forward and backward, and flash_attn where that package works."""
+    """Return the attention kernels of torch that ran forward and backward, and flash_attn if that package works."""
     kernels = {
         name.removesuffix("_ATTENTION").lower(): kernel for name, kernel in SDPBackend.__members__.items()
     }
@@ -151,7 +151,7 @@ def working_attention(device: str, dtype: torch.dtype, *, notes: Notes) -> tuple
 
 
 def runs_triton(device: str, *, notes: Notes) -> bool:
-    """Return whether a kernel of the fast layers was compiled and ran: Triton also needs a C compiler."""
+    """Return whether a kernel of the fast layers compiles and runs: Triton also needs a C compiler."""
     return works(partial(_try_triton, device), what="Triton kernels do not run", notes=notes)
 
 
@@ -191,7 +191,7 @@ def _try_flash_package(device: str, dtype: torch.dtype) -> None:
 
 
 def working_collectives(device: str, *, notes: Notes) -> tuple[str, ...]:
-    """Return process-group backends that support this device. Gloo is tried, since its declared devices are wrong."""
+    """Return the process-group backends for this device. gloo is tried, since the devices it declares are wrong."""
     distributed = torch.distributed
     if not distributed.is_available():
         notes.append("this torch has no distributed package")
@@ -209,7 +209,7 @@ def working_collectives(device: str, *, notes: Notes) -> tuple[str, ...]:
 
 
 def _try_gloo(device: str) -> None:
-    """All-reduce in a group of one process on the loopback interface, without touching a run's default group."""
+    """Run an all-reduce in a group of one process, without touching the default group."""
     gloo = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
@@ -218,7 +218,7 @@ def _try_gloo(device: str) -> None:
 
 
 def working_bits(quantizer: str, device: str, dtype: torch.dtype, *, notes: Notes) -> tuple[int, ...]:
-    """Return the bit widths at which a layer quantized by this library gives a correct product and a gradient."""
+    """Return the bit widths at which a quantized layer gives a correct product and a gradient."""
     module = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer")
     if not works(partial(_import, module.LIBRARY), what=f"{quantizer} does not import", notes=notes):
         return ()
@@ -255,7 +255,7 @@ def _try_quantized(spec: QuantSpec, device: str, dtype: torch.dtype) -> None:
 
 
 def _quantized_tolerance(bits: int) -> float:
-    """Return the bound for these bits, or for the next fewer that have one."""
+    """Return the bound for the largest known number of bits up to `bits`."""
     return _QUANTIZED_TOLERANCE[max(known for known in _QUANTIZED_TOLERANCE if known <= bits)]
 
 
@@ -271,7 +271,7 @@ def _check_finite(*tensors: torch.Tensor | None) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings of libraries on first use. Logged errors are still shown."""
+    """Silence the warnings of libraries. Logged errors are still shown."""
     disabled = logging.root.manager.disable
     logging.disable(max(disabled, logging.WARNING))
     try:

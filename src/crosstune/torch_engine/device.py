@@ -1,4 +1,4 @@
-"""Open the torch device of a backend and manage its memory."""
+"""Open the torch device of a backend, choose dtypes by precision, and manage memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,36 @@ from crosstune.estimate.machine import BackendReport
 from crosstune.torch_engine.loading.compile_blocks import without_compiled
 
 
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The dtypes of a training."""
+
+    weights: torch.dtype
+    """The dtype of the weights in memory. Trained parameters also have fp32 masters."""
+    autocast: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+
+    def context(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """Return the autocast context of a pass."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device.type, dtype=self.autocast)
+
+
+PRECISIONS = {
+    "fp32": Precision(weights=torch.float32),
+    "bf16": Precision(weights=torch.bfloat16),
+    "fp16": Precision(weights=torch.float16),
+    "bf16_autocast": Precision(weights=torch.float32, autocast=torch.bfloat16),
+    "fp16_autocast": Precision(weights=torch.float32, autocast=torch.float16),
+    "bf16_buffers_autocast": Precision(
+        weights=torch.float32, autocast=torch.bfloat16, buffers=torch.bfloat16
+    ),
+}
+
+
 def open_device(report: BackendReport) -> torch.device:
+    """Return the device of a backend, with a new memory peak if it has its own memory."""
     device = torch.device(report.device)
     if _memory_module(device) is not None:
         reset_peak(device)
@@ -29,18 +57,18 @@ def open_device(report: BackendReport) -> torch.device:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin a new peak: of the device if it has its own memory, otherwise of the process, where Linux can."""
+    """Reset the memory peak of the device, or of the process for a CPU (on Linux only)."""
     module = _memory_module(device)
     if module is not None and hasattr(module, "reset_peak_memory_stats"):
         module.reset_peak_memory_stats()
     elif device.type == "cpu":
         give_back_freed()
-        with contextlib.suppress(OSError):  # another system, or a container that forbids it: the peak stays
+        with contextlib.suppress(OSError):  # not Linux, or forbidden in a container
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def read_memory(device: torch.device) -> Memory:
-    """Return current and peak bytes: of the device if it has its own memory, otherwise of the process."""
+    """Return current and peak bytes of the device; for a CPU, of the process."""
     module = _memory_module(device)
     if module is not None and hasattr(module, "max_memory_allocated"):
         return Memory(used_bytes=module.memory_allocated(), peak_bytes=module.max_memory_allocated())
@@ -70,6 +98,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def clear_cache(device: torch.device) -> None:
+    """Release the memory that torch has cached."""
     module = torch.get_device_module(device)
     if hasattr(module, "empty_cache"):  # torch.cpu has no cache
         module.empty_cache()
@@ -77,7 +106,7 @@ def clear_cache(device: torch.device) -> None:
 
 @dataclass
 class CacheClearing:
-    """Release torch's cached device memory every `every` steps; never if `every` is 0."""
+    """Release torch's cached memory every `every` steps; never if it is 0."""
 
     device: torch.device
     every: int
@@ -90,16 +119,11 @@ class CacheClearing:
 
 
 def give_back_freed() -> None:
-    """Make glibc return freed memory to the system. With large temporary tensors between small lasting ones it would
-    otherwise hold several times the memory in use."""
-    trim = getattr(_c_library(), "malloc_trim", None)
+    """Make glibc return freed memory to the system; it would otherwise hold several times the memory in use while a model
+    loads."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # only glibc has it
         trim(0)
-
-
-@lru_cache(maxsize=1)
-def _c_library() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _memory_module(device: torch.device) -> Any:
@@ -113,28 +137,3 @@ def _peak_resident_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    weights: torch.dtype
-    """Dtype of the weights in memory. Trained parameters always have fp32 masters as well."""
-    autocast: torch.dtype | None = None
-    buffers: torch.dtype | None = None
-
-    def context(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(device.type, dtype=self.autocast)
-
-
-PRECISIONS = {
-    "fp32": Precision(weights=torch.float32),
-    "bf16": Precision(weights=torch.bfloat16),
-    "fp16": Precision(weights=torch.float16),
-    "bf16_autocast": Precision(weights=torch.float32, autocast=torch.bfloat16),
-    "fp16_autocast": Precision(weights=torch.float32, autocast=torch.float16),
-    "bf16_buffers_autocast": Precision(
-        weights=torch.float32, autocast=torch.bfloat16, buffers=torch.bfloat16
-    ),
-}

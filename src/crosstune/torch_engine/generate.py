@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -30,9 +31,8 @@ def generate(
 ) -> list[list[int]]:
     """Return the new tokens for each prompt, without the prompt and the stop token.
 
-    Sampling uses its seed and does not change the random state of the training.
-    `on_token` is called with each new token of a single prompt. The model's
-    generation_config (beams, penalties, sampling) is ignored, so that an evaluation measures the model alone.
+    Sampling uses its own seed and does not change the random state of the training. `on_token` is called with each new
+    token of a single prompt. The model's generation_config is ignored, so that an evaluation measures the model alone.
     """
     width = max(len(prompt) for prompt in prompts)
     pad = stop_ids[0] if stop_ids else 0
@@ -49,30 +49,31 @@ def generate(
         use_cache=True,
     )
     saved, model.generation_config = model.generation_config, settings
-    forked = (
-        {"devices": [device.index or 0], "device_type": device.type}
-        if device.type != "cpu"
-        else {"devices": []}
-    )
+    forked: dict[str, Any] = {"devices": []}
+    if device.type != "cpu":
+        forked = {"devices": [device.index or 0], "device_type": device.type}
+    penalties: list[LogitsProcessor] = []
+    if sampling.repetition_penalty != 1:
+        penalties = [RepetitionPenalty(sampling.repetition_penalty, mask.to(device))]
     try:
         with without_gradients(model), torch.random.fork_rng(**forked):
             torch.manual_seed(sampling.seed)
             output = model.generate(
                 input_ids=input_ids.to(device),
                 attention_mask=mask.to(device),
-                logits_processor=LogitsProcessorList(_penalties(sampling, mask.to(device))),
+                logits_processor=LogitsProcessorList(penalties),
                 streamer=_Streamer(on_token) if on_token is not None else None,
-                # Every rank of a sharded model must make the same passes, also if rounding ends one answer earlier.
+                # All ranks of a sharded model must run the same passes, even if rounding ends an answer earlier on one.
                 synced_gpus=bool(sharded_modules(model)),
             )
     finally:
         model.generation_config = saved
         free_gathered(model)
-    return [_until_stop(new, stop_ids) for new in output[:, width:].tolist()]
+    return [list(takewhile(lambda token: token not in stop_ids, new)) for new in output[:, width:].tolist()]
 
 
 def _drawing(sampling: Sampling) -> dict[str, Any]:
-    """Return transformers' settings for sampling; its filters are refused where nothing is drawn."""
+    """Return transformers' settings for sampling; it refuses filters for greedy decoding."""
     if sampling.temperature == 0:
         return {"do_sample": False, "top_k": 0}
     return {
@@ -84,15 +85,9 @@ def _drawing(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def _penalties(sampling: Sampling, mask: torch.Tensor) -> list[LogitsProcessor]:
-    if sampling.repetition_penalty == 1:
-        return []
-    return [RepetitionPenalty(sampling.repetition_penalty, mask)]
-
-
 class RepetitionPenalty(LogitsProcessor):
-    """Make tokens that occurred before less likely. transformers' own also counts the padding of the prompts, so that
-    the answer to a prompt would depend on the others in its batch."""
+    """Make earlier tokens less likely. transformers' own processor also counts the padding of prompts, so that an answer
+    would depend on the other prompts of the batch."""
 
     def __init__(self, penalty: float, mask: torch.Tensor) -> None:
         self.penalty, self.mask = penalty, mask
@@ -107,7 +102,7 @@ class RepetitionPenalty(LogitsProcessor):
 
 
 class _Streamer:
-    """Streamer for transformers, which calls `put` with the prompt first and then with each new token."""
+    """A streamer for transformers: `put` is called with the prompt first, then with each new token."""
 
     def __init__(self, on_token: OnToken) -> None:
         self.on_token = on_token
@@ -123,23 +118,15 @@ class _Streamer:
         pass
 
 
-def _until_stop(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
-    for index, token in enumerate(tokens):
-        if token in stop_ids:
-            return tokens[:index]
-    return tokens
-
-
 @contextlib.contextmanager
 def cast_once(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Hold the adapters, and a head that autocast would cast, in the dtype of the products inside the block. No weight may
-    change there. The values are those that each pass would make."""
+    """Cast adapters and head to the compute dtype once, for all passes inside the block. Weights must not change there."""
     dtype = precision.autocast or precision.weights
     adapters = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     head = _head_to_cast(model, precision)
     full = head.weight if head is not None else None
     try:
-        with torch.no_grad(), torch.autocast(_device_type(model), enabled=False):
+        with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
             for adapter in adapters:
                 adapter.held = adapter.factors(dtype)
             if head is not None:
@@ -153,14 +140,10 @@ def cast_once(model: nn.Module, precision: Precision) -> Iterator[None]:
 
 
 def _head_to_cast(model: nn.Module, precision: Precision) -> nn.Linear | None:
-    """Return the output head if autocast casts its frozen weight in each pass, as one that is the embedding's too."""
+    """Return the output head if autocast casts its frozen weight in each pass, as with tied embeddings."""
     find = getattr(model, "get_output_embeddings", None)
     head: Any = find() if find is not None else None
     if precision.autocast is None or type(head) is not nn.Linear:
         return None
     is_cast = not head.weight.requires_grad and head.weight.dtype != precision.autocast
     return head if is_cast else None
-
-
-def _device_type(model: nn.Module) -> str:
-    return next(model.parameters()).device.type

@@ -1,4 +1,4 @@
-"""Connect the processes of a run through torch.distributed: a gloo group for control, and one for the device."""
+"""Connect the processes of a run through torch.distributed: a gloo group for control, another for the device."""
 
 from __future__ import annotations
 
@@ -22,11 +22,19 @@ from crosstune.torch_engine.sharding.staged_backend import NAME as STAGED
 from crosstune.torch_engine.sharding.staged_backend import backend_for
 
 REMEMBERED = "crosstune/remembered"
-"""The key of the text that outlives an attempt."""
+"""Key of a text that survives a restart."""
+
+
+def connect(ranks: Ranks, limits: Limits | None = None) -> TorchGroup:
+    """Connect to the other processes within the time limit."""
+    limits = limits if limits is not None else Limits()
+    store = join_store(ranks, limits)
+    use_interface_of(ranks, store)
+    return TorchGroup(ranks, store=store, limits=limits)
 
 
 class StoreBoard:
-    """A board in the store, over a second connection: the main thread may wait in the first."""
+    """The states of all ranks, kept in the store. Uses a second connection, since the main thread may block the first."""
 
     def __init__(self, store: dist.Store, *, size: int, timeout_s: float) -> None:
         self._store, self._size = store, size
@@ -51,7 +59,7 @@ class StoreBoard:
 
 
 class TorchGroup(Group):
-    """The ranks of a torch run. Control messages use a separate gloo group, so they never wait for a device."""
+    """The ranks of a torch run. Control messages use a separate gloo group, so that they never wait for a device."""
 
     def __init__(self, ranks: Ranks, *, store: dist.Store, limits: Limits) -> None:
         super().__init__()
@@ -72,13 +80,13 @@ class TorchGroup(Group):
         return [part.numpy().tobytes() for part in parts]
 
     def open_devices(self, device: torch.device, *, collective: str | None = None) -> None:
-        """Make the default group of torch.distributed, for the tensors of `device` and of the host.
+        """Make torch's default group, for tensors of `device` and of the host.
 
-        `collective` is the plan's communication library; None means the default of the device.
+        `collective` is the backend by the plan; None means the default of the device.
         """
-        name = collective_for(device, asked=collective)
-        takes_all = device.type == "cpu" or name == STAGED
-        backend = name if takes_all else f"cpu:gloo,{device.type}:{name}"
+        name = collective_for(device, requested=collective)
+        serves_all = device.type == "cpu" or name == STAGED
+        backend = name if serves_all else f"cpu:gloo,{device.type}:{name}"
         if name == "nccl":
             add_variables(nccl_variables(self.limits), over=True)
         if self.limits.debug:
@@ -117,20 +125,12 @@ class TorchGroup(Group):
         self._has_default = False
 
 
-def collective_for(device: torch.device, *, asked: str | None = None) -> str:
-    """Return the backend of torch.distributed for a device. gloo does not support MPS tensors: they are staged through the host."""
+def collective_for(device: torch.device, *, requested: str | None = None) -> str:
+    """Return the backend of torch.distributed for a device. MPS tensors are staged through the host."""
     if device.type == "mps":
         prepare_mps()
         return backend_for("mps")
-    return asked or backend_for(device.type)
-
-
-def connect(ranks: Ranks, limits: Limits | None = None) -> TorchGroup:
-    """Connect to the other processes, within the limit."""
-    limits = limits if limits is not None else Limits()
-    store = join_store(ranks, limits)
-    use_interface_of(ranks, store)
-    return TorchGroup(ranks, store=store, limits=limits)
+    return requested or backend_for(device.type)
 
 
 def _seconds(seconds: float) -> timedelta:

@@ -35,6 +35,8 @@ def open_folders(plan: Plan | None = None) -> ModelFolders:
 
 
 class TorchFolders:
+    """Operations on model folders on one device."""
+
     reader = "transformers"
     own_quantizer: str | None = None
     folds_sessions = False

@@ -1,40 +1,30 @@
-"""Open a model for training on a torch device, step by step."""
+"""Open a model on a torch device: build, adapt, shard, recompute, compile, optimize."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from crosstune.config.conditions import ADAPTER_METHODS
-from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.process.ranks import Group, SingleProcess
-from crosstune.torch_engine.device import PRECISIONS, CacheClearing, Precision, memory_errors, open_device
+from crosstune.torch_engine.device import PRECISIONS, CacheClearing, memory_errors, open_device
 from crosstune.torch_engine.kernels.choose import decide_base, describe_general, open_decoder
-from crosstune.torch_engine.loading.adapters import Adapted, adapt_layers, choose_targets
+from crosstune.torch_engine.loading.adapters import Adapted, adapt
 from crosstune.torch_engine.loading.compile_blocks import compile_blocks
-from crosstune.torch_engine.loading.load import shrink_frozen
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session.optimizer import Masters, make_optimizer
-from crosstune.torch_engine.session.session import TorchSession
-from crosstune.torch_engine.session.session_parts import Parts
+from crosstune.torch_engine.session.session import Parts, TorchSession
 from crosstune.torch_engine.session.text_session import TextSession
 from crosstune.torch_engine.task import BuildContext, HasOwnHead, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
-
-if TYPE_CHECKING:
-    from crosstune.torch_engine.sharding.parallel import Parallel
-    from crosstune.torch_engine.sharding.shard_on_load import ShardOnLoad
 
 
 def open_session(
@@ -48,16 +38,24 @@ def open_session(
 ) -> TorchSession:
     """Open the model of a task, by default a causal language model.
 
-    `trained=False` opens it for evaluation and generation only, without masters and optimizer. With a `group` of connected
-    processes, even of one, the model is divided as --sharding_strategy says.
+    With `trained=False` the session can evaluate and generate, but has no masters and no optimizer. With a `group` of
+    connected processes, even of one, --sharding_strategy applies.
     """
     task = task if task is not None else CausalLM()
     device, precision = open_device(plan.backend), PRECISIONS[plan.precision]
     torch.manual_seed(plan.config.seed)
-    parallel = connect_devices(plan, group, device=device)
-    shard_on_load = sharding(plan, parallel, precision=precision)
-    device = parallel.device if parallel is not None else device
-    opening = BuildContext(
+    parallel = shard_on_load = None
+    if group is not None and not isinstance(group, SingleProcess):
+        from crosstune.torch_engine.sharding.parallel import open_parallel
+        from crosstune.torch_engine.sharding.shard import ShardOnLoad
+
+        parallel = open_parallel(plan, group, device=device)
+        device = parallel.device
+        if parallel.strategy.sharded:
+            shard_on_load = ShardOnLoad(
+                plan=plan, mesh=parallel.mesh, strategy=parallel.strategy, autocast=precision.autocast
+            )
+    context = BuildContext(
         plan=plan,
         device=device,
         precision=precision,
@@ -66,12 +64,11 @@ def open_session(
         finish=shard_on_load,
     )
     with memory_errors(device, doing=LOADING):
-        model = task.build(opening)
-        adapters = (
-            adapt(model, plan, precision=precision)
-            if shard_on_load is None
-            else shard_on_load.finish_all(model)
-        )
+        model = task.build(context)
+        if shard_on_load is None:
+            adapters = adapt(model, plan, autocast=precision.autocast)
+        else:
+            adapters = shard_on_load.finish_all(model)
         load_base_adapter(adapters, plan)
         recompute_activations(model, plan)
         notes: list[str] = []
@@ -86,10 +83,10 @@ def open_session(
                 group=group,
             )
             plan = replace(plan, base=base)
-            opening = task.opening = replace(opening, plan=plan)
+            context = task.context = replace(context, plan=plan)
         elif trained:
             plan = replace(plan, base=decide_base(plan))
-            opening = replace(opening, plan=plan)
+            context = replace(context, plan=plan)
             if plan.config.kernels == "fast":
                 notes = describe_general("the task of the recipe computes with the model itself")
         if trained:
@@ -101,10 +98,10 @@ def open_session(
         masters = Masters(trained_parameters(model, adapters, head=head) if trained else {})
         if trained and not masters.masters:
             raise nothing_to_train(type(model).__name__)
-        optimizer = optimize(masters, plan) if trained else None
+        optimizer = make_optimizer(masters.masters, plan.config) if trained else None
     spec = backend_specs()[plan.backend.name]
     parts = Parts(
-        opening=opening,
+        context=context,
         task=task,
         model=model.train(),
         adapters=adapters,
@@ -118,59 +115,6 @@ def open_session(
     return TextSession(parts) if isinstance(task, CausalLM) else TorchSession(parts)
 
 
-def connect_devices(plan: Plan, group: Group | None, *, device: torch.device) -> Parallel | None:
-    """Connect the devices of a group of processes; return None for a run of one process."""
-    if group is None or isinstance(group, SingleProcess):
-        return None
-    from crosstune.torch_engine.sharding.parallel import open_parallel
-
-    return open_parallel(plan, group, device=device)
-
-
-def sharding(plan: Plan, parallel: Parallel | None, *, precision: Precision) -> ShardOnLoad | None:
-    """Return the callback that adapts and shards each block while the model loads; None without sharding."""
-    if parallel is None or not parallel.strategy.sharded:
-        return None
-    from crosstune.torch_engine.sharding.shard_on_load import ShardOnLoad
-
-    return ShardOnLoad(
-        parallel=parallel,
-        cpu_offload=plan.config.use_cpu_offload,
-        choose=partial(choose_adapted, plan=plan) if plan.method in ADAPTER_METHODS else None,
-        adapt=partial(adapt_part, plan=plan, precision=precision),
-    )
-
-
-def adapt(model: nn.Module, plan: Plan, *, precision: Precision) -> dict[str, Adapted]:
-    """Freeze the model and add LoRA or DoRA adapters, if the method uses them."""
-    if plan.method not in ADAPTER_METHODS:
-        return {}
-    chosen = choose_adapted(model, plan=plan)
-    model.requires_grad_(False)
-    return adapt_part(model, model, chosen, plan=plan, precision=precision)
-
-
-def choose_adapted(model: nn.Module, *, plan: Plan) -> list[str]:
-    """Return the layers that get an adapter."""
-    return choose_targets(
-        model,
-        plan.config.lora_target_modules,
-        dora=plan.method == "dora",
-        last_layers=read_mlx_settings(plan.config.mlx_config).num_layers,
-    )
-
-
-def adapt_part(
-    model: nn.Module, part: nn.Module, names: Sequence[str], *, plan: Plan, precision: Precision
-) -> dict[str, Adapted]:
-    """Add adapters to the layers of a part of the model, and shrink its frozen weights."""
-    settings = AdapterSettings.from_config(plan.config, method=plan.method)
-    adapters = adapt_layers(model, names, settings=settings, seed=plan.config.seed)
-    if precision.autocast is not None:
-        shrink_frozen(part, dtype=precision.autocast)
-    return adapters
-
-
 def load_base_adapter(adapters: Mapping[str, Adapted], plan: Plan) -> None:
     """Load the weights of --base_adapter."""
     if adapters and plan.config.base_adapter:
@@ -179,7 +123,7 @@ def load_base_adapter(adapters: Mapping[str, Adapted], plan: Plan) -> None:
 
 
 def recompute_activations(model: nn.Module, plan: Plan) -> None:
-    """Turn on activation checkpointing if the config asks for it."""
+    """Turn on activation checkpointing if the plan uses it."""
     config = plan.config
     if not config.use_gradient_checkpointing:
         return
@@ -197,12 +141,12 @@ def recompute_activations(model: nn.Module, plan: Plan) -> None:
 
 
 def check_no_running_statistics(model: nn.Module) -> None:
-    """Raise for layers that learn without gradients: a checkpoint holds what the optimizer moves."""
+    """Refuse layers that learn without gradients: checkpoints hold only what the optimizer updates."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             raise UserError(
                 f"The layer {name or type(module).__name__} cannot be trained.",
-                why="it keeps running statistics, which checkpoints do not hold: a resumed run would be another one.",
+                why="it keeps running statistics, and checkpoints do not hold them: a resumed run would differ.",
                 do="use track_running_stats=False, or a layer norm",
             )
 
@@ -210,19 +154,8 @@ def check_no_running_statistics(model: nn.Module) -> None:
 def trained_parameters(
     model: nn.Module, adapters: Mapping[str, Adapted], *, head: Sequence[str] = ()
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the trained parameters by canonical name: the adapters and the head, or all that require gradients."""
+    """Return the trained parameters by canonical name: adapters and head, or all that require gradients."""
     if adapters:
         heads = {name: model.get_parameter(name).requires_grad_() for name in head}
         return export.adapter_weights(adapters) | heads
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def optimize(masters: Masters, plan: Plan) -> torch.optim.Optimizer:
-    config = plan.config
-    return make_optimizer(
-        config.optimizer,
-        masters.masters,
-        weight_decay=config.wd,
-        b_ratio=config.loraplus_lr_ratio,
-        average_decay=config.ema_decay,
-    )

@@ -1,4 +1,4 @@
-"""Probe what a torch backend supports on this computer, given only its spec."""
+"""Probe what a torch backend supports on this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUILD_TITLES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "Intel XPU", "mps": "Appl
 
 
 def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport:
-    """Probe a backend, and those of `quantizers` that the torch engine has."""
+    """Probe a backend and the given quantizers; skip quantizers that the torch engine does not have."""
     reason = _why_missing(spec)
     if reason:
         return _missing(spec, reason)
@@ -81,7 +81,7 @@ def _missing(spec: BackendSpec, reason: str) -> BackendReport:
 
 
 def _why_missing(spec: BackendSpec) -> str:
-    """Return why torch cannot use this backend, or an empty string if it can."""
+    """Return why torch cannot use the backend; an empty string if it can."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -133,7 +133,7 @@ def _why_not_built(spec: BackendSpec) -> str:
 
 
 def _devices(device: str) -> tuple[tuple[Device, ...], bool]:
-    """Return the devices, and whether they share the system's memory."""
+    """Return the devices, and whether they share memory with the host."""
     import torch
 
     if device == "cpu":
@@ -146,21 +146,21 @@ def _devices(device: str) -> tuple[tuple[Device, ...], bool]:
             Device(name=processor_name(), memory_total_bytes=total, memory_free_bytes=max(0, free)),
         ), True
     properties = [module.get_device_properties(index) for index in range(module.device_count())]
-    devices = tuple(_device(module, index, item) for index, item in enumerate(properties))
+    devices = tuple(
+        Device(
+            name=item.name,
+            memory_total_bytes=item.total_memory,
+            memory_free_bytes=_free_bytes(module, index, item.total_memory),
+        )
+        for index, item in enumerate(properties)
+    )
     return devices, any(bool(getattr(item, "is_integrated", False)) for item in properties)
 
 
-def _device(module: Any, index: int, properties: Any) -> Device:
-    total = properties.total_memory
-    return Device(
-        name=properties.name, memory_total_bytes=total, memory_free_bytes=_free_bytes(module, index, total)
-    )
-
-
 def _free_bytes(module: Any, index: int, total: int) -> int:
-    """Return free memory; for a device other than the current one, as reported by the driver's library.
+    """Return free memory; for other devices than the current one, as the driver's library reports it.
 
-    mem_get_info on another device would open a context there, which costs each process hundreds of megabytes.
+    `mem_get_info` would open a context on another device, at hundreds of megabytes per process.
     """
     if index == module.current_device():
         return int(module.mem_get_info(index)[0])
@@ -171,7 +171,7 @@ def _free_bytes(module: Any, index: int, total: int) -> int:
 
 
 def _merge(notes: Sequence[str]) -> tuple[str, ...]:
-    """Join notes with the same reason: a library that is not installed fails alike at every bit width."""
+    """Join notes with the same reason, such as a missing library at every bit width."""
     merged: dict[str, list[str]] = {}
     for note in notes:
         what, colon, why = note.partition(": ")

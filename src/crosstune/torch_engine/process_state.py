@@ -1,4 +1,4 @@
-"""Keep what belongs to the whole process: torch's random state, and how much transformers prints."""
+"""Preserve the state of the process that a run changes: torch's random state and transformers' logging."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from crosstune.torch_engine.session.state import separate_random
 
 @contextlib.contextmanager
 def keep_process_state() -> Iterator[None]:
-    """Put the random state and the settings of transformers' log back afterwards."""
+    """Restore the random state and transformers' logging after the block."""
     with separate_random(_device_in_use()), _keep_logging():
         yield
 
 
 def _device_in_use() -> torch.device:
-    """Return the accelerator, unless nothing has used it: reading its random state would start it."""
+    """Return the accelerator if it is initialized, else the CPU: reading its random state would initialize it."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     device = torch.device(torch.accelerator.current_accelerator() or "cpu")

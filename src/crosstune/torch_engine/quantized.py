@@ -1,4 +1,4 @@
-"""Quantized, frozen weights, and the linear layer that passes gradients through them."""
+"""Store quantized, frozen weights, multiply with them, and read linear layers whether quantized or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKED = "packed"
 
 
 def open_quantizer(spec: QuantSpec) -> ModuleType:
-    """Return the quantizer's module; raise if it does not support the requested bits or kind."""
+    """Return the quantizer's module; raise if it does not support the bits or kind."""
     module = load_plugin(QUANT_PACKAGE, spec.quantizer, kind="quantizer")
     if spec.bits not in module.BITS:
         raise UserError(
@@ -37,7 +37,7 @@ def open_quantizer(spec: QuantSpec) -> ModuleType:
 
 
 def quantize_weight(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -> StoredWeight:
-    """Quantize a weight on its device; `dtype` is the dtype of the scales, unless the library chooses it."""
+    """Quantize a weight on its device; `dtype` is the dtype of the scales unless the library chooses it."""
     tensors, facts = open_quantizer(spec).quantize(weight, spec, dtype)
     return StoredWeight(spec.quantizer, tensors, facts)
 
@@ -45,17 +45,18 @@ def quantize_weight(weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype) -
 def restore_weight(
     quantizer: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
 ) -> StoredWeight:
-    """Return a weight from the tensors and facts of a file, including files of older versions."""
-    module = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer")
-    return StoredWeight(quantizer, *module.restore(tensors, facts))
+    """Return a weight from the tensors and facts of a file, including files in an older layout."""
+    restore = getattr(load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer"), "restore", None)
+    if restore is not None:
+        tensors, facts = restore(tensors, facts)
+    return StoredWeight(quantizer, tensors, facts)
 
 
 class StoredWeight(nn.Module):
     """A quantized matrix: tensors registered with torch, and facts as plain JSON data.
 
-    The packed bits are a frozen parameter, because FSDP2 shards only parameters; their dtype is always an integer,
-    which FSDP2's mixed precision does not cast. Scales, zero points and tables are buffers: they are floats, which
-    mixed precision would round. `sharding.shard` turns large ones into parameters and leaves their dtype alone.
+    The packed bits are a frozen parameter, because FSDP2 shards only parameters. Their dtype is an integer, since FSDP2's
+    mixed precision would round floats; scales, zero points and tables are buffers for the same reason.
     """
 
     packed: nn.Parameter
@@ -65,7 +66,7 @@ class StoredWeight(nn.Module):
         assert not tensors[PACKED].is_floating_point(), "packed bits are integers"
         self.quantizer = quantizer
         self.facts: Mapping[str, Any] = dict(facts)
-        """JSON metadata of the quantizer; never changed."""
+        """JSON metadata of the quantizer."""
         rows, columns = facts["shape"]
         self.shape: tuple[int, int] = (rows, columns)
         self.packed_dtype = tensors[PACKED].dtype
@@ -77,7 +78,7 @@ class StoredWeight(nn.Module):
                 self.register_buffer(name, tensor.detach())
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dense matrix. It is not cached, and the tensors are read as currently registered."""
+        """Return the dense matrix. It is not cached."""
         dense = self._make_dense(self.tensors(), self.facts, dtype)
         return cast("torch.Tensor", dense)
 
@@ -90,8 +91,7 @@ class StoredWeight(nn.Module):
         return found
 
     def store_as_float(self) -> None:
-        """Store the bits of the packed integers in a float dtype of the same size, for an FSDP2 that refuses integers.
-        They are copied but never computed with; `tensors` returns the integers."""
+        """Store the packed integers in a float dtype of the same size, for an FSDP2 that refuses integers."""
         if not self.packed.is_floating_point():
             floats = {1: torch.float8_e4m3fn, 2: torch.float16, 4: torch.float32, 8: torch.float64}
             viewed = self.packed.detach().view(floats[self.packed.element_size()])
@@ -101,11 +101,11 @@ class StoredWeight(nn.Module):
         return f"{self.quantizer}, {self.shape[0]} x {self.shape[1]}"
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return the facts as JSON in a uint8 tensor, so that a state dict contains only tensors."""
+        """Return the facts as JSON in a uint8 tensor: a state dict holds only tensors."""
         return torch.frombuffer(bytearray(self._identity().encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        """Do nothing: `check_state` compared the facts before any tensor was copied."""
+        """Do nothing: `check_state` has compared the facts."""
 
     def _identity(self) -> str:
         dtypes = {
@@ -116,7 +116,7 @@ class StoredWeight(nn.Module):
         return json.dumps(facts, sort_keys=True)
 
     def check_state(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Raise if a state dict holds a weight of another quantization, even if its shapes match."""
+        """Raise if a state dict holds a weight with another quantization, even if the shapes match."""
         extra_state = state_dict.get(f"{prefix}_extra_state")
         if extra_state is not None:
             identity = bytes(extra_state.cpu().tolist()).decode(errors="replace")
@@ -124,7 +124,7 @@ class StoredWeight(nn.Module):
                 raise UserError(
                     f"The weights of {prefix.removesuffix('.stored.')} are quantized differently than the layer.",
                     why=f"they are {identity}; the layer is {self._identity()}.",
-                    do="quantize the model as it was when the state was saved before loading it",
+                    do="quantize the model in the same way as the saved one, then load the state",
                 )
 
     def _load_from_state_dict(
@@ -134,7 +134,7 @@ class StoredWeight(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments, **named)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StoredWeight:
-        """Move to another device with the model, but keep the stored dtypes."""
+        """Move with the model to another device, but keep the dtypes."""
 
         def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
             changed = fn(tensor)
@@ -154,7 +154,7 @@ class QuantLinear(nn.Module):
     stored: StoredWeight
 
     def __init__(self, weight: StoredWeight, bias: torch.Tensor | None) -> None:
-        nn.Module.__init__(self)  # a subclass may also be an nn.Linear, which would make a dense weight
+        nn.Module.__init__(self)  # not nn.Linear.__init__ of a subclass: it would make a dense weight
         self.stored = weight
         self.out_features, self.in_features = weight.shape
         self.register_buffer("bias", bias)
@@ -171,7 +171,7 @@ class QuantLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any, **named: Any
     ) -> None:
-        """Check the weight before copying the bias, so that a refused layer is left unchanged."""
+        """Check the weight before copying the bias, so that a refused layer does not change."""
         self.stored.check_state(state_dict, f"{prefix}stored.")
         super()._load_from_state_dict(state_dict, prefix, *arguments, **named)
 
@@ -182,7 +182,7 @@ def frozen_linear(x: torch.Tensor, weight: StoredWeight, bias: torch.Tensor | No
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """Multiply with a frozen weight, dequantizing it again in the backward pass instead of saving it."""
+    """Multiply with a frozen weight; dequantize it again in the backward pass instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: StoredWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -203,8 +203,8 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 def is_conv1d(layer: nn.Module) -> bool:
-    """Return whether a layer is GPT-2's linear layer, whose weight is stored transposed, with a row per input."""
-    known = sys.modules.get("transformers.pytorch_utils")  # a model that has such layers has imported it
+    """Return whether a layer is transformers' Conv1D (GPT-2), whose weight has a row per input."""
+    known = sys.modules.get("transformers.pytorch_utils")  # imported by every model that has one
     return known is not None and isinstance(layer, known.Conv1D)
 
 
@@ -234,7 +234,7 @@ def weight_device(layer: Any) -> torch.device:
 
 
 def count_weights(model: nn.Module) -> int:
-    """Return the number of weights of a model, counting every weight of a packed byte."""
+    """Return the number of weights of a model, counting each weight in packed bytes."""
     stored = [module for module in model.modules() if isinstance(module, StoredWeight)]
     parts = sum(parameter.numel() for weight in stored for parameter in weight.parameters())
     dense = sum(weight.shape[0] * weight.shape[1] for weight in stored)
@@ -242,9 +242,9 @@ def count_weights(model: nn.Module) -> int:
 
 
 def reads_weight(model: nn.Module, name: str) -> bool:
-    """Return whether the parent of this layer multiplies with its weight itself, as Mamba's mixer does.
+    """Return whether the parent of a layer reads its weight instead of calling it, like Mamba's mixer.
 
-    Such a layer can be neither quantized nor adapted: the parent would never call the replacement.
+    Such a layer can be neither quantized nor adapted.
     """
     parent, _, child = name.rpartition(".")
     kind: Any = type(model.get_submodule(parent))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -18,8 +17,6 @@ from crosstune.torch_engine.device import Precision
 Tensors = Mapping[str, torch.Tensor]
 MetricSums = Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]]
 """Name -> (sum, weight); the metric is their quotient over all batches and ranks."""
-
-
 Finish = Callable[[nn.Module, str], None]
 
 
@@ -35,15 +32,17 @@ class BuildContext:
     base_name: str | None = None
     """The hub id of the base model, if it came from there."""
     finish: Finish | None = None
-    """Shard a loaded block, so that no process holds the whole model; None for one process. Call it with the model and the
-    name of a block, and last with "" for the rest; a task may leave that to the engine."""
+    """Shards a loaded block, so that no process holds the whole model; None without sharding. Call it with the model and
+    the name of each block, and last with "" for the rest. If a task does not, the engine does."""
 
 
 class TorchTask(Protocol):
+    """The part of a recipe inside the torch engine."""
+
     metric_names: Sequence[str]
     """Names of the metrics that `loss` returns."""
 
-    def build(self, opening: BuildContext) -> nn.Module:
+    def build(self, context: BuildContext) -> nn.Module:
         """Return the model on the device, with its weights. Frozen parameters do not require gradients."""
         ...
 
@@ -58,7 +57,7 @@ class TorchTask(Protocol):
 
 @runtime_checkable
 class MeasuresEvaluation(Protocol):
-    """A task with metrics that are measured in evaluations alone."""
+    """A task with its own metrics for evaluations."""
 
     eval_metric_names: Sequence[str]
 
@@ -69,8 +68,7 @@ class MeasuresEvaluation(Protocol):
 
 @runtime_checkable
 class HasOwnHead(Protocol):
-    """A task whose head is trained whole, also where the rest of the model has adapters; its result is one model, with
-    the adapters merged."""
+    """A task whose head is trained in full, also with adapters on the other layers. Its result is a merged model."""
 
     head_names: Sequence[str]
     """The canonical names of the head's parameters."""
@@ -78,33 +76,9 @@ class HasOwnHead(Protocol):
 
 @runtime_checkable
 class WritesModel(Protocol):
-    """A task that writes the whole model itself, in a format that other tools read.
+    """A task that writes the whole model in a format that other tools read.
 
-    Called on one process, without collectives: the tensors come from `model.state_dict()` or, in fp32 by canonical name,
-    from `trained`.
+    Called on one rank, without collectives. The tensors come from `model.state_dict()` or, in fp32, from `trained`.
     """
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None: ...
-
-
-@runtime_checkable
-class MeasuresResult(Protocol):
-    """A task that measures something with the model before it is written. Every process calls it."""
-
-    def measure_result(self, model: nn.Module) -> None: ...
-
-
-@runtime_checkable
-class ChecksBatches(Protocol):
-    """A task that checks whether the model can train on a batch, with a pass of the model if need be."""
-
-    def check_batch(self, model: nn.Module, tensors: Tensors) -> None: ...
-
-
-@runtime_checkable
-class HasGeneralLayers(Protocol):
-    """A task that may run fused layers in the place of the model's own."""
-
-    def general_layers(self) -> AbstractContextManager[None]:
-        """Run the model's own layers inside the block, which call their hooks."""
-        ...

@@ -1,1 +1,1 @@
-"""Load a model: read its files, quantize, add adapters, compile blocks."""
+"""Load a model: read its files, quantize, add blocks and adapters, compile."""

@@ -1,4 +1,4 @@
-"""LoRA and DoRA adapters on frozen linear layers, and LoRA on the experts of a mixture."""
+"""Add LoRA and DoRA adapters to frozen linear layers, and LoRA to stacks of experts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from crosstune.config.conditions import ADAPTER_METHODS
+from crosstune.config.mlx_settings import read_mlx_settings
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.weights import uniform_by_name
 from crosstune.models.adapter_choice import (
     AdapterSettings,
@@ -28,6 +31,7 @@ from crosstune.torch_engine.loading.experts import (
     stack_shape,
 )
 from crosstune.torch_engine.quantized import (
+    QuantLinear,
     dense_weight,
     is_conv1d,
     is_linear,
@@ -35,6 +39,7 @@ from crosstune.torch_engine.quantized import (
     reads_weight,
     weight_device,
 )
+from crosstune.torch_engine.sharding.local_shard import is_sharded
 
 
 class AdaptedLinear(nn.Module):
@@ -52,7 +57,7 @@ class AdaptedLinear(nn.Module):
         self.lora_A = nn.Parameter(torch.from_numpy(start).to(device))
         self.lora_B = nn.Parameter(torch.zeros(outputs, settings.rank, device=device))
         self.held: tuple[torch.Tensor, torch.Tensor] | None = None
-        """A and scale * B in the dtype of the products, while nothing changes them."""
+        """A and scale * B in the compute dtype, cached while the weights do not change."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.base(x)
@@ -83,7 +88,7 @@ class AdaptedLinear(nn.Module):
 class DoraLinear(AdaptedLinear):
     """W + scale * B A with each row rescaled to a learned norm.
 
-    The row norms are treated as constants in the backward pass, as the authors of DoRA propose to save memory.
+    The row norms are constants in the backward pass, as the DoRA paper proposes to save memory.
     """
 
     def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
@@ -113,10 +118,10 @@ class DoraLinear(AdaptedLinear):
 
 
 class AdaptedStack(nn.Module):
-    """Experts whose matrices W each become W + scale * B A, with an A and a B of its own.
+    """A stack of experts, each with its own A and B: W + scale * B A.
 
-    The parameters have the layout of PEFT's `target_parameters`: A has the rows of expert 0, then those of expert 1; the
-    columns of B alternate between the experts.
+    The parameters have the layout of PEFT's `target_parameters`: the rows of A are grouped by expert, the columns of B
+    alternate between the experts.
     """
 
     def __init__(
@@ -136,7 +141,7 @@ class AdaptedStack(nn.Module):
         out = multiply(self.base, x, routing, transposed=self.transposed)
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
         a, b = split_by_expert(self.lora_A, self.lora_B * self.scale, num_experts=self.num_experts)
-        # The kernel wants rows of a multiple of 16 bytes; zeros do not change the product.
+        # The kernel needs rows of a multiple of 16 bytes; zeros do not change the product.
         fill = -a.shape[1] % 8
         a, b = F.pad(a.to(x.dtype), (0, 0, 0, fill)), F.pad(b.to(x.dtype), (0, fill))
         return out + grouped_product(grouped_product(dropped, a, routing), b, routing).to(out.dtype)
@@ -151,7 +156,7 @@ Adapted = AdaptedLinear | AdaptedStack
 def split_by_expert(
     a: torch.Tensor, b: torch.Tensor, *, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A and B of each expert, stacked: experts x rank x inputs, experts x outputs x rank."""
+    """Return A as experts x rank x inputs and B as experts x outputs x rank."""
     by_expert = b.reshape(b.shape[0], -1, num_experts).permute(2, 0, 1)
     return a.reshape(num_experts, -1, a.shape[1]), by_expert.contiguous()
 
@@ -160,15 +165,44 @@ def add_adapters(
     model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
 ) -> dict[str, Adapted]:
     """Freeze the model, add an adapter to each chosen layer or expert stack, and return the adapters by canonical name."""
-    chosen = choose_targets(model, targets, dora=settings.magnitudes, last_layers=last_layers)
+    names = choose_targets(model, targets, dora=settings.magnitudes, last_layers=last_layers)
     model.requires_grad_(False)
-    return adapt_layers(model, chosen, settings=settings, seed=seed)
+    return _adapt_layers(model, names, settings=settings, seed=seed)
 
 
-def adapt_layers(
+def adapt(model: nn.Module, plan: Plan, *, autocast: torch.dtype | None) -> dict[str, Adapted]:
+    """Freeze the model and add the adapters of the plan, if its method has any."""
+    if plan.method not in ADAPTER_METHODS:
+        return {}
+    names = choose_adapted(model, plan)
+    model.requires_grad_(False)
+    return adapt_part(model, model, names, plan=plan, autocast=autocast)
+
+
+def choose_adapted(model: nn.Module, plan: Plan) -> list[str]:
+    """Return the layers and expert stacks that get an adapter by the plan."""
+    return choose_targets(
+        model,
+        plan.config.lora_target_modules,
+        dora=plan.method == "dora",
+        last_layers=read_mlx_settings(plan.config.mlx_config).num_layers,
+    )
+
+
+def adapt_part(
+    model: nn.Module, part: nn.Module, names: Sequence[str], *, plan: Plan, autocast: torch.dtype | None
+) -> dict[str, Adapted]:
+    """Add adapters to the named layers in a part of the model, and cast its frozen weights to the autocast dtype."""
+    settings = AdapterSettings.from_config(plan.config, method=plan.method)
+    adapters = _adapt_layers(model, names, settings=settings, seed=plan.config.seed)
+    if autocast is not None:
+        _cast_frozen(part, autocast)
+    return adapters
+
+
+def _adapt_layers(
     model: nn.Module, names: Sequence[str], *, settings: AdapterSettings, seed: int
 ) -> dict[str, Adapted]:
-    """Add an adapter to each of these layers and expert stacks."""
     kind = DoraLinear if settings.magnitudes else AdaptedLinear
     stacks = set(expert_stacks(model))
     adapters: dict[str, Adapted] = {}
@@ -177,18 +211,35 @@ def adapt_layers(
         parent: Any = model.get_submodule(parent_name)
         base = getattr(parent, child)
         if name in stacks:
-            transposed = parent.is_transposed
-            adapter = AdaptedStack(base, name=name, settings=settings, seed=seed, transposed=transposed)
-            replace_stack(parent, child, adapter)
-            adapters[name] = adapter
+            adapters[name] = AdaptedStack(
+                base, name=name, settings=settings, seed=seed, transposed=parent.is_transposed
+            )
+            replace_stack(parent, child, adapters[name])
         else:
             adapters[name] = kind(base, name=name, settings=settings, seed=seed)
             setattr(parent, child, adapters[name])
     return adapters
 
 
+def _cast_frozen(part: nn.Module, dtype: torch.dtype) -> None:
+    """Cast frozen linear weights to the autocast dtype: half the memory, and the same values as a cast at each use."""
+    shared = {id(module.weight) for module in part.modules() if isinstance(module, nn.Embedding)}
+    for module in part.modules():
+        if isinstance(module, AdaptedStack) and isinstance(module.base, nn.Parameter):
+            if not is_sharded(module.base):
+                module.base.data = module.base.data.to(dtype)
+        elif (
+            is_linear(module)
+            and not isinstance(module, QuantLinear)
+            and not is_sharded(module.weight)
+            and not module.weight.requires_grad
+            and id(module.weight) not in shared
+        ):
+            module.to(dtype)
+
+
 def name_targets(model: nn.Module, adapters: Mapping[str, Adapted]) -> Targets:
-    """Return what PEFT's settings say about the adapters."""
+    """Return the adapted layers as PEFT's settings name them."""
     stacks = [name for name, adapter in adapters.items() if isinstance(adapter, AdaptedStack)]
     layers = [name for name in adapters if name not in stacks]
     without = [name for name in _linear_names(model) if name.removesuffix(".base") not in adapters]
@@ -205,7 +256,7 @@ def name_targets(model: nn.Module, adapters: Mapping[str, Adapted]) -> Targets:
 def choose_targets(
     model: nn.Module, targets: str, *, dora: bool, last_layers: int | None = None
 ) -> list[str]:
-    """Return the linear layers and expert stacks that get an adapter."""
+    """Return the linear layers and expert stacks that match `targets`."""
     return choose_names(
         _linear_names(model),
         targets,
@@ -216,19 +267,18 @@ def choose_targets(
     )
 
 
-def warn_of_left_out(
-    model: nn.Module, targets: str, *, dora: bool, last_layers: int | None = None
-) -> list[str]:
-    """Return a warning if `all` does not mean all: weights of experts that get no adapter."""
-    if targets != "all":
+def warn_of_left_out(model: nn.Module, chosen: Sequence[str], plan: Plan) -> list[str]:
+    """Return a warning if the target `all` leaves out weights of experts."""
+    if plan.config.lora_target_modules != "all":
         return []
-    why = "DoRA has no form for experts" if dora else f"{type(model).__name__} multiplies with them itself"
-    chosen = choose_targets(model, targets, dora=dora, last_layers=last_layers)
+    is_dora, kind = plan.method == "dora", type(model).__name__
+    why = "DoRA does not support experts" if is_dora else f"{kind} multiplies with them itself"
+    last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
     return describe_left_out(chosen, in_last_layers(expert_weights(model), last_layers=last_layers), why=why)
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    """Return all linear layers, quantized or not, except the output head and layers for which `reads_weight` holds."""
+    """Return all linear layers except the output head and those whose parent reads the weight itself."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     return [

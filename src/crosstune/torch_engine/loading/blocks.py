@@ -1,4 +1,4 @@
-"""Block expansion (LLaMA Pro): add copies of decoder blocks that start as the identity, and train only those."""
+"""Expand a model with copies of decoder blocks that start as the identity (LLaMA Pro); only they are trained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from crosstune.core.errors import UserError
 _LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.(.+)$")
 _BLOCK = re.compile(r"^.*\blayers\.(\d+)$")
 WRITERS = frozenset({"o_proj", "out_proj", "c_proj", "dense", "down_proj", "fc2", "dense_4h_to_h"})
-"""Layers that write into the residual stream: with their weights and biases at zero, a new block is the identity."""
+"""Layers that write to the residual stream. With their weights and biases at zero, a new block is the identity."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Expansion:
 
     @property
     def is_fresh(self) -> bool:
-        """True if the new blocks are copied from the base now, so that they are still untrained."""
+        """True if the new blocks are copied from the base, and false if the folder already holds them."""
         return len(set(self.sources)) < len(self.sources)
 
     def names(self, base_name: str) -> list[tuple[str, bool]]:
-        """Return the names of a base tensor in the expanded model, each with whether its values are zeroed there."""
+        """Return the names of a base tensor in the expanded model, each with a flag that is true if its values become zero."""
         match = _LAYER.match(base_name)
         if match is None:
             return [(base_name, False)]
@@ -59,7 +59,7 @@ def _writes_stream(name: str) -> bool:
 
 
 def expand_evenly(num_layers: int, num_new: int) -> Expansion:
-    """Return an expansion with the copies at even distances; raise if the number of blocks does not allow it."""
+    """Return an expansion with copies at even distances; raise if the number of blocks is not divisible."""
     if not 0 < num_new <= num_layers or num_layers % num_new:
         divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise UserError(
@@ -85,10 +85,10 @@ def already_expanded(old: int, new: int) -> Expansion:
 
 @torch.no_grad()
 def check_passes_through(model: nn.Module, expansion: Expansion, *, device: torch.device) -> None:
-    """Raise unless every new block returns its input, checked with one short row.
+    """Check with one short row that every new block returns its input.
 
-    A block that writes to the residual stream through a layer of another name, or normalizes the stream itself, would
-    change the model's outputs before the first step.
+    A block that writes to the residual stream through a layer of another name, or normalizes the stream, would change
+    the outputs before the first step.
     """
     changed: list[str] = []
 

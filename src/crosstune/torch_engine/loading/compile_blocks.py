@@ -1,4 +1,4 @@
-"""Compile the repeated blocks of a model for the steps of a training: one program serves all blocks of a kind."""
+"""Compile the repeated blocks of a model for training steps: blocks of one kind share a program."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from torch import nn
 
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
+from crosstune.torch_engine.sharding.local_shard import find_blocks
 
 
 def compile_blocks(model: nn.Module, plan: Plan) -> list[str]:
-    """Compile the blocks in place, if the config asks for it, and return sentences about it. Names and parameters stay as
-    they are; the program is made in the first steps, for rows of any length."""
+    """Compile the blocks in place if --torch_compile is set; return notes for the user.
+
+    Names and parameters do not change. torch compiles in the first step, for rows of any length.
+    """
     if not plan.config.torch_compile:
         return []
-    blocks = repeated_blocks(model)
+    blocks = find_blocks(model).values()
     if not blocks:
         return [
             f"torch_compile: nothing is compiled, since {type(model).__name__} has no list of equal blocks"
@@ -25,21 +28,8 @@ def compile_blocks(model: nn.Module, plan: Plan) -> list[str]:
     for block in blocks:
         block.compile(dynamic=True)
     return [
-        f"torch_compile: the first step takes up to minutes longer, while {len(blocks)} blocks are compiled"
+        f"torch_compile: the first step takes up to minutes longer while {len(blocks)} blocks are compiled"
     ]
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules in lists of at least two modules of one class, leaving out lists inside of others."""
-    found: list[nn.Module] = []
-    inside: tuple[str, ...] = ()
-    for name, module in model.named_modules():
-        if inside and name.startswith(inside):
-            continue
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(one) for one in module}) == 1:
-            found += list(module)
-            inside = (*inside, f"{name}.")
-    return found
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -48,9 +38,8 @@ def is_compiled(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def without_compiled(model: nn.Module) -> Iterator[None]:
-    """Run the model uncompiled inside the block: evaluations and answers have other shapes, and each kind of pass would be
-    compiled once more."""
-    if not is_compiled(model):  # the other case loads torch's compiler, which takes seconds
+    """Run the model uncompiled inside the block: evaluation and generation would each need another compilation."""
+    if not is_compiled(model):  # otherwise torch's compiler would load, for seconds
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -59,7 +48,7 @@ def without_compiled(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compile_errors(model: nn.Module) -> Iterator[None]:
-    """Turn errors of torch's compiler inside the block into a UserError."""
+    """Convert errors of torch's compiler inside the block to a UserError."""
     if not is_compiled(model):
         yield
         return

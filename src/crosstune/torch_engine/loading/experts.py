@@ -1,4 +1,4 @@
-"""Find the stacked weights of a mixture of experts, and multiply with them where they are quantized or adapted."""
+"""Find the stacked weights of a mixture of experts, and multiply with them when they are quantized or adapted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from crosstune.models.adapter_choice import STACKS
 from crosstune.torch_engine.quantized import StoredWeight, frozen_linear, is_linear
 
 _FORWARD = "crosstune"
-"""The name of `experts_forward` in transformers."""
+"""The name under which transformers finds `experts_forward`."""
 _SINGLE = (nn.Embedding, nn.modules.conv._ConvNd)
 
 
 def expert_weights(model: nn.Module) -> list[str]:
-    """Return the names of all weights that hold several experts, those that transformers alone can multiply with too."""
+    """Return the names of all weights that hold several experts, including those that cannot be adapted."""
     names = [
         f"{name}.{part}"
         for name, module in model.named_modules()
@@ -33,8 +33,8 @@ def expert_weights(model: nn.Module) -> list[str]:
 
 
 def expert_stacks(model: nn.Module) -> list[str]:
-    """Return the names of the stacks that can be quantized and adapted, whether they already are or not: those of
-    modules for which transformers lets `experts_forward` replace the product."""
+    """Return the names of the stacks that can be quantized and adapted, or already are: transformers lets
+    `experts_forward` compute their modules."""
     return [
         f"{name}.{part}"
         for name, module in model.named_modules()
@@ -45,7 +45,7 @@ def expert_stacks(model: nn.Module) -> list[str]:
 
 
 def stack_shape(stack: Any, *, transposed: bool) -> tuple[int, int, int]:
-    """Return the number of experts, and the rows and columns of each one's matrix."""
+    """Return the number of experts, and the rows and columns of each matrix."""
     if isinstance(stack, QuantStack):
         return (len(stack.experts), *stack.experts[0].shape)
     experts, rows, columns = stack.shape
@@ -53,7 +53,7 @@ def stack_shape(stack: Any, *, transposed: bool) -> tuple[int, int, int]:
 
 
 def replace_stack(module: Any, part: str, stack: nn.Module) -> None:
-    """Put a module in the place of a stack, and have transformers call `experts_forward`."""
+    """Replace a stack by a module, and make transformers call `experts_forward`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     delattr(module, part)
@@ -64,12 +64,11 @@ def replace_stack(module: Any, part: str, stack: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Routing:
-    """The rows of an input for each expert: they are sorted by expert."""
+    """The expert of each row of an input whose rows are sorted by expert."""
 
     experts: torch.Tensor
-    """The expert of each row."""
     ends: torch.Tensor
-    """The number of rows of each expert and all before it."""
+    """The index after the last row of each expert."""
 
 
 class QuantStack(nn.Module):
@@ -108,8 +107,8 @@ def grouped_product(
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Do what transformers' `grouped_mm` does, with stacks that may be modules. Sorted by expert, the rows of each one
-    are a slice."""
+    """Compute like transformers' `grouped_mm`, with stacks that may be modules. Rows are sorted by expert, so each expert
+    reads a slice."""
     chosen, (num_tokens, width) = top_k_index.size(-1), hidden_states.shape
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     counts = torch.zeros(self.num_experts, dtype=torch.int32, device=experts.device)
@@ -135,7 +134,7 @@ def _project(module: Any, part: str, x: torch.Tensor, routing: Routing) -> torch
 
 
 def _is_replaceable(module: Any) -> bool:
-    """Return whether transformers lets another function compute the experts of this module."""
+    """Return whether transformers accepts another function for the experts of this module."""
     return all(hasattr(module, name) for name in ("_apply_gate", "has_gate", "is_transposed", "num_experts"))
 
 

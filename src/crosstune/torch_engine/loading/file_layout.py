@@ -1,4 +1,4 @@
-"""Map the tensors of a folder's files to those of the model: transformers renames, stacks and splits some on load."""
+"""Map the tensors in a folder's files to the model's tensors: transformers renames, stacks and splits some on load."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Group:
     """Tensors of the files that are converted together."""
 
     target: str
-    """The model's tensor; the first of them if the files' tensor is split."""
+    """The model's tensor; the first one if a tensor of the files is split."""
     files: Mapping[str, str | None]
-    """Name in the files -> the pattern of `converter` that it matches, in natural order."""
+    """Name in the files -> the matching pattern of `converter`, in natural order."""
     converter: Any = None
     """transformers' WeightConverter; None if the tensor is only renamed."""
 
@@ -53,7 +53,7 @@ class FileLayout:
         return all(group.converter is None and group.target in group.files for group in self.groups)
 
     def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the model's tensors from those of the files' tensors."""
+        """Return the shapes of the model's tensors, given the shapes in the files."""
         found: dict[str, tuple[int, ...]] = {}
         for group in self.groups:
             tensors = [torch.empty(shapes[name], device="meta") for name in group.files]
@@ -64,21 +64,13 @@ class FileLayout:
         self, places: dict[str, Place], *, num_workers: int
     ) -> Iterator[tuple[Group, dict[str, torch.Tensor]]]:
         """Yield the model's tensors group by group, sorted by name, so that a bias comes before its weight."""
-        waiting: list[torch.Tensor] = []
-        order = iter(self.groups)
-        group = next(order, None)
         names = [name for group in self.groups for name in group.files]
-        for _, tensor in read_ahead(names, places, num_workers=num_workers):
-            assert group is not None
-            waiting.append(tensor)
-            if len(waiting) == len(group.files):
-                tensors, waiting = self.convert(group, waiting), []
-                del tensor
-                yield group, tensors
-                group = next(order, None)
+        tensors = read_ahead(names, places, num_workers=num_workers)
+        for group in self.groups:
+            yield group, self.convert(group, [next(tensors) for _ in group.files])
 
     def convert(self, group: Group, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the model's tensors of a group by name."""
+        """Return the model's tensors of a group, by name."""
         if group.converter is None:
             [tensor] = tensors
             return {group.target: tensor}
@@ -88,7 +80,7 @@ class FileLayout:
         return _plain(self._run(converter, group.target))
 
     def revert(self, group: Group, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the files' tensors of a group by name; the inverse of `convert`."""
+        """Return the tensors of a group as the files store them, by name; the inverse of `convert`."""
         if group.converter is None:
             [tensor], [name] = tensors.values(), group.files
             return {name: tensor}
@@ -102,8 +94,8 @@ class FileLayout:
         by_name = {self._rename(name): name for name in group.files}
         if found.keys() != by_name.keys():
             raise UserError(
-                f"The weights of {type(self.model).__name__} cannot be written as they were stored.",
-                why=f"transformers would name {', '.join(sorted(found))[:200]}, and the files hold "
+                f"The weights of {type(self.model).__name__} cannot be written in the layout of its files.",
+                why=f"transformers would write {', '.join(sorted(found))[:200]}, but the files hold "
                 f"{', '.join(sorted(by_name))[:200]}.",
                 do="load the model with transformers, save it with save_pretrained, and use that folder",
             )
@@ -127,7 +119,7 @@ class FileLayout:
         ]
 
     def _target(self, name: str) -> tuple[str, str | None, Any]:
-        """Return the model's name for a tensor of the files, and the converter that makes it."""
+        """Return the model's name for a tensor of the files, and the converter with its matching pattern."""
         renamed = self._rename(name)
         target, pattern, converter = renamed, None, None
         for candidate in self._converters:
@@ -146,7 +138,7 @@ class FileLayout:
         return name
 
     def _with_prefix(self, name: str) -> str:
-        """Add or remove the prefix of the base model, which files of some models lack or have."""
+        """Add or remove the prefix of the base model if the model's name differs in it."""
         prefix = f"{getattr(self.model, 'base_model_prefix', '')}."
         if name in self._expected or prefix == ".":
             return name
@@ -155,7 +147,7 @@ class FileLayout:
 
 
 def _transforms(model: nn.Module) -> list[Any]:
-    """Return transformers' conversions for a model; versions before 5 have none."""
+    """Return transformers' conversions for a model; there are none before version 5."""
     if importlib.util.find_spec("transformers.conversion_mapping") is None:
         return []
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -180,18 +172,18 @@ def read_layout(
     *,
     held: Set[str] = frozenset(),
 ) -> FileLayout:
-    """Return how the files' tensors become the model's. Raise unless they are all there and no others; tied weights may
-    be missing. `held` are the model's tensors that are stored quantized."""
-    expected = set(model.state_dict().keys())
+    """Return the layout of a folder's files; raise unless they hold exactly the model's tensors in their shapes.
+
+    Tied weights may be missing. `held` names the tensors that are stored quantized.
+    """
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = set(
         getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ()
     )
     layout = FileLayout(model, places, ignored=_ignored(model))
     names = layout.shapes({name: place.shape for name, place in places.items()}).keys() | held
-    found = {
-        target for name in names for target, _ in (expansion.names(name) if expansion else [(name, False)])
-    }
-    missing, extra = sorted(expected - found - tied), sorted(found - expected)
+    found = {target for name in names for target in _targets(name, expansion)}
+    missing, extra = sorted(expected.keys() - found - tied), sorted(found - expected.keys())
     if expansion is not None and not any(expansion.is_new(name) for name in found):
         raise UserError(
             f"llama_pro cannot add blocks to {type(model).__name__}.",
@@ -201,13 +193,13 @@ def read_layout(
     if extra:
         raise UserError(
             f"{type(model).__name__} is not supported with a quantized base or with new blocks.",
-            why=f"{folder} holds {len(extra)} tensors under names that the model in memory does not have, such as {extra[0]}.",
-            do="use --train_type lora, dora or full, which load the model with transformers",
+            why=f"{folder} holds {len(extra)} tensors that the model does not have, such as {extra[0]}.",
+            do="use --train_type lora, dora or full: they load the model with transformers",
         )
     if expansion is not None and not layout.is_plain:
         raise UserError(
             f"llama_pro cannot add blocks to {type(model).__name__}.",
-            why=f"the model in memory holds tensors of {folder} under other names or stacked.",
+            why=f"transformers renames or stacks tensors of {folder} when it loads them.",
             do="use --train_type lora, qlora or full",
         )
     if missing:
@@ -215,32 +207,29 @@ def read_layout(
             f"The files in {folder} lack {len(missing)} tensors of the model, such as {missing[0]}.",
             do="fetch the model again",
         )
-    return layout
-
-
-def _ignored(model: Any) -> re.Pattern[str]:
-    """Return a pattern for tensors that older versions of transformers wrote and that models do not load."""
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return re.compile("|".join([r"rotary_emb\.inv_freq$", *patterns]))
-
-
-def check_shapes(
-    model: nn.Module, places: Mapping[str, Place], expansion: Expansion | None, folder: Path
-) -> None:
-    """Check that the tensors in the files have the shapes of the model."""
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     wrong = [
         (target, place.shape, expected[target])
         for name, place in sorted(places.items())
-        for target, _ in (expansion.names(name) if expansion else [(name, False)])
+        for target in _targets(name, expansion)
         if target in expected and expected[target] != place.shape
     ]
     if wrong:
         raise other_shapes(folder, wrong)
+    return layout
+
+
+def _targets(name: str, expansion: Expansion | None) -> list[str]:
+    return [target for target, _ in expansion.names(name)] if expansion is not None else [name]
+
+
+def _ignored(model: Any) -> re.Pattern[str]:
+    """Return a pattern for tensors of older transformers versions that models ignore."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return re.compile("|".join([r"rotary_emb\.inv_freq$", *patterns]))
 
 
 def other_shapes(folder: Path, wrong: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> UserError:
-    """Return the error for tensors (name, shape in the files, shape by config.json) that do not fit."""
+    """Return the error for tensors (name, shape in the files, shape by config.json) of wrong shape."""
     name, stored, wanted = wrong[0]
     return UserError(
         f"The files in {folder} do not fit its config.json.",

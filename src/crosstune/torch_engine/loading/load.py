@@ -18,7 +18,6 @@ from crosstune.core.names import read_expanded_name
 from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.device import Precision, give_back_freed
-from crosstune.torch_engine.loading.adapters import AdaptedStack
 from crosstune.torch_engine.loading.blocks import (
     Expansion,
     already_expanded,
@@ -26,7 +25,7 @@ from crosstune.torch_engine.loading.blocks import (
     expand_config,
     expand_evenly,
 )
-from crosstune.torch_engine.loading.file_layout import FileLayout, check_shapes, other_shapes, read_layout
+from crosstune.torch_engine.loading.file_layout import FileLayout, other_shapes, read_layout
 from crosstune.torch_engine.loading.prequantized import (
     Prequantized,
     check_asked,
@@ -35,45 +34,38 @@ from crosstune.torch_engine.loading.prequantized import (
 )
 from crosstune.torch_engine.loading.stream import Place, find_tensors
 from crosstune.torch_engine.loading.weight_forms import WeightForm, outer_forms, weight_forms
-from crosstune.torch_engine.quantized import (
-    QuantLinear,
-    StoredWeight,
-    is_linear,
-    open_quantizer,
-    quantize_weight,
-)
-from crosstune.torch_engine.sharding.local_shard import find_blocks, is_sharded
+from crosstune.torch_engine.quantized import StoredWeight, open_quantizer, quantize_weight
+from crosstune.torch_engine.sharding.local_shard import find_blocks
 from crosstune.torch_engine.task import Finish
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The files of a model and what the plan makes of them."""
+    """The files of a model, and how the plan changes it."""
 
     folder: Path
     plan: Plan
     config: Any
-    """Of the model that is trained, with its new blocks."""
+    """The config of the trained model, with its new blocks."""
     expansion: Expansion | None
     prequantized: Prequantized | None
 
     @property
     def is_plain(self) -> bool:
-        """True if the model is loaded as it is stored."""
+        """True if the model is neither quantized nor expanded."""
         return self.plan.quant_spec is None and self.expansion is None
 
     def read_layout(self, model: nn.Module) -> tuple[FileLayout, dict[str, Place], dict[str, WeightForm]]:
-        """Return how the files' tensors become the model's, where the dense ones are, and the quantized ones; raise unless
-        they fit the model."""
+        """Return the layout of the files, the places of dense tensors and the forms of quantized ones; raise unless they
+        fit the model."""
         prequantized = self.prequantized
         places = find_tensors(self.folder) if prequantized is None else prequantized.dense
         held = prequantized.forms(model) if prequantized is not None else {}
         layout = read_layout(model, places, self.expansion, self.folder, held=held.keys())
-        check_shapes(model, places, self.expansion, self.folder)
         return layout, places, held
 
     def forms_to_quantize(self, model: nn.Module) -> dict[str, WeightForm]:
-        """Return the weights to quantize, after checking that the quantizer takes their shapes."""
+        """Return the weights to quantize; raise if the quantizer does not support their shapes."""
         spec = self.plan.quant_spec
         if spec is None or self.prequantized is not None:
             return {}
@@ -83,7 +75,7 @@ class Source:
 
 
 def open_source(folder: Path, plan: Plan) -> Source:
-    """Read the config of a folder, and check that the plan's method and quantization suit its weights."""
+    """Read the config of a folder; raise if the plan's method or quantization does not fit its weights."""
     config, prequantized = read_config(folder), read_prequantized(folder)
     if prequantized is not None:
         check_asked(prequantized, plan.quant_spec, train_type=plan.config.train_type)
@@ -105,7 +97,7 @@ def load_model(
 ) -> tuple[nn.Module, Expansion | None]:
     """Return the model, and its expansion if the method adds blocks.
 
-    `finish` is called for each block as soon as its weights are loaded, and for the rest of the model, see `BuildContext`.
+    `finish` is called with each loaded block and with the rest of the model (see `BuildContext`).
     """
     source = open_source(folder, plan)
     if source.is_plain and finish is None:
@@ -126,7 +118,7 @@ def load_model(
 
 
 def attention_name(plan: Plan, config: Any) -> str | None:
-    """Return transformers' name of the plan's attention; None lets it use torch's own wherever the model allows it."""
+    """Return transformers' name for the plan's attention; None means torch's own where the model supports it."""
     chosen, _ = plan.attention
     if chosen == "flash_attn" and _supports_flash_package(config):
         return "flash_attention_2"
@@ -138,23 +130,6 @@ def _supports_flash_package(config: Any) -> bool:
 
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     return bool(getattr(kind, "_supports_flash_attn", False))
-
-
-def shrink_frozen(model: nn.Module, *, dtype: torch.dtype) -> None:
-    """Cast frozen linear weights to the autocast dtype: the same values at each use in half the memory."""
-    shared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for module in model.modules():
-        if isinstance(module, AdaptedStack) and isinstance(module.base, nn.Parameter):
-            if not is_sharded(module.base):
-                module.base.data = module.base.data.to(dtype)
-        elif (
-            is_linear(module)
-            and not isinstance(module, QuantLinear)
-            and not is_sharded(module.weight)
-            and not module.weight.requires_grad
-            and id(module.weight) not in shared
-        ):
-            module.to(dtype)
 
 
 def empty_model(folder: Path, config: Any = None, **options: Any) -> nn.Module:
@@ -169,7 +144,7 @@ def empty_model(folder: Path, config: Any = None, **options: Any) -> nn.Module:
 
 
 def read_config(folder: Path) -> Any:
-    """Return the model's config without its quantization_config: transformers does not read the quantized weights."""
+    """Return the model's config without its quantization_config, since crosstune reads quantized weights itself."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
@@ -185,7 +160,7 @@ def read_config(folder: Path) -> Any:
 def read_pretrained(
     folder: Path, *, plan: Plan, dtype: torch.dtype | None = None, device: str | None = None
 ) -> nn.Module:
-    """Load a model with transformers, and check that its files hold every tensor in the shape of its config.
+    """Load a model with transformers; raise if its files lack a tensor or hold one in another shape.
 
     On the device "meta" only the headers of the files are read.
     """
@@ -216,7 +191,7 @@ def read_pretrained(
 
 
 def _assemble(source: Source, precision: Precision, device: torch.device, finish: Finish | None) -> nn.Module:
-    """Build the model without weights, then load its tensors one by one, quantizing each as soon as it is read."""
+    """Build the model without weights, then load and quantize its tensors one by one."""
     plan, spec, expansion = source.plan, source.plan.quant_spec, source.expansion
     attention = attention_name(plan, source.config)
     model = empty_model(source.folder, source.config, dtype=precision.weights, attn_implementation=attention)
@@ -230,14 +205,9 @@ def _assemble(source: Source, precision: Precision, device: torch.device, finish
         while tensors:
             name, tensor = tensors.popitem()
             for target, zeroed in expansion.names(name) if expansion is not None else [(name, False)]:
-                # New blocks get copies: shared tensors would train the source block too.
-                values = (
-                    torch.zeros_like(tensor)
-                    if zeroed
-                    else tensor.clone()
-                    if expansion is not None
-                    else tensor
-                )
+                values = torch.zeros_like(tensor) if zeroed else tensor
+                if expansion is not None and not zeroed:  # a shared tensor would train the source block too
+                    values = tensor.clone()
                 if spec is not None and target in forms:
                     matrices = forms[target].split(values.to(device))
                     forms[target].put(model, [quantize_weight(m, spec, compute) for m in matrices])
@@ -259,8 +229,7 @@ def _assemble(source: Source, precision: Precision, device: torch.device, finish
 
 
 def stored_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of each tensor of a model that is built in `dtype`, as transformers loads it: a model may keep some
-    in fp32, by their names or by how it makes them."""
+    """Return the dtype in which transformers loads each tensor of a model in `dtype`: some models keep some in fp32."""
     kept = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
     found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     for pattern, wanted in kept.items():
@@ -272,14 +241,14 @@ def stored_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 def forms_to_quantize(
     model: nn.Module, spec: QuantSpec, expansion: Expansion | None = None
 ) -> dict[str, WeightForm]:
-    """Return the linear layers and experts that a quantized base quantizes: all but the trained new blocks, those that the
-    quantizer keeps as they are, and those that the specification does."""
+    """Return the linear layers and experts to quantize: all except new blocks and the layers that the quantizer or the
+    specification keeps dense."""
     forms = weight_forms(model)
     kept = outer_forms(model, forms) if getattr(open_quantizer(spec), "KEEPS_OUTER", False) else set()
     names = {name.removesuffix(".weight"): name for name in forms}
     if unknown := [layer for layer in spec.kept if layer not in names]:
         raise UserError(
-            f"The record of the base names layers that are not quantized, and {len(unknown)} of them are not in this model.",
+            f"The record of the base lists {len(unknown)} dense layers that this model does not have.",
             why=f"{type(model).__name__} has no linear layer {unknown[0][:200]}.",
             do="use the model that the training used",
         )
@@ -292,13 +261,14 @@ def forms_to_quantize(
 
 
 def check_layer_shapes(spec: QuantSpec, forms: Mapping[str, WeightForm]) -> None:
+    """Raise if the quantizer does not support the shape of a layer."""
     quantizer = open_quantizer(spec)
     for name in sorted(forms):
         quantizer.check(spec, forms[name].shape)
 
 
 class LoadingBlocks:
-    """The blocks of a model whose tensors are not all loaded yet; each is finished with its last tensor."""
+    """The blocks that are still loading; `finish` is called for each with its last tensor."""
 
     def __init__(self, model: nn.Module, finish: Finish | None) -> None:
         self.model, self.finish = model, finish
@@ -308,7 +278,7 @@ class LoadingBlocks:
                 self._block[f"{block}.{name}"] = block
 
     def put(self, name: str) -> None:
-        """Note that a tensor is loaded."""
+        """Record a loaded tensor."""
         block = self._block.pop(name, None)
         if self.finish is not None and block is not None and block not in self._block.values():
             self.finish(self.model, block)
@@ -324,13 +294,14 @@ def _put_dense(model: nn.Module, name: str, tensor: torch.Tensor, *, trained: bo
 
 
 def plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
+    """Return the new blocks of a llama_pro plan; for a folder that has them already, by its name."""
     if plan.method != "llama_pro":
         return None
     named = read_expanded_name(folder.name)
     if named is None and plan.config.llama_pro_path:
         raise UserError(
             f"The folder {folder.name} of --llama_pro_path does not say which of its blocks are new.",
-            why="its name must end in _blk_exp-OLD-NEW, with the number of blocks before and after.",
+            why="its name must end in _blk_exp-OLD-NEW: the number of blocks before and after.",
             do="rename it, or leave --llama_pro_path out to add --num_new_blocks blocks to the model",
         )
     if named is not None:
@@ -344,7 +315,7 @@ def plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the buffers of a model, but not the scales and tables of quantized weights."""
+    """Cast the buffers of a model, except the scales and tables of quantized weights."""
     for module in model.modules():
         if isinstance(module, StoredWeight):
             continue
@@ -355,6 +326,7 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def readable_errors(folder: Path) -> Iterator[None]:
+    """Convert the errors of transformers inside the block to a UserError."""
     from huggingface_hub.errors import StrictDataclassError  # transformers' check of the fields of a config
 
     try:

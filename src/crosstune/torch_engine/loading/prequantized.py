@@ -32,6 +32,8 @@ from crosstune.torch_engine.quantized import StoredWeight, open_quantizer, resto
 
 @dataclass(frozen=True)
 class Prequantized:
+    """A model folder with quantized weights."""
+
     folder: Path
     facts: FolderQuantization
 
@@ -67,7 +69,7 @@ class Prequantized:
         return rows, columns
 
     def forms(self, model: nn.Module) -> dict[str, WeightForm]:
-        """Return the quantized weights by the model's parameter. Expert stacks are quantized matrix by matrix."""
+        """Return the quantized weights by parameter. Expert stacks are stored matrix by matrix."""
         left = self.layers
         found = {
             name: form
@@ -78,11 +80,12 @@ class Prequantized:
         return found | {f"{layer}.weight": single_form(layer, self.shape(layer)) for layer in left}
 
     def layer_spec(self, layer: str) -> QuantSpec:
-        """Return the quantization of one layer; it may differ from the folder's."""
+        """Return the quantization of a layer; it may differ from the folder's."""
         spec = self.facts.layers[layer].get("spec")
         return self.spec if spec is None else QuantSpec.from_json(spec)
 
     def stored(self, layer: str, device: torch.device) -> StoredWeight:
+        """Read the quantized weight of a layer."""
         prefix = f"{layer}.weight."
         tensors = {
             name.removeprefix(prefix): read_tensor(self.places[name]).to(device)
@@ -117,7 +120,7 @@ def read_prequantized(folder: Path) -> Prequantized | None:
         return None
     if facts.spec.quantizer == "mlx":
         raise UserError(
-            f"{folder} holds weights quantized by MLX, which torch cannot read.",
+            f"{folder} holds weights quantized by MLX, and torch cannot read them.",
             why=f"they are packed in MLX's own format, {facts.spec.bits} bits in groups of {facts.spec.group_size}.",
             do=f"use --backend mlx, or get plain weights: crosstune convert {folder} --to hf",
         )
@@ -134,7 +137,7 @@ def read_prequantized(folder: Path) -> Prequantized | None:
 
 
 def check_asked(prequantized: Prequantized, asked: QuantSpec | None, *, train_type: str) -> None:
-    """Raise unless a run requests exactly the quantization of the folder: nothing is quantized twice."""
+    """Raise unless a run requests the quantization of the folder: nothing is quantized twice."""
     spec = prequantized.spec
     method, library = TRAIN_TYPE_PARTS[train_type]
     matching = train_type if library in ("auto", spec.quantizer) else {"dora": "dora"}.get(method, "qlora")
@@ -147,7 +150,7 @@ def check_asked(prequantized: Prequantized, asked: QuantSpec | None, *, train_ty
         flags += " --double_quant false"
     if method not in ("lora", "dora"):
         raise UserError(
-            f"{prequantized.folder} holds {spec.quantizer} weights of {spec.bits} bits, which {method} cannot train.",
+            f"{prequantized.folder} holds {spec.quantizer} weights of {spec.bits} bits, and {method} cannot train them.",
             why="quantized weights cannot be updated.",
             do=f"use --train_type qlora {flags}, or get plain weights: crosstune convert {prequantized.folder} --to none",
         )
@@ -163,14 +166,14 @@ def check_asked(prequantized: Prequantized, asked: QuantSpec | None, *, train_ty
 
 
 def check_plain(folder: Path) -> None:
-    """Raise if a folder's config names a quantization that crosstune cannot read."""
+    """Raise if a folder's weights are quantized in a format that crosstune cannot read."""
     settings = read_config_json(folder).get("quantization_config")
     if not settings:
         return
     bits = next((f" with {n} bits" for n in (8, 4) if settings.get(f"load_in_{n}bit")), "")
     raise UserError(
         f"{folder} holds weights quantized by {settings.get('quant_method', 'another tool')}{bits}.",
-        why="crosstune quantizes plain weights; it reads only 4-bit bitsandbytes folders and those written by crosstune convert.",
+        why="crosstune reads plain weights, 4-bit bitsandbytes folders and folders written by crosstune convert.",
         do="name the folder or hub id of the model's original weights",
     )
 
@@ -183,7 +186,7 @@ def write_record(
     layers: Mapping[str, dict[str, Any]],
     original: Mapping[str, Any] | None,
 ) -> None:
-    """Write the file that marks a folder as a quantized model, after all its tensors."""
+    """Write the file that marks a folder as a quantized model; call it after all tensors are written."""
     write_json(
         folder / RECORD,
         {
@@ -197,7 +200,7 @@ def write_record(
 
 
 def own_config(spec: QuantSpec) -> dict[str, Any]:
-    """Return the quantization_config that keeps transformers from loading the folder as plain weights."""
+    """Return a quantization_config that stops transformers from loading the folder as plain weights."""
     return {"quant_method": OWN_METHOD, "quantizer": spec.quantizer, "bits": spec.bits}
 
 

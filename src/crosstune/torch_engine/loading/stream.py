@@ -1,10 +1,12 @@
-"""Read weights from safetensors files one tensor at a time to bound memory."""
+"""Read tensors from safetensors files one at a time, in bounded memory."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -31,7 +33,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Place:
-    """The location of a tensor in a file."""
+    """Where a tensor is stored."""
 
     file: Path
     dtype: torch.dtype
@@ -49,7 +51,7 @@ def find_tensors(folder: Path) -> dict[str, Place]:
 
 
 def places_in(path: Path) -> dict[str, Place]:
-    """Return places for plain reads; the pages of a memory map would stay resident while the file is open."""
+    """Return the place of every tensor of a file. Plain reads need less memory than a map, whose pages stay resident."""
     header = read_header(path)
     places = {}
     for name, entry in header.tensors.items():
@@ -73,19 +75,13 @@ def read_tensor(place: Place) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=place.dtype).reshape(place.shape)
 
 
-def read_ahead(
-    names: Sequence[str], places: dict[str, Place], *, num_workers: int
-) -> Iterator[tuple[str, torch.Tensor]]:
+def read_ahead(names: Sequence[str], places: dict[str, Place], *, num_workers: int) -> Iterator[torch.Tensor]:
     """Yield tensors in the order of `names` while the next `num_workers` are read in threads."""
     with ThreadPoolExecutor(max_workers=num_workers) as pool:
-        waiting: list[tuple[str, Future[torch.Tensor]]] = []
-        for name in names:
-            waiting.append((name, pool.submit(read_tensor, places[name])))
-            if len(waiting) > num_workers:
-                done, future = waiting.pop(0)
-                yield done, future.result()
-                del future
+        reads = (pool.submit(read_tensor, places[name]) for name in names)
+        waiting = deque(islice(reads, num_workers + 1))
         while waiting:
-            done, future = waiting.pop(0)
-            yield done, future.result()
-            del future
+            future = waiting.popleft()
+            yield future.result()
+            del future  # frees the tensor
+            waiting.extend(islice(reads, 1))

@@ -1,4 +1,4 @@
-"""Describe how a model holds the matrices of its linear layers: one by one, transposed, or stacked by expert."""
+"""Describe how parameters hold the matrices of linear layers: plain, transposed, or stacked by expert."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from crosstune.torch_engine.sharding.local_shard import find_blocks
 
 @dataclass(frozen=True, kw_only=True)
 class WeightForm:
-    """One parameter, and the matrices in it. A matrix has a row per output."""
+    """A parameter and the matrices in it. A matrix has a row per output."""
 
     parameter: str
     matrices: tuple[str, ...]
-    """Names of its matrices: the linear layer, or one per expert."""
+    """Names of its matrices: the linear layer, or one name per expert."""
     shape: tuple[int, int]
     """The shape of each matrix."""
     stacked: bool
@@ -35,13 +35,13 @@ class WeightForm:
     """True if the parameter holds its matrices with a row per input."""
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the matrices of the parameter's values."""
+        """Return the matrices in the values of the parameter."""
         if self.transposed:
             tensor = tensor.transpose(-1, -2)
         return [matrix.contiguous() for matrix in (tensor if self.stacked else [tensor])]
 
     def join(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the parameter's values; the inverse of `split`."""
+        """Return the values of the parameter; the inverse of `split`."""
         tensor = torch.stack(list(matrices)) if self.stacked else matrices[0]
         return tensor.transpose(-1, -2).contiguous() if self.transposed else tensor
 
@@ -65,8 +65,10 @@ def dense_shape(form: WeightForm) -> tuple[int, ...]:
 
 
 def weight_forms(model: nn.Module) -> dict[str, WeightForm]:
-    """Return the linear layers and expert stacks of a dense model by parameter. Without the head, whose errors reach the
-    loss directly, and layers for which `reads_weight` holds."""
+    """Return the linear layers and expert stacks of a dense model by parameter.
+
+    Without the head, since its errors reach the loss directly, and without layers whose parent reads the weight itself.
+    """
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
     forms = [

@@ -23,7 +23,7 @@ USUAL_KINDS = {4: "nf4"}
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _INT8_LIMIT = 127.0
 SLICE = 2**20
-"""Weights quantized at a time on the CPU; a multiple of every block size."""
+"""Weights quantized at once on the CPU; a multiple of every block size."""
 _FACTS = ("shape", "quant_type", "blocksize", "nested_blocksize", "nested_dtype")
 
 
@@ -58,7 +58,7 @@ def quantize(
         )
     else:
         packed, state = _quantize_in_slices(weight, spec, kind)
-    # bitsandbytes shares one table among all weights; files and copies of a model need one each.
+    # bitsandbytes shares one table among all weights; files and copies of a model need separate ones.
     tensors = {"packed": packed, "absmax": state.absmax, "quant_map": state.code.clone()}
     facts: dict[str, Any] = {**shape, "quant_type": state.quant_type, "blocksize": state.blocksize}
     if state.nested:
@@ -71,8 +71,7 @@ def quantize(
 
 
 def _quantize_in_slices(weight: torch.Tensor, spec: QuantSpec, kind: str) -> tuple[torch.Tensor, Any]:
-    """Quantize to the same values in bounded memory: on the CPU the library compares every weight with all 16 codes
-    at once."""
+    """Quantize slice by slice, with the same result: on the CPU the library compares all weights with 16 codes at once."""
     import bitsandbytes.functional as bnb
     import torch
 
@@ -100,7 +99,14 @@ def dequantize(
     if "absmax" not in tensors:
         scale = (tensors["scale"].float() / _INT8_LIMIT)[:, None]
         return (tensors["packed"].float() * scale).to(dtype)
-    inner = _nested_state(tensors, facts)
+    inner = None
+    if "nested_absmax" in tensors:
+        inner = bnb.QuantState(
+            absmax=tensors["nested_absmax"],
+            code=tensors["nested_quant_map"],
+            blocksize=facts["nested_blocksize"],
+            dtype=getattr(torch, facts["nested_dtype"]),
+        )
     shape = torch.Size(facts["shape"])
     state = bnb.QuantState(
         absmax=tensors["absmax"],
@@ -116,32 +122,18 @@ def dequantize(
 
 
 def _whole_blocks(shape: Sequence[int], blocksize: int) -> tuple[int, ...]:
-    """Return a shape of as many weights whose rows are whole blocks, or one row. Blocks run on from row to row, and
-    bitsandbytes' kernel for CPUs begins a new one in each row."""
+    """Return a shape with the same number of weights whose rows are whole blocks. Blocks cross rows, but bitsandbytes' CPU
+    kernel starts a new block in each row."""
     if shape[-1] % blocksize == 0:
         return tuple(shape)
     count = math.prod(shape)
     return (count // blocksize, blocksize) if count % blocksize == 0 else (1, count)
 
 
-def _nested_state(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> Any:
-    import torch
-    from bitsandbytes import functional as bnb
-
-    if "nested_absmax" not in tensors:
-        return None
-    return bnb.QuantState(
-        absmax=tensors["nested_absmax"],
-        code=tensors["nested_quant_map"],
-        blocksize=facts["nested_blocksize"],
-        dtype=getattr(torch, facts["nested_dtype"]),
-    )
-
-
 def restore(
     tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return tensors and facts, also from bitsandbytes' folders and older crosstune ones, which have the offset in JSON."""
+    """Read folders of bitsandbytes and of older crosstune versions, where the offset is in JSON."""
     import torch
 
     found = dict(tensors)

@@ -1,4 +1,4 @@
-"""8-bit floats (e4m3) with a scale per row, by torch itself: the base that the fast layers multiply with in fp8."""
+"""8-bit floats (e4m3) with a scale per row, in plain torch. The fast layers multiply with this base in fp8."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PREFERENCE = 90
 BITS_BY_ROW = (8,)
 USUAL_KINDS = {8: "float8"}
 KEEPS_OUTER = True
-"""The last layer of the first and of the last block stay as they are: their errors reach the head almost unweakened. In
-SmolLM2-135M (12,288 tokens of text) the loss is 0.048 nats higher with all layers in e4m3 and 0.005 without these two."""
+"""The last layers of the first and the last block stay dense: their errors reach the head almost unchanged. In SmolLM2-135M
+(12,288 tokens of text) the loss rises by 0.048 nats with all layers in e4m3, and by 0.005 without these two."""
 LARGEST = 448.0
 _SMALLEST_AMAX = 1e-12
 
@@ -57,9 +57,3 @@ def dequantize(
 
     values = tensors["packed"].view(torch.float8_e4m3fn).float()
     return (values * tensors["scale"][:, None]).to(dtype)
-
-
-def restore(
-    tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    return dict(tensors), dict(facts)

@@ -17,7 +17,7 @@ BITS = (8, 4, 3, 2, 1)
 EXTRA = "hqq"
 PREFERENCE = 20
 PIECE = 2**21
-"""Weights fitted at a time."""
+"""Weights fitted at once."""
 SCALES_IN_A_GROUP = 128
 """Group size for quantizing the scales themselves."""
 _PARTS = ("packed", "scale", "zero")
@@ -34,7 +34,7 @@ def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
 def quantize(
     weight: torch.Tensor, spec: QuantSpec, dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Quantize a large weight a few rows at a time: fitting needs about ten fp32 copies of its input."""
+    """Quantize a few rows at a time: fitting needs about ten fp32 copies of its input."""
     import torch
     from hqq.core.quantize import Quantizer
 
@@ -63,7 +63,7 @@ def quantize(
 
 
 def _rows_at_once(rows: int, columns: int, group_size: int) -> int:
-    """Return the number of rows that hold about PIECE weights in whole groups."""
+    """Return a number of rows with about PIECE weights in whole groups."""
     whole = group_size // math.gcd(columns, group_size)
     return min(rows, max(whole, PIECE // columns // whole * whole))
 
@@ -71,7 +71,7 @@ def _rows_at_once(rows: int, columns: int, group_size: int) -> int:
 def shrink(
     tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any], names: Sequence[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Quantize the zero points or scales to 8 bits with HQQ's own quantizer."""
+    """Quantize zero points or scales to 8 bits with HQQ itself."""
     import torch
     from hqq.core.quantize import Quantizer
 

@@ -86,7 +86,7 @@ def dequantize(
 def restore(
     tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return tensors and facts, also for older folders, which name the packed bits `data` and nest quanto's metadata."""
+    """Read folders of older crosstune versions, where the packed bits are `data` and quanto's metadata is nested."""
     if "outer" not in facts:
         return dict(tensors), dict(facts)
     found = {"packed": _bits(tensors["data"])} | {n: t for n, t in tensors.items() if n != "data"}
@@ -98,16 +98,16 @@ def restore(
 
 
 def _bits(data: torch.Tensor) -> torch.Tensor:
-    """View 8-bit floats as uint8, since packed bits are always integers."""
+    """View 8-bit floats as uint8: packed bits are always integers."""
     import torch
 
     return data.view(torch.uint8) if data.is_floating_point() else data
 
 
 def unpack_without_compiler() -> None:
-    """Make quanto unpack 2 and 4 bits with a torch function instead of compiling an extension on first use.
+    """Make quanto unpack 2 and 4 bits with torch instead of compiling an extension on first use.
 
-    Compiling takes up to two minutes, needs a compiler, and fails if something has imported Python's distutils.
+    Compiling takes up to two minutes, needs a compiler, and fails if distutils was imported before.
     """
     from optimum.quanto.library.extensions import get_extension, is_extension_available
 
@@ -117,7 +117,7 @@ def unpack_without_compiler() -> None:
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack several values per byte, lowest bits first; each bit position gives one block of rows."""
+    """Unpack several values per byte, lowest bits first; each bit position is one block of rows."""
     import torch
 
     return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)])

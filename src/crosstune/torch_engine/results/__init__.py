@@ -1,1 +1,1 @@
-"""Results of the torch engine: export, merge, convert, verify."""
+"""Write, merge, convert and verify the results of the torch engine."""

@@ -51,16 +51,16 @@ class WeightErrors:
 
 @dataclass
 class Conversion:
-    """Convert the weights of a folder tensor by tensor and measure the error."""
+    """The conversion of a folder, tensor by tensor, with its error."""
 
     start: Path
     device: torch.device
     spec: QuantSpec | None
     """None for dense weights."""
     dtype: torch.dtype
-    """Dtype of the dense weights and of the quantizer's scales in the result."""
+    """The dtype of dense weights and scales in the result."""
     replaced: Prequantized | None = None
-    """The quantized folder to replace when `start` is its original: the same layers are quantized."""
+    """The quantized folder made from `start` before, if any: the same layers are quantized again."""
     errors: WeightErrors = field(default_factory=WeightErrors)
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -83,7 +83,7 @@ class Conversion:
             write_record(folder, spec=self.spec, dtype=self.dtype, layers=self.layers, original=original)
 
     def result_bytes(self) -> int:
-        """Estimate the size of the result; scales take up to two bits per weight."""
+        """Estimate the size of the result. Scales need up to two bits per weight."""
         chosen = self._chosen()
         bits = self.spec.bits + 2 if self.spec is not None else 8 * self.dtype.itemsize
         counts = {name: math.prod(shape) for name, shape in self._source.shapes.items()}
@@ -121,7 +121,7 @@ class Conversion:
         return BaseTensors(DenseWeights(folder=self.start), self.device)
 
     def _chosen(self) -> dict[str, WeightForm]:
-        """Return the weights to convert by parameter: the ones already quantized, or all quantizable ones."""
+        """Return the weights to convert by parameter: the quantized ones, or all that can be quantized."""
         source = self._source
         held = self.replaced.forms(source.model) if self.replaced is not None else source.held
         if held or self.spec is None:
@@ -130,7 +130,7 @@ class Conversion:
 
 
 def measure_errors(prequantized: Prequantized, original: Path, device: torch.device) -> WeightErrors:
-    """Return the error of a quantized folder against the weights it was made from."""
+    """Return the error of a quantized folder against its original weights."""
     errors, source = WeightErrors(), BaseTensors(DenseWeights(folder=original), device)
     held = prequantized.forms(source.model)
     for _, tensors in source.read():

@@ -1,4 +1,4 @@
-"""Save trained weights in the formats of PEFT and transformers."""
+"""Read and write adapters and models in the formats of PEFT and transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from crosstune.torch_engine.sharding.local_shard import local_part, whole
 
 
 def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
-    """Return adapter parameters by canonical name: layer plus lora_A.weight, lora_B.weight or lora_magnitude_vector."""
+    """Return the adapter parameters by canonical name, such as `LAYER.lora_A.weight`."""
     return {
         f"{name}.{part}": p for name, adapter in adapters.items() for part, p in adapter.trained().items()
     }
@@ -38,7 +38,7 @@ def host_weights(adapters: Mapping[str, Adapted]) -> dict[str, Array]:
 
 
 def read_adapter_file(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a PEFT adapter folder under the names in its file."""
+    """Read the tensors of a PEFT adapter folder, under the names in its file."""
     path = folder / PEFT_WEIGHTS
     if not path.is_file():
         raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
@@ -55,19 +55,16 @@ def load_adapter(folder: Path, adapters: Mapping[str, Adapted], *, settings: Ada
 
 
 def merged_tensors(model: nn.Module, adapters: Mapping[str, Adapted]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a model under its own names, one at a time, with the adapters of linear layers merged."""
+    """Yield the tensors of a model one by one, with the adapters of linear layers merged."""
     state = model.state_dict()
     for key in state:
         layer, _, rest = key.rpartition(".base.")
         if layer in adapters:
             adapter = adapters[layer]
             assert isinstance(adapter, AdaptedLinear), "experts are not merged here"
-            is_weight = rest == "weight"
-            yield (
-                f"{layer}.{rest}",
-                adapter.merged().to(adapter.base.weight.dtype) if is_weight else state[key],
-            )
-        elif key.rpartition(".")[0] not in adapters:  # the parts of an adapter are in its product
+            merged = adapter.merged().to(adapter.base.weight.dtype) if rest == "weight" else state[key]
+            yield f"{layer}.{rest}", merged
+        elif key.rpartition(".")[0] not in adapters:  # not A, B or the magnitudes
             yield key, state[key]
 
 
@@ -89,6 +86,6 @@ def save_model(
 def save_tensors(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, stem: str = PLAIN_STEM
 ) -> None:
-    """Write tensors in shards. transformers looks for files named `PLAIN_STEM`; name others that it cannot read."""
+    """Write tensors in shards. transformers reads files named `PLAIN_STEM`; use another stem if it cannot read them."""
     on_host = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
     write_shards(folder, on_host, save=partial(save_file, metadata={"format": "pt"}), stem=stem)

@@ -18,16 +18,16 @@ from crosstune.core.protocols import Array
 
 _MODEL_KEYS = ("model_state_dict", "state_dict", "model")
 _OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer")
-_PREFIXES = ("module.", "_orig_mod.", "base_model.model.")
+_PREFIXES = re.compile(r"^(module\.|_orig_mod\.|base_model\.model\.)+")
 _SLOTS = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment", "step": "step"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """The parts of a foreign checkpoint, with weights named as in transformers."""
+    """A checkpoint of another tool, with weights under transformers' names."""
 
     weights: Mapping[str, Array]
-    """In the order of the file, which is the order of the model's parameters."""
+    """In the order of the file and of the model's parameters."""
     moments: Mapping[int, Mapping[str, Array]] = field(default_factory=dict)
     """Parameter index in the optimizer -> slot -> array."""
     order: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Foreign:
 
 
 def read_foreign(path: Path) -> Foreign:
-    """Load with `weights_only=True`, so that anything but tensors and plain values is refused and no code runs."""
+    """Read a torch.save file with `weights_only=True`, so that no code runs."""
     if not path.is_file():
         raise UserError(f"There is no file {path}.", do="name a file that torch.save wrote")
     try:
@@ -50,11 +50,7 @@ def read_foreign(path: Path) -> Foreign:
         KeyError,
     ) as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        why = (
-            f"it names {named[1]}, which could run code"
-            if named
-            else "it is damaged or not a torch.save file"
-        )
+        why = f"{named[1]} could run code" if named else "it is damaged or not a torch.save file"
         raise UserError(
             f"{path} cannot be imported.",
             why=f"{why}; only tensors and plain values are read.",
@@ -91,12 +87,7 @@ def _split(path: Path, content: Mapping[Any, Any]) -> Foreign:
 
 
 def _plain_name(name: str) -> str:
-    shortened = True
-    while shortened:
-        shortened = False
-        for prefix in _PREFIXES:
-            if name.startswith(prefix):
-                name, shortened = name[len(prefix) :], True
+    name = _PREFIXES.sub("", name)
     return name.replace(".default.weight", ".weight").replace("magnitude_vector.default", "magnitude_vector")
 
 

@@ -1,4 +1,4 @@
-"""Merge an adapter into a base model tensor by tensor, holding one shard of the result in memory."""
+"""Merge an adapter into a base model tensor by tensor, with one shard of the result in memory."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True)
 class Matrices:
+    """The adapter of one layer."""
+
     a: torch.Tensor
     b: torch.Tensor
     magnitude: torch.Tensor | None
@@ -35,6 +37,8 @@ class Matrices:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
+    """The adapters of a folder by layer."""
+
     folder: Path
     scale: float
     layers: Mapping[str, Matrices]
@@ -84,7 +88,7 @@ def fold(weight: torch.Tensor, matrices: Matrices, *, scale: float, form: Weight
 
 
 class BaseTensors:
-    """The tensors of a base folder under the model's names, and the way back to the names in the files."""
+    """The dense tensors of a base folder under the model's names; `layout.revert` restores the layout of the files."""
 
     def __init__(self, weights: DenseWeights, device: torch.device = CPU) -> None:
         folder, spec = weights.folder, weights.quantization
@@ -106,7 +110,7 @@ class BaseTensors:
         return shapes | {name: dense_shape(self.forms.get(name, form)) for name, form in self.held.items()}
 
     def read(self, *, on_read: OnBytes | None = None) -> Iterator[tuple[Group, dict[str, torch.Tensor]]]:
-        """Yield the tensors, dense; those quantized in training have their dequantized values, in fp32."""
+        """Yield the dense tensors. A tensor that was quantized in training has its dequantized values, in fp32."""
         total = sum(place.end - place.start for place in self.places.values())
         total, done = total if self.prequantized is None else self.prequantized.num_bytes, 0
         for group, tensors in self.layout.read(self.places, num_workers=2):
@@ -120,7 +124,7 @@ class BaseTensors:
                 on_read(done + number * (total - done) // len(self.held), total)
 
     def stored_dtype(self, group: Group) -> torch.dtype:
-        """Return the dtype of a group in the files; for quantized weights, their compute dtype."""
+        """Return the dtype of a group in the files; the compute dtype if it is quantized."""
         name = next(iter(group.files))
         if name in self.places:
             return self.places[name].dtype
@@ -149,7 +153,7 @@ class BaseTensors:
 def dense_tensors(
     base: BaseTensors, *, on_read: OnBytes | None = None
 ) -> Iterator[tuple[Group, dict[str, torch.Tensor]]]:
-    """Yield every tensor of the dense, merged model, under the model's names."""
+    """Yield every tensor of the dense, merged model under the model's names."""
     adapter, dtype = None, DTYPES.get(base.weights.dtype)
     if base.weights.adapter is not None:
         adapter = read_adapter(base.weights.adapter)

@@ -1,4 +1,4 @@
-"""Compute logits on a few prompts, of a trained model and of a folder loaded by transformers."""
+"""Compute logits of a trained model, of a folder loaded by transformers, or with the original base weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gg
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     extra = {"gguf_file": gguf} if gguf else {}
-    with readable_errors(folder), hide_output():  # for GGUF files transformers draws a bar
+    with readable_errors(folder), hide_output():  # transformers shows a progress bar for GGUF files
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=precision.weights, trust_remote_code=False, local_files_only=True, **extra
         )
@@ -37,7 +37,7 @@ def load_plainly(folder: Path, precision: Precision, *, device: torch.device, gg
 
 @torch.no_grad()
 def replace_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Replace the weights of a loaded model; names it does not have (tied weights) are skipped."""
+    """Copy weights into a loaded model, except names that it does not have (tied weights)."""
     state = model.state_dict()
     for name, tensor in tensors.items():
         if name in state:
@@ -55,7 +55,7 @@ def model_logits(model: Any, prompts: Prompts, *, precision: Precision, device: 
 
 
 class FileWeight(nn.Module):
-    """A weight on disk that replaces a quantized one; only one is in memory at a time."""
+    """A weight on disk in place of a quantized one, read at each use."""
 
     def __init__(self, shape: tuple[int, int], place: Place, device: torch.device) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class FileWeight(nn.Module):
 
 @contextlib.contextmanager
 def original_weights(model: nn.Module, folder: Path, expansion: Expansion) -> Iterator[None]:
-    """Use the base folder's weights in the quantized layers of a model that was expanded from it."""
+    """Use the unquantized weights of the base folder inside the block, in a model that was expanded from it."""
     places = {
         target: place for name, place in find_tensors(folder).items() for target, _ in expansion.names(name)
     }

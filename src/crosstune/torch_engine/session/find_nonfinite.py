@@ -37,7 +37,7 @@ def bad_weights(masters: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def bad_gradients(masters: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return weights whose gradient is not finite, in the order of the backward pass."""
+    """Return the weights with a non-finite gradient, in the order of the backward pass."""
     return [
         name
         for name, tensor in reversed(list(masters.items()))

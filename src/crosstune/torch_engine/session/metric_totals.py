@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class MetricTotals:
-    """Sums of a task's metrics and of their weights, kept on the device until read."""
+    """Sums of a task's metrics and weights, on the device until `means` reads them."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._sums: dict[str, tuple[torch.Tensor | float, torch.Tensor | float]] = dict.fromkeys(
@@ -31,7 +31,7 @@ class MetricTotals:
             self._sums[name] = (before[0] + _detached(total), before[1] + _detached(weight))
 
     def means(self, parallel: Parallel | None = None) -> Metrics:
-        """Return the means, over all processes, which all have the same metrics."""
+        """Return the means over all ranks. All ranks have the same metrics."""
         numbers = _read([number for pair in self._sums.values() for number in pair])
         if parallel is not None:
             numbers = parallel.sum_numbers(*numbers)
@@ -43,7 +43,7 @@ class MetricTotals:
 
 
 def _read(numbers: Sequence[torch.Tensor | float]) -> list[float]:
-    """Return the numbers; those on the device are copied together, since each copy waits for it."""
+    """Return the numbers, with one copy from the device for all of them."""
     stored = [number.reshape(()) for number in numbers if isinstance(number, torch.Tensor)]
     read = iter(torch.stack(stored).tolist() if stored else ())
     return [float(next(read)) if isinstance(number, torch.Tensor) else float(number) for number in numbers]

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 
 SMALLEST_BYTES = 64 * 1024
-"""Smaller tensors stay on the device: copying them costs more than their memory."""
+"""Smaller tensors stay on the device."""
 NUM_AHEAD = 2
-"""Tensors that are on their way back before the backward pass asks for them."""
+"""Tensors that are copied back before the backward pass needs them."""
 
 
 def offload_activations(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    """Copy tensors that autograd saves in the block to the host, and back when the backward pass needs them.
+    """Copy tensors that autograd saves in the block to the host, and back for the backward pass.
 
-    On CUDA both copies run beside the computation, on a stream of their own. Parameters stay where they are: FSDP2 frees
+    On CUDA both copies run on a separate stream, in parallel with the computation. Parameters are not copied: FSDP2 frees
     and gathers them itself.
     """
     if not enabled or device.type == "cpu":
         return contextlib.nullcontext()
-    kept: Any = _KeptBeside(device) if device.type == "cuda" else _Kept(device)
+    kept: Any = _AsyncCopies(device) if device.type == "cuda" else _Copies(device)
 
     def pack(tensor: torch.Tensor) -> Any:
         return kept.send(tensor) if _is_activation(tensor, device) else tensor
@@ -37,7 +37,7 @@ def offload_activations(device: torch.device, *, enabled: bool) -> contextlib.Ab
 
 
 class OnHost:
-    """A tensor on the host and, while it is needed soon, its copy on the device."""
+    """A tensor on the host and, shortly before it is needed, its copy on the device."""
 
     def __init__(self, host: torch.Tensor, place: int) -> None:
         self.host, self.place = host, place
@@ -45,8 +45,8 @@ class OnHost:
         self.arrived: torch.cuda.Event | None = None
 
 
-class _Kept:
-    """Copies in order with the computation."""
+class _Copies:
+    """Copies in sequence with the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -58,8 +58,8 @@ class _Kept:
         return sent.host.to(self.device)
 
 
-class _KeptBeside:
-    """Copies to pinned memory on a stream of their own. The last tensors that were sent are the first to be needed."""
+class _AsyncCopies:
+    """Copies to pinned memory on a separate stream. The backward pass needs the tensors in reverse order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, _copy_stream(device)
@@ -76,8 +76,8 @@ class _KeptBeside:
         return sent
 
     def fetch(self, sent: OnHost) -> torch.Tensor:
-        """Return a tensor on the device, and start to bring back the ones that were sent before it."""
-        self._start(sent)  # needs no wait: memory for the copies is the copy stream's own
+        """Return a tensor on the device, and start to copy back the ones that were sent before it."""
+        self._start(sent)  # needs no wait: the copy stream allocates the memory
         for before in _alive(self._sent[: sent.place], NUM_AHEAD):
             self._start(before)
         assert sent.copy is not None and sent.arrived is not None
@@ -96,7 +96,7 @@ class _KeptBeside:
 
 
 def _alive(sent: Sequence[weakref.ref[OnHost]], count: int) -> list[OnHost]:
-    """Return the last tensors that a graph still holds, the latest first."""
+    """Return the last `count` tensors that the graph still holds, latest first."""
     found = (one for ref in reversed(sent) if (one := ref()) is not None)
     return list(itertools.islice(found, count))
 
@@ -105,7 +105,7 @@ _STREAMS: dict[int, torch.cuda.Stream] = {}
 
 
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for the copies of a GPU: one for all passes, since memory that is freed stays with its stream."""
+    """Return the copy stream of a GPU: one for all passes, since freed memory stays with its stream."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     if index not in _STREAMS:
         _STREAMS[index] = torch.cuda.Stream(device)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from crosstune.config.schema import Config
 from crosstune.core.weights import SLOT
 from crosstune.torch_engine.sharding.local_shard import is_sharded, local_part
 
@@ -19,8 +20,8 @@ EPSILON = 1e-8
 class Masters:
     """Tensors the optimizer updates. An fp32 parameter is its own master; a 16-bit one has an fp32 copy.
 
-    The master of a sharded parameter is the part of this rank, as a plain tensor: what the optimizers here do to an
-    element does not depend on the others.
+    The master of a sharded parameter is the shard of this rank as a plain tensor: the optimizers used with sharding
+    update each element on its own.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -32,7 +33,7 @@ class Masters:
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     def collect_gradients(self) -> None:
-        """Add the gradients of one backward pass to those of the masters, in fp32."""
+        """Move the gradients of one backward pass to the masters, summed in fp32."""
         for name, parameter in self.parameters.items():
             master = self.masters[name]
             if master is parameter or parameter.grad is None:
@@ -42,7 +43,7 @@ class Masters:
             parameter.grad = None
 
     def publish(self) -> None:
-        """Write the masters back into the model."""
+        """Copy the masters into the model."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 if self.masters[name] is not parameter and parameter.dtype != torch.float32:
@@ -56,22 +57,15 @@ class Masters:
 def _master(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.dtype != torch.float32:
         return local_part(parameter.detach()).float().requires_grad_()
-    # The part of this rank shares its memory with the parameter, so an update needs no copying.
+    # The shard shares memory with the parameter, so an update needs no copy.
     return local_part(parameter.detach()).requires_grad_() if is_sharded(parameter) else parameter
 
 
-def make_optimizer(
-    name: str,
-    masters: Mapping[str, torch.Tensor],
-    *,
-    weight_decay: float,
-    b_ratio: float = 1.0,
-    average_decay: float = 0.0,
-) -> torch.optim.Optimizer:
-    """Return the optimizer, with weight decay on matrices only, not on biases and norm weights.
+def make_optimizer(masters: Mapping[str, torch.Tensor], config: Config) -> torch.optim.Optimizer:
+    """Return the optimizer of a config.
 
-    `b_ratio` scales the learning rate of the adapters' B matrices (LoRA+); each group stores its own ratio. With
-    `average_decay`, each step also moves an average of the weights, which is part of the optimizer's state.
+    Weight decay applies to matrices, not to biases and norm weights. --loraplus_lr_ratio scales the learning rate of B
+    matrices. With --ema_decay the optimizer's state also holds a moving average of the weights.
     """
     groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
     for key, master in masters.items():
@@ -79,25 +73,25 @@ def make_optimizer(
     settings = [
         {
             "params": group,
-            "weight_decay": weight_decay if matrix else 0.0,
-            "lr_ratio": b_ratio if is_b else 1.0,
+            "weight_decay": config.wd if matrix else 0.0,
+            "lr_ratio": config.loraplus_lr_ratio if is_b else 1.0,
         }
         for (matrix, is_b), group in groups.items()
     ]
-    optimizer = _OPTIMIZERS[name](settings)
-    if average_decay:
-        optimizer.register_step_post_hook(lambda *_: _move_average(optimizer, average_decay))
+    optimizer = _OPTIMIZERS[config.optimizer](settings)
+    if config.ema_decay:
+        optimizer.register_step_post_hook(lambda *_: _move_average(optimizer, config.ema_decay))
     return optimizer
 
 
 @torch.no_grad()
 def _move_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Move the average towards the weights; it starts as a copy of them, after the first step."""
+    """Move the average towards the weights; it starts as a copy after the first step."""
     averages, weights = [], []
     for group in optimizer.param_groups:
         for master in group["params"]:
             if not (state := optimizer.state.get(master)):
-                continue  # it has no gradient, and stays as it is
+                continue  # no gradient, so no update
             if SLOT not in state:
                 state[SLOT] = master.detach().clone()
             averages.append(state[SLOT])
@@ -107,14 +101,14 @@ def _move_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 
 def averages_of(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, torch.Tensor]:
-    """Return weight -> its average, of the weights that have one."""
+    """Return the moving average of each weight that has one."""
     states = optimizer.state.items() if optimizer is not None else ()
     return {master: state[SLOT] for master, state in states if SLOT in state}
 
 
 @torch.no_grad()
 def swap(averages: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Exchange weights and their averages."""
+    """Exchange the values of weights and averages."""
     for weight, average in averages.items():
         kept = weight.detach().clone()
         weight.copy_(average)
@@ -139,16 +133,13 @@ def _adam(groups: Groups, *, fused: bool | None = None) -> torch.optim.Optimizer
     return torch.optim.Adam(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=fused)
 
 
-def _adamw_8bit(groups: Groups) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import AdamW8bit
+def _bitsandbytes(groups: Groups, *, kind: str) -> torch.optim.Optimizer:
+    import bitsandbytes.optim
 
-    return AdamW8bit(groups, lr=0.0, betas=BETAS, eps=EPSILON)
-
-
-def _paged_adamw_8bit(groups: Groups) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import PagedAdamW8bit
-
-    return PagedAdamW8bit(groups, lr=0.0, betas=BETAS, eps=EPSILON)
+    optimizer: torch.optim.Optimizer = getattr(bitsandbytes.optim, kind)(
+        groups, lr=0.0, betas=BETAS, eps=EPSILON
+    )
+    return optimizer
 
 
 _OPTIMIZERS: Mapping[str, Callable[[Groups], torch.optim.Optimizer]] = {
@@ -156,11 +147,11 @@ _OPTIMIZERS: Mapping[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "fused_adamw": partial(_adamw, fused=True),
     "adam": _adam,
     "fused_adam": partial(_adam, fused=True),
-    "adamw_8bit": _adamw_8bit,
-    "paged_adamw_8bit": _paged_adamw_8bit,
+    "adamw_8bit": partial(_bitsandbytes, kind="AdamW8bit"),
+    "paged_adamw_8bit": partial(_bitsandbytes, kind="PagedAdamW8bit"),
     "sgd": partial(torch.optim.SGD, lr=0.0),
     "adadelta": partial(torch.optim.Adadelta, lr=0.0),
-    # By default an update is scaled by the RMS of the parameter, at least 1e-3, so B matrices, which start at zero,
-    # hardly change. A floor of 1 turns this off and makes learning rates comparable to adamw.
+    # By default adafactor scales updates by the RMS of the parameter, at least 1e-3, so B matrices hardly move: they start
+    # at zero. A floor of 1 turns this off and makes learning rates comparable to adamw's.
     "adafactor": partial(torch.optim.Adafactor, lr=0.0, eps=(None, 1.0)),
 }

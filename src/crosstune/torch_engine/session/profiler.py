@@ -1,4 +1,4 @@
-"""Record training steps with torch's profiler: operators, device time, allocations and a trace for a browser."""
+"""Record training steps with torch's profiler, and measure the limits of the device."""
 
 from __future__ import annotations
 
@@ -19,73 +19,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from crosstune.core.profiling import Limits, Operator, ProfileSettings, Recorded
 
+_MICROSECOND = 1e-6
+_TRACED_DEVICES = ("cuda", "xpu")
+_COLLECTIVES = ("c10d::", "nccl", "gloo:", "rccl", "oneccl")
 BUDGET_S = 0.25
-"""Time for each of the two measurements, after its warm-up."""
+"""Seconds for each of the two measurements, after its warm-up."""
 _SIZES = {"cpu": (64, 256, 768), "other": (4096,)}
 _COPIED_BYTES = {"cpu": 64 << 20, "other": 512 << 20}
 _SLOW = 1e9
-"""A processor without arithmetic for a dtype does not reach this rate; its larger products would take minutes."""
-
-
-def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits | None:
-    """Return the limits of a device, measured in half a second; None if it lacks the memory for that."""
-    kind = "cpu" if device.type == "cpu" else "other"
-    try:
-        flops = max(_product_rates(device, dtype, _SIZES[kind]))
-        bandwidth = _copy_rate(device, _COPIED_BYTES[kind])
-    except RuntimeError as error:  # torch's out-of-memory errors, whatever the device
-        if "memory" not in str(error).lower():
-            raise
-        return None
-    return Limits(flops_per_s=flops, dtype=str(dtype).removeprefix("torch."), bytes_per_s=bandwidth)
-
-
-def _product_rates(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> list[float]:
-    rates = list[float]()
-    # Gaussian numbers, as zeros need less power and let a GPU run faster than it does in training.
-    generator = torch.Generator().manual_seed(0)
-    for size in sizes:
-        operand = torch.randn(size, size, generator=generator).to(device, dtype)
-        product = torch.empty_like(operand)
-        seconds = _seconds(lambda a=operand, out=product: torch.mm(a, a, out=out), device)  # type: ignore[misc]
-        rates.append(2.0 * size**3 / seconds)
-        if rates[-1] < _SLOW:
-            break
-    return rates
-
-
-def _copy_rate(device: torch.device, num_bytes: int) -> float:
-    """Return the bytes read and written in a second by a copy that fits into no cache."""
-    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    return 2 * num_bytes / _seconds(lambda: target.copy_(source), device)
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest mean time of one call in a few rounds."""
-    synchronize = torch.get_device_module(device).synchronize
-
-    def timed(count: int) -> float:
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            work()
-        synchronize()
-        return (time.perf_counter() - start) / count
-
-    timed(1)  # loads kernels
-    once = timed(1)
-    count = max(1, round(BUDGET_S / 5 / max(once, 1e-7)))
-    best, start = once, time.perf_counter()
-    while time.perf_counter() - start < BUDGET_S:
-        best = min(best, timed(count))
-    return best
-
-
-Shape = Sequence[int]
-
+"""Below this rate a processor has no arithmetic for the dtype, and larger products would take minutes."""
 _BACKWARD_FACTOR = 2.5
-"""The backward pass of fused attention computes five products where the forward pass has two."""
+"""The backward pass of fused attention has five products, the forward pass two."""
 _FIRST_FACTOR = {
     "aten::mm": 0,
     "aten::bmm": 0,
@@ -94,49 +38,13 @@ _FIRST_FACTOR = {
     "aten::addmm": 1,
     "aten::baddbmm": 1,
 }
-"""Operator -> the place of its left factor; the right one follows."""
+"""Operator -> the position of its left factor; the right one follows."""
 _ATTENTION = "aten::_scaled_dot_product_"
-
-
-def count_flops(name: str, shapes: Sequence[Shape] | None) -> float:
-    """Return the operations of one call; 0 for an operator without products, or one that calls another counted here.
-
-    The masked half of causal attention counts in full, as it does in published figures.
-    """
-    if not shapes:
-        return 0.0
-    if name in _FIRST_FACTOR:
-        left = _FIRST_FACTOR[name]
-        return _product(shapes[left : left + 2])
-    if name.startswith(_ATTENTION) and "math" not in name:
-        if name.endswith("_backward"):
-            return _BACKWARD_FACTOR * _attention(shapes[1:3])
-        return _attention(shapes[:2])
-    return 0.0
-
-
-def _product(factors: Sequence[Shape]) -> float:
-    if len(factors) < 2 or min(map(len, factors)) < 2:
-        return 0.0
-    left, right = factors
-    return 2.0 * math.prod(left) * right[-1]
-
-
-def _attention(shapes: Sequence[Shape]) -> float:
-    """Return the operations of q @ k and of the weights @ v, for a head size that is the same in all."""
-    if len(shapes) < 2 or min(map(len, shapes)) < 3:
-        return 0.0
-    query, key = shapes
-    return 4.0 * math.prod(query) * key[-2]
-
-
-_MICROSECOND = 1e-6
-_TRACED_DEVICES = ("cuda", "xpu")
-_COLLECTIVES = ("c10d::", "nccl", "gloo:", "rccl", "oneccl")
+Shape = Sequence[int]
 
 
 class TorchProfiler:
-    """Cycles of recorded steps on one device."""
+    """Records cycles of steps on one device."""
 
     def __init__(self, device: torch.device, settings: ProfileSettings, *, dtype: torch.dtype) -> None:
         self.device, self.settings, self.dtype = device, settings, dtype
@@ -218,7 +126,7 @@ class TorchProfiler:
 
 
 def _operators(recording: profile, *, by_shape: bool) -> list[Operator]:
-    """Return the operators with their own time, on the device if it has any."""
+    """Return the operators with their own time: on the device if it was traced, else on the host."""
     averages = [
         each
         for each in recording.key_averages(group_by_input_shape=by_shape)
@@ -253,7 +161,7 @@ def _device_events(events: Iterable[Any]) -> list[tuple[float, float]]:
 
 
 def _busy_s(intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of the intervals, which overlap where streams do."""
+    """Return the length of the union of the intervals."""
     covered, last = 0.0, float("-inf")
     for start, end in sorted(intervals):
         covered += max(0.0, end - max(start, last))
@@ -262,7 +170,7 @@ def _busy_s(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def _compress(path: Path) -> Path:
-    """Write a gzip copy, which trace viewers read directly; torch's own compression is several times slower."""
+    """Write a gzip copy for trace viewers; torch's own compression is several times slower."""
     target = path.with_suffix(".json.gz")
     with path.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as file:
         shutil.copyfileobj(source, file, 1 << 20)
@@ -270,13 +178,13 @@ def _compress(path: Path) -> Path:
 
 
 def memory_timeline(trace: Path, device: torch.device) -> list[tuple[float, int]]:
-    """Return the allocated bytes over time from a trace; on a CPU, those since its start."""
+    """Return the allocated bytes over time from a trace; on a CPU, since the start of the trace."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     on_cpu = device.type == "cpu"
     rows = sorted(
         (float(event["ts"]), int(event["args"].get("Total Allocated", 0)))
         for event in events
-        # Device type 0 is the CPU, where the host's own tensors are also on a machine with a GPU.
+        # Device type 0 is the CPU.
         if event.get("name") == "[memory]" and (event["args"].get("Device Type") == 0) == on_cpu
     )
     return [(_MICROSECOND * (ts - rows[0][0]), allocated) for ts, allocated in rows]
@@ -284,7 +192,7 @@ def memory_timeline(trace: Path, device: torch.device) -> list[tuple[float, int]
 
 @contextlib.contextmanager
 def _without_messages() -> Iterator[None]:
-    """Hide messages that the profiler's library prints to file descriptor 2."""
+    """Hide the messages that the profiler prints to file descriptor 2."""
     sys.stderr.flush()
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -295,3 +203,90 @@ def _without_messages() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+
+
+def count_flops(name: str, shapes: Sequence[Shape] | None) -> float:
+    """Return the operations of one call; 0 for operators without products, or whose products are counted below them.
+
+    The masked half of causal attention counts in full, as in published figures.
+    """
+    if not shapes:
+        return 0.0
+    if name in _FIRST_FACTOR:
+        left = _FIRST_FACTOR[name]
+        return _product(shapes[left : left + 2])
+    if name.startswith(_ATTENTION) and "math" not in name:
+        if name.endswith("_backward"):
+            return _BACKWARD_FACTOR * _attention(shapes[1:3])
+        return _attention(shapes[:2])
+    return 0.0
+
+
+def _product(factors: Sequence[Shape]) -> float:
+    if len(factors) < 2 or min(map(len, factors)) < 2:
+        return 0.0
+    left, right = factors
+    return 2.0 * math.prod(left) * right[-1]
+
+
+def _attention(shapes: Sequence[Shape]) -> float:
+    """Return the operations of q @ k and weights @ v, for one head size."""
+    if len(shapes) < 2 or min(map(len, shapes)) < 3:
+        return 0.0
+    query, key = shapes
+    return 4.0 * math.prod(query) * key[-2]
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits | None:
+    """Measure the limits of a device in half a second; return None if it lacks the memory."""
+    kind = "cpu" if device.type == "cpu" else "other"
+    try:
+        flops = max(_product_rates(device, dtype, _SIZES[kind]))
+        bandwidth = _copy_rate(device, _COPIED_BYTES[kind])
+    except RuntimeError as error:  # every device has its own out-of-memory error
+        if "memory" not in str(error).lower():
+            raise
+        return None
+    return Limits(flops_per_s=flops, dtype=str(dtype).removeprefix("torch."), bytes_per_s=bandwidth)
+
+
+def _product_rates(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> list[float]:
+    rates = list[float]()
+    # Gaussian numbers: with zeros a GPU needs less power and runs faster than in training.
+    generator = torch.Generator().manual_seed(0)
+    for size in sizes:
+        operand = torch.randn(size, size, generator=generator).to(device, dtype)
+        product = torch.empty_like(operand)
+        seconds = _seconds(lambda a=operand, out=product: torch.mm(a, a, out=out), device)  # type: ignore[misc]
+        rates.append(2.0 * size**3 / seconds)
+        if rates[-1] < _SLOW:
+            break
+    return rates
+
+
+def _copy_rate(device: torch.device, num_bytes: int) -> float:
+    """Return the bytes per second that a copy reads and writes, larger than any cache."""
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the shortest mean time of a call over several rounds."""
+    synchronize = torch.get_device_module(device).synchronize
+
+    def timed(count: int) -> float:
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            work()
+        synchronize()
+        return (time.perf_counter() - start) / count
+
+    timed(1)  # loads kernels
+    once = timed(1)
+    count = max(1, round(BUDGET_S / 5 / max(once, 1e-7)))
+    best, start = once, time.perf_counter()
+    while time.perf_counter() - start < BUDGET_S:
+        best = min(best, timed(count))
+    return best

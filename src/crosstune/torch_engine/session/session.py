@@ -1,4 +1,4 @@
-"""Implement `Session` with torch: gradients of a window, updates, evaluation and state."""
+"""Implement `Session` with torch: gradients of a step, updates, evaluation, state and results."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 
 from crosstune.core.out_of_memory import EVALUATING, UPDATING, OutOfMemory
 from crosstune.core.profiling import (
@@ -29,39 +32,65 @@ from crosstune.core.protocols import (
     EvalResult,
     Memory,
     PreparedBatch,
+    RecordsBase,
     SessionState,
 )
-from crosstune.torch_engine.device import evaluating, memory_errors, read_memory, reset_peak
+from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_files import save_adapter
+from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory, reset_peak
+from crosstune.torch_engine.loading.adapters import Adapted, name_targets
 from crosstune.torch_engine.loading.compile_blocks import compile_errors, without_compiled
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.results import export
-from crosstune.torch_engine.results.write_result import write_adapter, write_model
 from crosstune.torch_engine.session import state as states
 from crosstune.torch_engine.session.find_nonfinite import bad_gradients, bad_weights, watch_outputs
 from crosstune.torch_engine.session.metric_totals import MetricTotals
 from crosstune.torch_engine.session.offload_activations import offload_activations
-from crosstune.torch_engine.session.optimizer import averages_of, set_learning_rate, swap
+from crosstune.torch_engine.session.optimizer import Masters, averages_of, set_learning_rate, swap
 from crosstune.torch_engine.session.profiler import TorchProfiler
-from crosstune.torch_engine.session.session_parts import Parts
 from crosstune.torch_engine.sharding.local_shard import is_sharded, without_gradients
 from crosstune.torch_engine.task import (
-    ChecksBatches,
-    HasGeneralLayers,
+    BuildContext,
     HasOwnHead,
     MeasuresEvaluation,
-    MeasuresResult,
     Tensors,
+    TorchTask,
+    WritesModel,
 )
 
+if TYPE_CHECKING:
+    from crosstune.torch_engine.sharding.parallel import Parallel
+
 LARGE_STATE_BYTES = 2**30
-"""A sharded state of this size is written in parts, one by each process."""
+"""Each rank writes its own part of a sharded state of at least this size."""
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """The parts of an opened model."""
+
+    context: BuildContext
+    task: TorchTask
+    model: nn.Module
+    adapters: dict[str, Adapted]
+    masters: Masters
+    optimizer: torch.optim.Optimizer | None
+    """None if the model is only evaluated."""
+    cache: CacheClearing
+    pin_memory: bool = False
+    parallel: Parallel | None = None
+    """None for a single process."""
+    notes: Sequence[str] = ()
+    """Decisions made while opening the model, for the user."""
 
 
 class TorchSession:
+    """A model, its adapters and its optimizer on the device of this process."""
+
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self.plan, self.device = parts.opening.plan, parts.opening.device
-        self.precision = parts.opening.precision
+        self.plan, self.device = parts.context.plan, parts.context.device
+        self.precision = parts.context.precision
         self.task, self.model, self.adapters = parts.task, parts.model, parts.adapters
         self.masters, self.optimizer, self.parallel = parts.masters, parts.optimizer, parts.parallel
         self.notes = tuple(parts.notes)
@@ -85,12 +114,8 @@ class TorchSession:
             return self._backward(window, loss_scale=loss_scale)
 
     def connected(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """Make collectives in the block, if there are several processes."""
+        """Convert errors of collectives in the block; do nothing for a single process."""
         return self.parallel.connected(doing) if self.parallel is not None else contextlib.nullcontext()
-
-    @property
-    def is_divided(self) -> bool:
-        return self.parallel is not None and self.parallel.strategy.sharded
 
     def discard(self) -> None:
         self.masters.clear_gradients()
@@ -123,7 +148,7 @@ class TorchSession:
             self.precision.context(self.device),
         ):
             for index, batch, counts in self._evaluation_turns(batches):
-                # A task that draws noise draws the same in every evaluation, on any number of processes.
+                # The noise of a task is the same in every evaluation and at any world size.
                 torch.manual_seed(self.plan.config.seed + index)
                 loss, sums = measure(self.model, self._to_device(batch))
                 if counts:
@@ -137,34 +162,35 @@ class TorchSession:
         return EvalResult(loss=loss_mean, weight=weight, metrics=metrics.means(self.parallel))
 
     def find_nonfinite(self, window: Sequence[PreparedBatch]) -> str:
+        """Repeat the step with hooks on all layers and describe the first non-finite value."""
         masters = self.masters.masters
         if broken := self._first(bad_weights(masters), of=list(masters)):
             return f"the weight {broken} was not finite before the step"
         before = states.export_random(self.device)
         try:
-            with contextlib.ExitStack() as stack:
-                if isinstance(self.task, HasGeneralLayers):
-                    stack.enter_context(self.task.general_layers())
-                stack.enter_context(self.connected("a step"))
-                stack.enter_context(without_compiled(self.model))
-                stack.enter_context(memory_errors(self.device))
-                layers = stack.enter_context(watch_outputs(self.model))
+            with (
+                self._general_layers(),
+                self.connected("a step"),
+                without_compiled(self.model),
+                memory_errors(self.device),
+                watch_outputs(self.model) as layers,
+            ):
                 self._backward(window)
             layer = self._first(layers, of=[name for name, _ in self.model.named_modules()])
             gradient = self._first(bad_gradients(masters), of=list(reversed(masters)))
         except OutOfMemory:  # the general layers may need more than the fast ones
-            return "there was not enough memory to look for the layer that it came from"
+            return "there was not enough memory to find the layer"
         finally:
             self.masters.clear_gradients()
             states.import_random(self.device, before)
         if layer:
             return f"the first non-finite value was the output of {layer}"
         if gradient:
-            return f"every output was finite; the first non-finite gradient was that of {gradient}"
+            return f"every output was finite; the first non-finite gradient was at {gradient}"
         return "every value was finite when the step was run again"
 
     def _first(self, bad: Sequence[str], *, of: Sequence[str]) -> str | None:
-        """Return the first bad name: the earliest of those that each rank found first, in the order of `of`."""
+        """Return the first bad name over all ranks, in the order of `of`."""
         if self.parallel is None:
             return bad[0] if bad else None
         return self.parallel.first_flag({name: name in bad[:1] for name in of})
@@ -218,7 +244,7 @@ class TorchSession:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the moving average in the place of the weights inside the block; without one, change nothing."""
+        """Use the moving average as the weights inside the block, if there is one."""
         averages = averages_of(self.optimizer)
         if not averages or self._is_averaged:
             yield
@@ -238,24 +264,65 @@ class TorchSession:
         with self._gathering(doing), memory_errors(self.device, doing=doing), self.averaged():
             if self.adapters and not isinstance(self.task, HasOwnHead):
                 weights = export.host_weights(self.adapters)
-                return None if folder is None else write_adapter(self.parts, folder / "adapter", weights)
-            if isinstance(self.task, MeasuresResult):
-                self.task.measure_result(self.model)
-            return write_model(self.parts, folder / "model" if folder is not None else None)
+                return None if folder is None else self._write_adapter(folder / "adapter", weights)
+            self._measure_result()
+            return self._write_model(folder / "model" if folder is not None else None)
+
+    def _write_adapter(self, folder: Path, weights: Mapping[str, Array]) -> Path:
+        context = self.parts.context
+        save_adapter(
+            folder,
+            weights,
+            settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
+            targets=name_targets(self.model, self.adapters),
+            base=context.folder,
+            base_name=context.base_name,
+            record=self.task.base_record() if isinstance(self.task, RecordsBase) else {},
+        )
+        return folder
+
+    def _write_model(self, folder: Path | None) -> Path | None:
+        """Write the whole model on the rank that has a folder; the others send it their shards."""
+        masters, parameters = self.masters.masters, self.masters.parameters
+        if not any(map(is_sharded, self.model.parameters())):
+            if folder is not None:
+                self._write_tensors(folder, trained=masters)
+            return folder
+        from crosstune.torch_engine.sharding.read_whole import read_whole
+
+        assert self.parallel is not None
+        divided = {name: (master, parameters[name]) for name, master in masters.items()}
+        merged = self.adapters if isinstance(self.task, HasOwnHead) else {}
+        with read_whole(self.parallel.group, self.model, divided, merged=merged) as trained:
+            if folder is not None and trained is not None:
+                self._write_tensors(folder, trained=trained)
+        return folder
+
+    def _write_tensors(self, folder: Path, *, trained: Tensors) -> None:
+        if isinstance(self.task, WritesModel):
+            self.task.write_model(self.model, folder, trained=trained)
+        else:
+            export.save_tensors(folder, self.model.state_dict().items())
 
     def _gathering(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """Gather sharded state in the block; replicas need no other process."""
-        return self.connected(doing) if self.is_divided else contextlib.nullcontext()
+        """Like `connected` for sharded models; replicas gather nothing."""
+        is_divided = self.parallel is not None and self.parallel.strategy.sharded
+        return self.connected(doing) if is_divided else contextlib.nullcontext()
 
     def _backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
-        """Leave the gradients of the window in the masters, unscaled and clipped."""
+        """Compute the gradients of a step into the masters, unscaled and clipped."""
         weight = sum(batch.weight for batch in window)
         total, metrics = torch.zeros((), device=self.device), MetricTotals(self.task.metric_names)
+        offload = self.plan.config.use_activation_cpu_offload
         with self._passes(window) as turns:
             for batch, counts in turns:
                 with self.phase(DATA):
                     tensors = self._to_device(batch)
-                with self.phase(FORWARD), self.precision.context(self.device), self._offloading():
+                with (
+                    self.phase(FORWARD),
+                    self.precision.context(self.device),
+                    offload_activations(self.device, enabled=offload),
+                ):
                     loss, sums = self.task.loss(self.model, tensors)
                     loss = loss / weight if counts else loss * 0.0
                 with self.phase(BACKWARD):
@@ -284,18 +351,13 @@ class TorchSession:
         )
 
     def _agreeing(self) -> contextlib.AbstractContextManager[None]:
-        """Agree with the other processes on running out of memory in the block."""
-        return (
-            self.parallel.passes(self.model, doing=EVALUATING)
-            if self.parallel is not None
-            else contextlib.nullcontext()
-        )
-
-    def _offloading(self) -> contextlib.AbstractContextManager[object]:
-        return offload_activations(self.device, enabled=self.plan.config.use_activation_cpu_offload)
+        """Raise OutOfMemory on every rank if one of them runs out of memory in the block."""
+        if self.parallel is None:
+            return contextlib.nullcontext()
+        return self.parallel.passes(self.model, doing=EVALUATING)
 
     def _clip(self, trained: Sequence[torch.Tensor]) -> torch.Tensor | float:
-        """Clip the gradients and return their norm before. Without other processes it stays on the device."""
+        """Clip the gradients and return their norm before; with one process, as a tensor on the device."""
         config = self.plan.config
         limit = config.grad_norm if config.apply_gradient_clipping else math.inf
         if self.parallel is None:
@@ -319,7 +381,7 @@ class TorchSession:
 
     @contextlib.contextmanager
     def _passes(self, window: Sequence[PreparedBatch]) -> Iterator[Iterator[tuple[PreparedBatch, bool]]]:
-        """Yield the micro-batches of this rank, each with whether it counts."""
+        """Yield the micro-batches of this rank, each with a flag that is false for a filler (see `Parallel.turns`)."""
         if self.parallel is None:
             yield ((batch, True) for batch in window)
             return
@@ -328,8 +390,8 @@ class TorchSession:
             yield self.parallel.turns(self.model, window)
 
     def _evaluation_turns(self, batches: Iterable[Batch]) -> Iterator[tuple[int, PreparedBatch, bool]]:
-        """Yield this rank's batches (every size-th one), each with its index and whether it counts. A rank of a sharded model
-        without a batch left joins the passes of the others with one that does not count."""
+        """Yield the index and batch of every size-th batch, with a flag that is false for a filler: a rank of a sharded
+        model that runs out of batches repeats one, so that it still joins the passes of the others."""
         size, rank = (self.parallel.size, self.parallel.rank) if self.parallel is not None else (1, 0)
         found = enumerate(batches)
         while together := [(index, self.prepare(batch)) for index, batch in itertools.islice(found, size)]:
@@ -339,10 +401,14 @@ class TorchSession:
                 yield (*together[rank if counts else 0], counts)
 
     def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
-        """Let the task check its batches on every rank, since that may need a pass of the model."""
-        if self.parallel is not None and isinstance(self.task, ChecksBatches):
-            for batch in batches:
-                self.task.check_batch(self.model, self._to_device(batch))
+        """Raise if the model cannot train on a batch. Called on every rank, since it may need a forward pass."""
+
+    def _measure_result(self) -> None:
+        """Measure the model before it is written. Called on every rank."""
+
+    def _general_layers(self) -> contextlib.AbstractContextManager[None]:
+        """Run the model's own layers, with their hooks, inside the block."""
+        return contextlib.nullcontext()
 
     def _to_device(self, batch: PreparedBatch) -> Tensors:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.arrays.items()}

@@ -1,4 +1,4 @@
-"""Export and import optimizer moments, random state and weights as host arrays."""
+"""Export and import weights, optimizer moments and random state as host arrays."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ Moments = Mapping[str, Mapping[str, Array]]
 
 
 def to_host(tensor: torch.Tensor, *, copy: bool = True) -> Array:
-    """Return a tensor as a numpy array. Without `copy`, a host tensor shares memory with the session.
-
-    bfloat16 has no numpy dtype and is converted to fp32, which is exact.
-    """
+    """Return a tensor as a numpy array, bfloat16 as fp32. Without `copy`, a host tensor shares memory with the session."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()
     array: Array = tensor.detach().to("cpu", copy=copy).contiguous().numpy()
@@ -47,8 +44,7 @@ def export_moments(
     parameters: Mapping[str, torch.Tensor] | None = None,
     copy: bool = True,
 ) -> Moments:
-    """Return the moments of the tensors that the optimizer updates; whole ones, if `parameters` are sharded. Collective
-    then."""
+    """Return the moments of the masters; given sharded `parameters`, gather them. Collective then."""
     slots: dict[str, dict[str, Array]] = {}
     for name, master in masters.items():
         for slot, value in optimizer.state.get(master, {}).items():
@@ -63,14 +59,14 @@ def export_moments(
 def export_part(
     optimizer: torch.optim.Optimizer, masters: Masters, part: StatePart, *, device: torch.device
 ) -> SessionState:
-    """Return this rank's rows of the state, without copying. Replicated arrays are in the first part only."""
+    """Return this rank's rows of the state, without copies. Replicated arrays are in the first part only."""
     held = {
         name: master
         for name, master in masters.masters.items()
         if part.number == 0 or part_of(masters.parameters[name]) is not None
     }
     moments = export_moments(optimizer, held, copy=False)
-    if part.number:  # a scalar, such as the number of steps, belongs to no row
+    if part.number:  # scalars, such as the step count, are in the first part
         moments = {slot: {n: a for n, a in arrays.items() if a.ndim} for slot, arrays in moments.items()}
     return SessionState(
         weights={name: to_host(master, copy=False) for name, master in held.items()},
@@ -87,8 +83,8 @@ def import_moments(
     *,
     parameters: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Load moments into the optimizer through its own state dict, which moves them to the right device. Of the moments
-    of sharded `parameters`, take the rows of this rank."""
+    """Load moments through the optimizer's state dict, so that they move to the right device. For sharded `parameters`,
+    load only the rows of this rank."""
     names = {id(master): name for name, master in masters.items()}
     parts = {name: part_of(parameter) for name, parameter in (parameters or masters).items()}
     plain = optimizer.state_dict()
@@ -97,14 +93,12 @@ def import_moments(
         for tensor, number in zip(group["params"], described["params"], strict=True):
             name = names[id(tensor)]
             found = {
-                _TORCH_NAMES.get(slot, slot): _value(
-                    _TORCH_NAMES.get(slot, slot), _rows(arrays[name], parts[name]), optimizer
-                )
+                _TORCH_NAMES.get(slot, slot): _rows(arrays[name], parts[name])
                 for slot, arrays in moments.items()
                 if name in arrays
             }
             if found:
-                state[number] = found
+                state[number] = {slot: _value(slot, array, optimizer) for slot, array in found.items()}
     optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
 
 
@@ -132,7 +126,7 @@ def import_random(device: torch.device, random: Mapping[str, Array]) -> None:
 
 @contextlib.contextmanager
 def separate_random(device: torch.device) -> Iterator[None]:
-    """Put the random state back afterwards, so that what is drawn inside leaves the training's numbers alone."""
+    """Restore the random state after the block, so that draws inside do not change the training."""
     before = export_random(device)
     try:
         yield
@@ -149,7 +143,7 @@ def import_weights(masters: Masters, weights: Mapping[str, Array]) -> None:
 
 @torch.no_grad()
 def copy_rows(array: Array, local: torch.Tensor, *, of: torch.Tensor) -> None:
-    """Copy what this rank holds of a whole array."""
+    """Copy the rows of a whole array that belong to this rank."""
     local.copy_(torch.from_numpy(np.array(_rows(array, part_of(of)))))
 
 

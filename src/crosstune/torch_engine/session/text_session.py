@@ -1,4 +1,4 @@
-"""Extend the session with logits and text generation for causal language models."""
+"""Add logits and text generation to the session, for causal language models."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from collections.abc import Sequence
 
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
+from crosstune.core.protocols import PreparedBatch
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.generate import OnToken, cast_once, generate
 from crosstune.torch_engine.results.verify import model_logits
 from crosstune.torch_engine.session.session import TorchSession
+from crosstune.torch_engine.tasks.causal_lm import CausalLM
 
 
 class TextSession(TorchSession):
+    """A session of a causal language model."""
+
+    task: CausalLM
+
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in eval mode, in the precision of training."""
         with self.connected(EVALUATING), evaluating(self.model), memory_errors(self.device, doing=EVALUATING):
@@ -29,11 +35,10 @@ class TextSession(TorchSession):
         sampling: Sampling = GREEDY,
         on_token: OnToken | None = None,
     ) -> list[list[int]]:
-        limit = memory_errors(self.device, doing=GENERATING)
         with (
             self.connected(GENERATING),
             evaluating(self.model),
-            limit,
+            memory_errors(self.device, doing=GENERATING),
             self._cast_once(),
             self.precision.context(self.device),
         ):
@@ -48,7 +53,18 @@ class TextSession(TorchSession):
             )
 
     def _cast_once(self) -> contextlib.AbstractContextManager[None]:
-        """Cast adapters and head once for all passes; not where weights are divided, or code compiled for them as they are."""
+        """Cast adapters and head once for all passes, unless weights are sharded or compiled code reads them."""
         if self.parallel is not None or self.plan.config.torch_compile:
             return contextlib.nullcontext()
         return cast_once(self.model, self.precision)
+
+    def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
+        if self.parallel is not None:
+            for batch in batches:
+                self.task.check_batch(self.model, self._to_device(batch))
+
+    def _measure_result(self) -> None:
+        self.task.measure_result(self.model)
+
+    def _general_layers(self) -> contextlib.AbstractContextManager[None]:
+        return self.task.general_layers()

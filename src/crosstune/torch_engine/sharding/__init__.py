@@ -1,1 +1,1 @@
-"""Divide a model over processes from outside: FSDP2 shards, or replicas whose gradients are reduced."""
+"""Divide a model over processes: connect them, shard with FSDP2, or reduce the gradients of replicas."""

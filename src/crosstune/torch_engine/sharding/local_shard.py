@@ -1,4 +1,4 @@
-"""Relate the part of a parameter on this rank to the whole: its rows, and gathering them from all ranks."""
+"""Find the shard of a parameter on this rank, gather whole tensors, and find the blocks of a model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# torch 2.13 renamed it, and warns of the old name.
+# torch 2.13 renamed it and deprecated the old name.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The rows of a parameter that a rank holds. The first dimension is divided into equal chunks; the last ranks may
-    have fewer rows, or none."""
+    """The rows of a parameter on a rank. The first dimension is divided into equal chunks; the last ranks may have fewer
+    rows, or none."""
 
     shape: tuple[int, ...]
     """The shape of the whole parameter."""
@@ -38,7 +38,7 @@ class Part:
         return slice(start, min(start + self.chunk, self.shape[0]))
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor from the part of each rank, on the device of the collectives. Collective."""
+        """Gather the whole tensor from all ranks, on the device of the collectives. Collective."""
         padded = local.new_zeros((self.chunk, *self.shape[1:]), device=self.device)
         padded[: local.shape[0]] = local
         whole = padded.new_empty((self.num_parts * self.chunk, *self.shape[1:]))
@@ -48,7 +48,7 @@ class Part:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor as a view; the tensor itself if it is not sharded."""
-    to_local = getattr(tensor, "to_local", None)  # of torch's DTensor, whose import takes long
+    to_local = getattr(tensor, "to_local", None)  # importing DTensor for isinstance would take seconds
     return tensor if to_local is None else to_local()
 
 
@@ -57,7 +57,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def part_of(tensor: Any) -> Part | None:
-    """Return which rows of a tensor this rank holds; None if it holds the whole tensor."""
+    """Return the rows of a tensor on this rank; None if it is not sharded."""
     if not is_sharded(tensor):
         return None
     mesh = tensor.device_mesh
@@ -73,7 +73,7 @@ def part_of(tensor: Any) -> Part | None:
 
 
 def whole(tensor: torch.Tensor, *, of: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the whole of a sharded tensor; or of the local tensor of each rank, divided like `of`. Collective."""
+    """Gather a sharded tensor, or local tensors that are divided like `of`. Collective."""
     part = part_of(tensor if of is None else of)
     local = local_part(tensor.detach())
     return local if part is None else part.gather(local)
@@ -84,27 +84,26 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free the gathered parameters of all modules. The next pass gathers them again, with their present values."""
+    """Free the gathered parameters of all modules; the next pass gathers them again."""
     for module in sharded_modules(model):
         module.reshard()
 
 
 def set_gradient_sync(model: nn.Module, reduces: bool) -> None:
-    """Choose whether the next backward pass reduces gradients over the ranks or keeps them for a later one."""
-    for module in sharded_modules(model)[:1]:  # the root, which tells the others
+    """Choose whether the next backward pass reduces gradients over the ranks or only accumulates them."""
+    for module in sharded_modules(model)[:1]:  # the root passes it on
         module.set_requires_gradient_sync(reduces)
 
 
 def without_gradients(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Turn autograd off. FSDP2 keeps the tensors that it gathers into, so they must not be made in inference mode."""
+    """Turn autograd off. FSDP2 reuses its gather buffers, so they must not be created in inference mode."""
     return torch.no_grad() if sharded_modules(model) else torch.inference_mode()
 
 
 def find_blocks(model: nn.Module, *, fewest: int = 2) -> dict[str, nn.Module]:
-    """Return the blocks of a model by name: the members of its outermost lists of `fewest` or more modules of one class.
+    """Return the blocks of a model by name: the members of its outermost lists of at least `fewest` modules of one class.
 
-    A decoder's blocks are such a list, whatever the model calls it. A model without one has no blocks and is sharded
-    as a whole.
+    A decoder keeps its blocks in such a list.
     """
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     return {
@@ -116,7 +115,7 @@ def find_blocks(model: nn.Module, *, fewest: int = 2) -> dict[str, nn.Module]:
 
 
 def _is_repeated(blocks: nn.ModuleList, fewest: int) -> bool:
-    """Return whether a list holds so many modules of one class with parameters, each with a forward of its own."""
+    """Return whether a list holds enough modules of one class that have parameters and a forward method."""
     kinds = {type(block) for block in blocks}
     return (
         len(blocks) >= fewest

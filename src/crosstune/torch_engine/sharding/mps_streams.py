@@ -1,7 +1,6 @@
-"""Give torch.mps what FSDP2 expects of a device: streams, a current device, and kernels for its copies.
+"""Add streams, device selection and copy kernels to torch.mps, as FSDP2 expects of a device.
 
-Metal has one queue that runs in order as far as torch is concerned, so a stream has nothing to do but record events.
-Only what the installed torch lacks is added.
+torch uses one Metal queue that runs in order, so a stream only records events. Existing attributes are kept.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ _KERNELS = {
     "split_with_sizes_copy": "split_with_sizes_copy",
     "chunk_cat": "chunk_cat",
 }
-"""FSDP2's operators -> torch's function for them, which is written in operators of every device."""
+"""FSDP2's operators -> torch's implementations for every device."""
 _libraries: list[torch.library.Library] = []
-"""Keep the registrations alive: they end with their library."""
+"""Keeps the registrations alive: they end with their library."""
 
 
 def prepare_mps() -> None:
-    """Make FSDP2 work with MPS tensors, given a process group that takes them. May be called several times."""
+    """Make FSDP2 work with MPS tensors, given a process group that supports them. Idempotent."""
     add_streams(torch.mps)
     register_kernels("MPS")
 
 
 def add_streams(handle: Any) -> None:
-    """Add what is missing of streams and device selection to the module of a device with one queue."""
+    """Add missing stream and device functions to the module of a device with one queue."""
 
     class Stream:
         """The one queue of the device."""
@@ -37,13 +36,13 @@ def add_streams(handle: Any) -> None:
             self.priority = priority
 
         def wait_stream(self, stream: Any) -> None:
-            """Do nothing: work runs in the order in which it was submitted."""
+            """Do nothing: work runs in the order of submission."""
 
         def wait_event(self, event: Any) -> None:
-            """Do nothing, as above."""
+            """Do nothing: work runs in the order of submission."""
 
         def record_event(self, event: Any = None) -> Any:
-            """Return an event that the host can wait for, such as the end of a copy to it."""
+            """Return a recorded event, on which the host can wait."""
             recorded = handle.Event() if event is None else event
             recorded.record()
             return recorded

@@ -1,4 +1,4 @@
-"""Divide the work of a step over the processes of a run, and combine what they computed."""
+"""Divide the micro-batches of a step over the ranks, and combine their gradients and numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,21 +25,21 @@ from crosstune.torch_engine.sharding.rendezvous import peer_errors
 from crosstune.torch_engine.sharding.shard import REPLICAS, STRATEGIES, Strategy, make_mesh
 
 BUFFER_BYTES = 64 * 2**20
-"""Gradients are all-reduced in buckets of up to this size: few messages and little extra memory."""
+"""Largest bucket of an all-reduce of gradients: few messages and little extra memory."""
 
 
 @dataclass(kw_only=True)
 class Parallel:
-    """The processes of a run as the torch session sees them."""
+    """The ranks of a run, with their mesh and strategy."""
 
     group: Group
     strategy: Strategy
     mesh: DeviceMesh
     device: torch.device
     reduce_once: bool = False
-    """True if gradients are reduced after the last micro-batch only, see --no_sync."""
-    interrupted: BaseException | None = field(default=None)
-    """The error with which this rank left a call that the others may still be in: no collective works any more."""
+    """True if gradients are reduced only after the last micro-batch (--no_sync)."""
+    interrupted: BaseException | None = None
+    """The error that interrupted a collective of a sharded model; further collectives would hang."""
 
     @property
     def size(self) -> int:
@@ -51,7 +51,7 @@ class Parallel:
 
     @property
     def num_replicas(self) -> int:
-        """The number of ranks, or hosts, that hold the same part of the model."""
+        """The number of ranks or hosts with the same shard of the model."""
         names = self.mesh.mesh_dim_names or ()
         return self.mesh.size(names.index(REPLICAS)) if REPLICAS in names else 1
 
@@ -60,17 +60,17 @@ class Parallel:
         return self.size // self.num_replicas if self.strategy.sharded else 1
 
     def state_part(self, shapes: Mapping[str, tuple[int, ...]]) -> StatePart:
-        """Return which part of a sharded state this rank holds. The hosts of a hybrid strategy hold the same ones."""
+        """Return the part of a sharded state on this rank. With a hybrid strategy, only the first host writes."""
         count = self.num_shards
         return StatePart(number=self.rank % count, count=count, writes=self.rank < count, shapes=dict(shapes))
 
     def turns(
         self, model: nn.Module, window: Sequence[PreparedBatch]
     ) -> Iterator[tuple[PreparedBatch, bool]]:
-        """Yield the micro-batches of this rank, each with whether it counts.
+        """Yield the micro-batches of this rank, each with a flag that is false for a filler.
 
-        Micro-batch i belongs to rank i % size. Sharded models gather their parameters in every pass, so a rank without
-        a micro-batch of its own takes part with one that does not count.
+        Micro-batch i belongs to rank i % size. All ranks of a sharded model must join each pass, so a rank without a
+        micro-batch runs a filler whose loss is multiplied by zero.
         """
         num_turns = -(-len(window) // self.size)
         seeds = self._seeds(len(window)) if self.size > 1 else []
@@ -88,24 +88,23 @@ class Parallel:
             import_random(self.device, after)
 
     def _seeds(self, count: int) -> list[int]:
-        """Return a seed for each micro-batch of a step from the random state, which is the same on every rank. A
-        micro-batch draws the same numbers whichever rank computes it."""
+        """Return a seed for each micro-batch, drawn from the random state that all ranks share, so that the numbers do not
+        depend on the rank."""
         drawn = int(torch.randint(2**62, ()))
         digests = [hashlib.sha256(f"{drawn}/{index}".encode()).digest() for index in range(count)]
         return [int.from_bytes(digest[:8], "little") >> 1 for digest in digests]
 
     @contextlib.contextmanager
     def passes(self, model: nn.Module, *, doing: str = STEP) -> Iterator[None]:
-        """Run forward and backward passes, and agree on running out of memory where that is possible.
+        """Run forward and backward passes; if one replica runs out of memory, raise OutOfMemory on all of them.
 
-        A rank that fails in a pass of a sharded model leaves the others waiting in a collective: it can only end, and
-        its session makes no further collectives. Replicas do not communicate in a pass, so all of them give up together.
+        A rank of a sharded model cannot tell the others, since they wait in a collective: it raises alone and ends.
         """
         failure: OutOfMemory | None = None
         try:
             yield
         except OutOfMemory as error:
-            if self.strategy.sharded:  # `connected` remembers it
+            if self.strategy.sharded:
                 why = "the other processes wait in this pass of a sharded model, so it cannot be repeated with fewer rows"
                 raise OutOfMemory(f"{error.reason}; {why}", doing=error.doing) from error
             failure = error
@@ -117,8 +116,8 @@ class Parallel:
 
     @contextlib.contextmanager
     def connected(self, doing: str) -> Iterator[None]:
-        """Make collectives in the block; raise PeerLost for their errors. A rank of a sharded model that left such a block
-        with an error, whichever it was, cannot make any more, and says why at once."""
+        """Convert errors of collectives in the block to PeerLost. After any error in such a block, a rank of a sharded
+        model raises it again instead of starting further collectives."""
         if self.interrupted is not None:
             raise self.interrupted
         try:
@@ -132,12 +131,12 @@ class Parallel:
         return self.group.sum_numbers(*numbers) if numbers else []
 
     def first_flag(self, flags: Mapping[str, bool]) -> str | None:
-        """Return the first name whose flag is set on any rank. All ranks have the same names."""
+        """Return the first name whose flag is set on any rank. All ranks pass the same names."""
         totals = self.sum_numbers(*(float(flag) for flag in flags.values()))
         return next((name for name, total in zip(flags, totals, strict=True) if total), None)
 
     def reduce_gradients(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Sum the gradients of tensors that every rank holds whole. One without a gradient on any rank stays so."""
+        """Sum the gradients of replicated tensors. A tensor without a gradient on every rank stays without one."""
         present = self.sum_numbers(*(float(tensor.grad is not None) for tensor in tensors.values()))
         used = [tensor for tensor, count in zip(tensors.values(), present, strict=True) if count]
         for bucket in _buckets(used):
@@ -150,7 +149,7 @@ class Parallel:
     def clip_gradients(
         self, sharded: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], limit: float
     ) -> float:
-        """Clip to a norm over all ranks and return the norm before. `sharded` are parts, `whole` the same everywhere."""
+        """Clip to a norm over all ranks and return the norm before. `whole` tensors are the same on every rank."""
         both = [*sharded, *whole]
         norm = _norm(both)
         if self.size > 1 and self.strategy.sharded:
@@ -179,7 +178,7 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def open_parallel(plan: Plan, group: Any, *, device: torch.device) -> Parallel:
-    """Connect the devices of the processes of a run, and return them with the mesh of the plan's strategy."""
+    """Connect the devices of the ranks, and make the mesh of the plan's strategy."""
     strategy = STRATEGIES[plan.config.sharding_strategy]
     if device.type not in ("cpu", "mps"):
         device = torch.device(device.type, group.ranks.local_rank)

@@ -1,4 +1,4 @@
-"""Read the whole tensors of a sharded model in one process, which asks the others for their parts."""
+"""Let the first rank read whole tensors of a sharded model while the other ranks serve their shards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from crosstune.torch_engine.sharding.local_shard import free_gathered, sharded_m
 from crosstune.torch_engine.sharding.shard import original_dtypes
 
 _END = ""
-"""Sent instead of a name when nothing more is read."""
+"""Sent instead of a name at the end."""
 MODEL, TRAINED, MERGED = "model", "trained", "merged"
 
 
 class Reader(Mapping[str, Any]):
-    """Sharded tensors by name, gathered when they are read; the ranks that do not read call `serve`."""
+    """Sharded tensors by name, gathered when they are read. The other ranks call `Gather.serve`."""
 
     def __init__(self, kind: str, tensors: Mapping[str, Any], gather: Gather) -> None:
         self._kind, self._tensors, self._gather = kind, tensors, gather
@@ -39,7 +39,7 @@ class Reader(Mapping[str, Any]):
 
 
 class Gather:
-    """The tensors of a sharded model, by kind and name, and the processes that hold their parts."""
+    """The tensors of a sharded model, by kind and name."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Gather:
     ) -> None:
         self.group, self._dtypes = group, original_dtypes(model)
         self._merged = _Merged(model, merged)
-        # Each with the parameter that it is divided like.
+        # Each tensor with a parameter that is sharded in the same way.
         self.tensors: dict[str, Mapping[str, tuple[Any, Any]]] = {
             MODEL: {name: (tensor, tensor) for name, tensor in model.state_dict().items()},
             TRAINED: trained,
@@ -62,37 +62,36 @@ class Gather:
     def read(self, kind: str, name: str) -> torch.Tensor:
         """Gather a tensor; called by the first rank."""
         self.group.share(f"{kind}/{name}")
-        if kind == MERGED:
-            return self._merged.read(name)
-        tensor, divided_like = self.tensors[kind][name]
-        found = whole(tensor, of=divided_like)
-        return found.to(self._dtypes.get(name, found.dtype)) if kind == MODEL else found
+        return self._gather(kind, name)
 
     def serve(self) -> None:
-        """Take part in what the first rank reads, until it ends; called by the others."""
-        while (asked := self.group.share("")) != _END:
-            kind, _, name = asked.partition("/")
-            if kind == MERGED:
-                self._merged.read(name)
-                continue
-            tensor, divided_like = self.tensors[kind][name]
-            whole(tensor, of=divided_like)
+        """Join the collectives of the first rank's reads until it ends; called by the other ranks."""
+        while (request := self.group.share("")) != _END:
+            kind, _, name = request.partition("/")
+            self._gather(kind, name)
         self._merged.end()
 
     def end(self) -> None:
         self.group.share(_END)
         self._merged.end()
 
+    def _gather(self, kind: str, name: str) -> torch.Tensor:
+        if kind == MERGED:
+            return self._merged.read(name)
+        tensor, divided_like = self.tensors[kind][name]
+        found = whole(tensor, of=divided_like)
+        return found.to(self._dtypes.get(name, found.dtype)) if kind == MODEL else found
+
 
 class _Merged:
-    """Adapters merged into the layers of a sharded model. The modules that are sharded together are gathered together,
-    and stay so until an adapter of other modules is read."""
+    """Adapters of a sharded model, merged on request. The FSDP unit of an adapter stays gathered until an adapter of
+    another unit is read."""
 
     def __init__(self, model: nn.Module, adapters: Mapping[str, Adapted]) -> None:
         self._model, self.adapters = model, adapters
         self._plain = {n: a.merged for n, a in adapters.items() if isinstance(a, AdaptedLinear)}
         self._units: dict[nn.Module, Any] = {}
-        for unit in sharded_modules(model):  # a module comes before those in it
+        for unit in sharded_modules(model):  # outer modules first
             self._units |= dict.fromkeys(unit.modules(), unit)
         self._gathered: Any = None
 
@@ -117,9 +116,10 @@ def read_whole(
     *,
     merged: Mapping[str, Adapted] | None = None,
 ) -> Iterator[Mapping[str, torch.Tensor] | None]:
-    """Let the first rank read the whole tensors of a model: give it the trained ones, and let `model.state_dict()` return
-    the others, and `merged()` of the adapters in `merged` their product. Give None to the other ranks, after they have
-    served the first."""
+    """Yield the whole trained tensors on the first rank; on the others serve its reads, then yield None.
+
+    On the first rank `model.state_dict()` returns whole tensors, and `merged()` of the adapters in `merged` works.
+    """
     gather = Gather(group, model, trained, merged or {})
     if not group.ranks.first:
         gather.serve()

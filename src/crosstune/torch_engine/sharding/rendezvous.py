@@ -1,4 +1,4 @@
-"""Find the other processes of a run: reach the master, and wait until every rank has signed in."""
+"""Connect the processes of a run: reach the master, wait until every rank has signed in, translate errors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from crosstune.process.ranks import Limits, Ranks
 
 
 def join_store(ranks: Ranks, limits: Limits) -> dist.Store:
-    """Return the store of this attempt, after all ranks have signed in to it.
+    """Return the store of this attempt after all ranks have signed in.
 
-    The store of torchrun's agent outlives a restart: without a prefix for each attempt, a process would read the
-    address of one that is gone.
+    torchrun's store outlives a restart: without a prefix for each attempt, a process would read old addresses.
     """
     if ranks.num_nodes > 1:
         check_master(ranks.master_addr, node_rank=ranks.node_rank)
@@ -42,7 +41,7 @@ def join_store(ranks: Ranks, limits: Limits) -> dist.Store:
 
 
 def second_connection(ranks: Ranks, limits: Limits) -> dist.Store:
-    """Return another connection to the store, for a thread that must not wait for the first one."""
+    """Return another connection to the store, for a thread that must not wait for the first."""
     return _open_client(ranks, time.monotonic() + limits.connect_s)
 
 
@@ -56,7 +55,7 @@ def shared_store(store: dist.Store) -> dist.Store:
 def use_interface_of(ranks: Ranks, store: dist.Store) -> None:
     """Make gloo and NCCL use the network interface between this machine and the master, unless the user chose one.
 
-    Otherwise gloo uses the address of the host's name, often loopback or another network.
+    By default gloo uses the address of the host's name: often loopback or another network.
     """
     interface = _interface_between(ranks, store)
     if interface is None:
@@ -67,8 +66,8 @@ def use_interface_of(ranks: Ranks, store: dist.Store) -> None:
 
 
 def _interface_between(ranks: Ranks, store: dist.Store) -> str | None:
-    """Return the interface from which this rank reached the master; on the master's own machine, where that may be
-    loopback, the one at which another machine reached it."""
+    """Return the interface between this rank and the master. On the master's machine that may be loopback; use the
+    interface that another machine reached instead."""
     own = json.loads(store.get(f"rank/{ranks.rank}"))["from"]
     if ranks.num_nodes > 1 and is_loopback(own):
         entries = (json.loads(store.get(f"rank/{rank}")) for rank in range(ranks.size))
@@ -91,7 +90,7 @@ def _serve_store(ranks: Ranks, limits: Limits) -> dist.Store:
 
 
 def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
-    """Connect to the master's store, in a thread: torch waits forever for a program that accepts and stays silent."""
+    """Connect to the master's store in a thread: torch would wait forever for a program that never answers."""
     place = f"{ranks.master_addr}:{ranks.master_port}"
     found: list[dist.Store] = []
     problems: list[str] = []
@@ -119,18 +118,18 @@ def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
     raise UserError(
         f"{ranks.name} reaches {place}, but another program answers there.",
         why=problems[0] if problems else f"it did not answer as a store within {left_s:.0f} s.",
-        do="choose another --master_port (MASTER_PORT): some other program has this one",
+        do="choose another --master_port (MASTER_PORT)",
     )
 
 
 def _listen(ranks: Ranks) -> socket.socket:
-    """Listen at the address of the master only, so that a run on one machine cannot be reached from outside."""
+    """Listen on the master's address only, so that a run on one machine is not reachable from outside."""
     where = f"{ranks.name} cannot listen on {ranks.master_addr}:{ranks.master_port}."
     try:
         return listen(ranks.master_addr, ranks.master_port, several=ranks.num_nodes > 1)
     except socket.gaierror as error:
         raise _unreachable(
-            ranks, why=f"{ranks.master_addr} is not the address of any machine: {error}"
+            ranks, why=f"{ranks.master_addr} is not an address of a machine: {error}"
         ) from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -143,7 +142,7 @@ def _listen(ranks: Ranks) -> socket.socket:
 
 
 def _await_master(ranks: Ranks, limits: Limits) -> dict[str, str]:
-    """Wait until the master listens; return both ends of a connection to it."""
+    """Wait until the master listens; return both addresses of a connection to it."""
     try:
         with reach(
             ranks.master_addr, ranks.master_port, limit_s=limits.connect_s, node_rank=ranks.node_rank
@@ -163,7 +162,7 @@ def _unreachable(ranks: Ranks, *, why: str) -> UserError:
 
 
 def _sign_in(store: dist.Store, ranks: Ranks, ends: dict[str, str]) -> None:
-    """Record this rank; raise if another process has it."""
+    """Record this rank; raise if another process has the same rank."""
     entry = {"host": ranks.host, "size": ranks.size, **ends}
     if store.add(f"count/{ranks.rank}", 1) > 1:
         raise UserError(
@@ -175,7 +174,7 @@ def _sign_in(store: dist.Store, ranks: Ranks, ends: dict[str, str]) -> None:
 
 
 def _await_all(store: dist.Store, ranks: Ranks, deadline: float, limits: Limits) -> None:
-    """Wait until all ranks have signed in; raise if one has another number of processes."""
+    """Wait until all ranks have signed in; raise if one of them has another world size."""
     missing = set(range(ranks.size))
     while True:
         for rank in sorted(missing):
@@ -206,7 +205,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _store_errors(ranks: Ranks) -> Iterator[None]:
-    """Raise a UserError if the store goes away while the processes sign in."""
+    """Convert the loss of the store while signing in to a UserError."""
     try:
         yield
     except RuntimeError as error:
@@ -229,16 +228,16 @@ _FROM_A_COLLECTIVE = re.compile(r"gloo|nccl|xccl|c10d|socket|store|process ?grou
 
 @contextlib.contextmanager
 def peer_errors(ranks: Ranks, *, doing: str) -> Iterator[None]:
-    """Raise PeerLost for errors of collectives inside the block that come from another process, and a UserError for
-    collectives that differ, which torch compares with --debug_collectives."""
+    """Convert errors of collectives inside the block: PeerLost if another process failed, a UserError if the ranks called
+    different collectives (torch compares them with --debug_collectives)."""
     try:
         yield
     except RuntimeError as error:  # also DistBackendError, DistNetworkError and DistStoreError
         if _MISMATCH.search(str(error)):
             raise UserError(
-                f"{ranks.name}: the processes of the run do different collectives in {doing}.",
+                f"{ranks.name}: the processes of the run called different collectives in {doing}.",
                 why=_first_line(error),
-                do="a model or recipe must do the same operations on every process; the message names the one that differs",
+                do="make the model or recipe run the same operations on every process",
             ) from error
         if not is_lost_peer(error):
             raise
@@ -250,7 +249,7 @@ def peer_errors(ranks: Ranks, *, doing: str) -> Iterator[None]:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether an error of torch means that another process is gone, or did not answer in time."""
+    """Return whether an error of torch means that another process ended or timed out."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     text = str(error)

@@ -1,10 +1,10 @@
-"""Shard a single-device model over a mesh with FSDP2: each block, then the rest."""
+"""Shard a single-device model over a mesh with FSDP2: each block, then the rest; also block by block while it loads."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,25 +18,31 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from crosstune.config.conditions import ADAPTER_METHODS
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.process.ranks import Ranks
+from crosstune.torch_engine.device import give_back_freed
+from crosstune.torch_engine.loading.adapters import Adapted, adapt_part, choose_adapted
 from crosstune.torch_engine.quantized import StoredWeight
 from crosstune.torch_engine.sharding.local_shard import find_blocks, is_sharded
 
 REPLICAS, SHARDS = "replicas", "shards"
 """Names of the mesh dimensions."""
+SHARDED_SCALES = 1024
+"""Scales and zero points with at least this number of elements are sharded; smaller ones are replicated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """The division of a model over the processes of a run."""
+    """How a model is divided over the processes of a run."""
 
     sharded: bool
-    """True if each process holds a part of the parameters, gradients and moments; otherwise it holds all of them."""
+    """True if each process holds a shard of the parameters, gradients and moments; false if it holds all of them."""
     reshard_after_forward: bool = True
     """True if gathered parameters are freed between the forward and the backward pass."""
     hybrid: bool = False
-    """True if the parts are divided within a host only, and each host holds the whole model."""
+    """True if the model is sharded within each host and replicated over hosts."""
 
 
 STRATEGIES = {
@@ -47,7 +53,7 @@ STRATEGIES = {
     "ddp": Strategy(sharded=False),
     "no_shard": Strategy(sharded=False),
 }
-"""By the values of --sharding_strategy. `no_shard` is FSDP's name for what ddp does."""
+"""--sharding_strategy -> its strategy. `no_shard` is FSDP's name for ddp."""
 
 
 def make_mesh(strategy: Strategy, ranks: Ranks, *, device_type: str) -> DeviceMesh:
@@ -59,15 +65,11 @@ def make_mesh(strategy: Strategy, ranks: Ranks, *, device_type: str) -> DeviceMe
     if ranks.size % ranks.local_size:
         raise UserError(
             f"A hybrid --sharding_strategy cannot divide {ranks.size} processes into hosts of {ranks.local_size}.",
-            why="it shards within a host and replicates over hosts, so all need the same number of processes.",
+            why="it shards within a host and replicates over hosts, so every host needs the same number of processes.",
             do="start the same number on every host, or use --sharding_strategy full_shard",
         )
     shape = (ranks.size // ranks.local_size, ranks.local_size)
     return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICAS, SHARDS))
-
-
-SHARDED_SCALES = 1024
-"""Scales and zero points of a quantized weight are sharded from this number of elements on."""
 
 
 def shard(
@@ -79,10 +81,10 @@ def shard(
     blocks: Iterable[nn.Module] | None = None,
     precision: MixedPrecisionPolicy | None = None,
 ) -> nn.Module:
-    """Shard a model in place and return it; with a strategy that does not shard, leave it as it is.
+    """Shard a model in place and return it; do nothing if the strategy does not shard.
 
-    `blocks` are the modules to gather one at a time, by default those of `find_blocks`. Trained 16-bit parameters are kept
-    in fp32 and computed with in 16 bits, unless `precision` says otherwise.
+    `blocks` are the modules to gather one at a time, by default the result of `find_blocks`. Without `precision`, trained
+    16-bit parameters are stored in fp32 and gathered in 16 bits.
     """
     if not strategy.sharded:
         return model
@@ -99,11 +101,11 @@ def shard_root(
     cpu_offload: bool = False,
     precision: MixedPrecisionPolicy | None = None,
 ) -> nn.Module:
-    """Shard what is not in a block: the input embedding by itself, unless the head has the same weight, and the rest."""
+    """Shard the parameters outside of blocks: the input embedding, unless it is tied to the head, and the rest."""
     embedding = _own_embedding(model)
     if embedding is not None and not isinstance(embedding, FSDPModule):
         shard_module(embedding, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, precision=precision)
-    # The parameters of the root are used first in the backward pass, so they are kept after the forward pass.
+    # The backward pass starts with the root, so its parameters stay gathered after the forward pass.
     shard_module(
         model, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, precision=precision, reshard=False
     )
@@ -114,17 +116,20 @@ def shard_root(
 
 
 def _kept_wide(module: nn.Module) -> set[nn.Parameter]:
-    """Return the fp32 parameters among trained 16-bit ones. FSDP2 wants one dtype in a module, and would compute with them
-    in 16 bits, so every rank holds them whole; they are few and small, such as the bias of a router or a scalar head."""
+    """Return the fp32 parameters among trained 16-bit ones, such as the bias of a router or a scalar head.
+
+    FSDP2 needs one dtype per module and would cast them to 16 bits, so every rank holds them whole.
+    """
     trained = {p for p in module.parameters() if not is_sharded(p) and p.requires_grad}
     wide = {p for p in trained if p.dtype == torch.float32}
     return wide if len({p.dtype for p in trained}) > 1 else set()
 
 
 def _widen_trained(module: nn.Module, kept: Collection[nn.Parameter]) -> torch.dtype | None:
-    """Keep the trained parameters of a module in fp32 if all of its parameters are trained in one 16-bit dtype, which is
-    returned: FSDP2 casts to it when it gathers them. So the parts are their own masters, and gradients of several ranks
-    are summed without rounding."""
+    """Store the parameters of a module in fp32 if all are trained in one 16-bit dtype; return that dtype, else None.
+
+    FSDP2 gathers them in the 16-bit dtype. The shards are then their own masters, and gradients are summed in fp32.
+    """
     own = [p for p in module.parameters() if not is_sharded(p) and p.is_floating_point() and p not in kept]
     dtypes = {p.dtype for p in own}
     if len(dtypes) != 1 or dtypes == {torch.float32} or not all(p.requires_grad for p in own):
@@ -143,7 +148,7 @@ def shard_module(
     precision: MixedPrecisionPolicy | None = None,
     reshard: bool | None = None,
 ) -> None:
-    """Shard one module, with the parameters in it that are not sharded yet. Scalars stay whole on every rank."""
+    """Shard the parameters of a module that are not sharded yet. Every rank holds scalars whole."""
     integers = shards_integers(mesh)
     _make_scales_parameters(module, integers=integers)
     if not integers:
@@ -151,7 +156,7 @@ def shard_module(
     kept = _kept_wide(module) if precision is None else set()
     compute = _widen_trained(module, kept) if precision is None else precision.param_dtype
     for parameter in module.parameters():
-        if not parameter.is_contiguous():  # which FSDP2 refuses
+        if not parameter.is_contiguous():  # FSDP2 refuses it
             parameter.data = parameter.data.contiguous()
     sharded: Any = fully_shard(
         module,
@@ -164,20 +169,18 @@ def shard_module(
         ignored_params=kept | {parameter for parameter in module.parameters() if parameter.ndim == 0},
     )
     sharded.computes_in = compute
-    # The loss is divided by the weight of the whole window, so gradients are summed. gloo cannot sum with another factor
-    # than its own unless it is told to sum plainly.
+    # The loss is already divided by the weight of the whole step, so gradients are summed. gloo supports no other factor
+    # unless it is forced to a plain sum.
     sharded.set_force_sum_reduction_for_comms(True)
     sharded.set_gradient_divide_factor(1.0)
 
 
 @functools.lru_cache(maxsize=1)
 def shards_integers(mesh: DeviceMesh) -> bool:
-    """Try whether FSDP2 takes a frozen parameter of integers; that of torch 2.11 does not."""
+    """Try whether FSDP2 accepts a frozen integer parameter; torch 2.11 does not."""
     probe = nn.Module()
-    device = "cpu" if mesh.device_type == "cpu" else mesh.device_type
-    probe.packed = nn.Parameter(
-        torch.zeros(mesh.size(), dtype=torch.uint8, device=device), requires_grad=False
-    )
+    zeros = torch.zeros(mesh.size(), dtype=torch.uint8, device=mesh.device_type)
+    probe.packed = nn.Parameter(zeros, requires_grad=False)
     try:
         fully_shard(probe, mesh=mesh)
     except RuntimeError:
@@ -190,7 +193,7 @@ def _store_as_floats(module: nn.Module, *, precision: MixedPrecisionPolicy | Non
     if stored and precision is not None and precision.param_dtype is not None:
         raise UserError(
             f"torch {torch.__version__} cannot shard a quantized model in mixed precision.",
-            why="its FSDP2 takes no integers, and would round packed bits that are stored as floats.",
+            why="its FSDP2 accepts no integers and would round packed bits stored as floats.",
             do="install torch 2.13 or later, or leave mixed precision out",
         )
     for weight in stored:
@@ -199,21 +202,19 @@ def _store_as_floats(module: nn.Module, *, precision: MixedPrecisionPolicy | Non
 
 
 def _precision(compute: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Return how parameters are cast when gathered: not at all unless they were widened. Adapters, scales and a frozen
-    base have dtypes of their own, which must arrive as they are. Gradients are always reduced in fp32."""
+    """Return a policy that casts widened parameters when they are gathered and reduces gradients in fp32.
+
+    Adapters, scales and a frozen base keep their dtypes.
+    """
     return MixedPrecisionPolicy(
-        param_dtype=compute,
-        reduce_dtype=torch.float32,
-        output_dtype=None,
-        cast_forward_inputs=False,
+        param_dtype=compute, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
     )
 
 
 def _make_scales_parameters(module: nn.Module, *, integers: bool) -> None:
-    """Register the scales of quantized weights as frozen parameters, since FSDP2 shards only parameters.
+    """Register large scales of quantized weights as frozen parameters, since FSDP2 shards only parameters.
 
-    Scalars and tables, which every element needs, stay buffers and are replicated; so do scales of integers where FSDP2
-    does not take them.
+    Scalars and tables stay replicated buffers, and so do integer scales if FSDP2 accepts no integers.
     """
     for stored in module.modules():
         if isinstance(stored, StoredWeight):
@@ -224,7 +225,7 @@ def _make_scales_parameters(module: nn.Module, *, integers: bool) -> None:
 
 
 def _own_embedding(model: nn.Module) -> nn.Module | None:
-    """Return the input embedding of a language model if no other module has its weight."""
+    """Return the input embedding of a language model, or None if its weight is tied."""
     get_input = getattr(model, "get_input_embeddings", None)
     embedding = get_input() if get_input is not None else None
     if not isinstance(embedding, nn.Embedding):
@@ -234,11 +235,61 @@ def _own_embedding(model: nn.Module) -> nn.Module | None:
 
 
 def original_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype that trained parameters had before they were widened, by name."""
+    """Return the dtypes of trained parameters before they were widened, by name."""
     found: dict[str, torch.dtype | None] = {}
-    for prefix, module in model.named_modules():  # a module comes before those in it
+    for prefix, module in model.named_modules():  # outer modules first
         if isinstance(module, FSDPModule):
             computes_in: Any = getattr(module, "computes_in", None)
             own = module.named_parameters(prefix=prefix)
             found |= {name: computes_in for name, p in own if is_sharded(p) or p.ndim == 0}
     return {name: dtype for name, dtype in found.items() if dtype is not None}
+
+
+@dataclass(kw_only=True)
+class ShardOnLoad:
+    """Adapt and shard a model block by block while it loads, so that no process holds all of it.
+
+    Call it with each loaded block, and last with "" for the rest.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh
+    strategy: Strategy
+    autocast: torch.dtype | None
+    adapters: dict[str, Adapted] = field(default_factory=dict)
+    is_done: bool = False
+    _chosen: Sequence[str] | None = None
+
+    def __call__(self, model: nn.Module, block: str) -> None:
+        part = model.get_submodule(block)
+        if self.plan.method in ADAPTER_METHODS:
+            self._add_adapters(model, part, block)
+        shard_loaded = functools.partial(
+            shard_module if block else shard_root,
+            mesh=self.mesh,
+            strategy=self.strategy,
+            cpu_offload=self.plan.config.use_cpu_offload,
+        )
+        shard_loaded(part)
+        self.is_done = not block
+        give_back_freed()
+
+    def finish_all(self, model: nn.Module) -> dict[str, Adapted]:
+        """Adapt and shard a model that its task built at once; return the adapters by canonical name."""
+        for block in [] if self.is_done else [*find_blocks(model), ""]:
+            self(model, block)
+        return self.adapters
+
+    def _add_adapters(self, model: nn.Module, part: nn.Module, block: str) -> None:
+        if self._chosen is None:
+            self._chosen = choose_adapted(model, self.plan)
+        for parameter in part.parameters():
+            if not is_sharded(parameter):
+                parameter.requires_grad_(False)
+        names = [
+            name
+            for name in self._chosen
+            if name not in self.adapters and (not block or name.startswith(f"{block}."))
+        ]
+        found = self.adapters | adapt_part(model, part, names, plan=self.plan, autocast=self.autocast)
+        self.adapters = {name: found[name] for name in self._chosen if name in found}

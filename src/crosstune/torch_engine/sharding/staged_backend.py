@@ -1,8 +1,7 @@
-"""Run collectives on devices that have no collective backend, such as MPS, through host memory over gloo.
+"""Run collectives on devices without a collective backend, such as MPS: through host memory, with gloo.
 
-gloo takes tensors of the host (and of CUDA) only. The process group below copies what a collective reads to the host,
-runs the collective there with gloo, and copies the result back when the caller waits for it. Tensors that are on the
-host already go to gloo as they are.
+The process group copies inputs to the host, runs gloo there, and copies results back when the caller waits. Host tensors
+are passed to gloo directly.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.distributed.distributed_c10d import Work
 
 
 class StagedWork(Work):
-    """Works of gloo that belong to one collective. The tensors hold the results once `wait` has returned."""
+    """The gloo works of one collective. The tensors hold the results after `wait`."""
 
     def __init__(
         self,
@@ -30,19 +29,22 @@ class StagedWork(Work):
         *,
         divisor: int | None = None,
     ) -> None:
-        """`divisor` makes a mean out of a sum."""
         super().__init__()
         self._works, self._copies, self._outputs, self._divisor = list(works), copies, list(outputs), divisor
         self._lock = threading.Lock()
         self._is_done = False
 
     def wait(self, *timeout: Any, **named: Any) -> bool:
-        """Wait for gloo, and copy the results on the first call. An error of gloo is raised here."""
+        """Wait for gloo and, in the first call, copy the results. Raises the errors of gloo."""
         with self._lock:
             if not self._is_done:
                 for work in self._works:
                     work.wait(*timeout, **named)
-                self._complete()
+                if self._divisor is not None:  # a mean instead of a sum
+                    for host in self._copies.results:
+                        host.div_(self._divisor)
+                self._copies.finish()
+                self._is_done = True
         return True
 
     def is_completed(self) -> bool:
@@ -61,65 +63,44 @@ class StagedWork(Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Return a future that is complete already: a copy from another thread could be late for its reader."""
+        """Wait, and return a completed future: a copy from another thread could be late for its reader."""
         self.wait()
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self._outputs)
         return future
 
-    def _complete(self) -> None:
-        if self._divisor is not None:
-            for host in self._copies.results:
-                host.div_(self._divisor)
-        self._copies.finish()
-        self._is_done = True
-
 
 class HostCopies:
-    """The host buffers of one collective, and the tensors that its results are copied to.
+    """The host buffers of one collective, and the tensors that receive its results.
 
-    Contiguous host tensors serve as their own buffers, unless `stage_host` asks for copies, as a device needs them.
+    Contiguous host tensors are their own buffers, unless `stage_host` is set.
     """
 
     def __init__(self, *, stage_host: bool = False) -> None:
         self._stage_host = stage_host
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.results: list[torch.Tensor] = []
-        """Host tensors with the results, for a division in place."""
+        """Host tensors with the results."""
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what a collective reads, contiguous on the host; reading waits for the device."""
+        """Return an input of the collective, contiguous on the host. Waits for the device."""
         return on_host(tensor, copy=self._stage_host)
 
-    def from_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a host buffer that a collective writes, to be copied to `tensor` at the end."""
-        if self._is_buffer(tensor):
-            return self._use(tensor)
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self.give(host, to=tensor)
-        return host
+    def from_host(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
+        """Return a host buffer for an output of the collective, copied to `tensor` at the end.
 
-    def both_ways(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a host buffer that a collective reads and changes, to be copied back at the end."""
-        if self._is_buffer(tensor):
-            return self._use(tensor)
-        host = on_host(tensor, copy=True)
-        self.give(host, to=tensor)
-        return host
-
-    def _is_buffer(self, tensor: torch.Tensor) -> bool:
-        return not self._stage_host and tensor.device.type == "cpu" and tensor.is_contiguous()
-
-    def _use(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.results.append(tensor.detach())
-        return self.results[-1]
-
-    def give(self, host: torch.Tensor, *, to: torch.Tensor) -> None:
+        A collective that works in place also reads the buffer.
+        """
+        if not self._stage_host and tensor.device.type == "cpu" and tensor.is_contiguous():
+            host = tensor.detach()
+        else:
+            host = on_host(tensor, copy=True) if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
+            self._pending.append((host, tensor.detach()))
         self.results.append(host)
-        self._pending.append((host, to.detach()))
+        return host
 
     def finish(self) -> None:
-        """Copy the results to their tensors. A blocking copy: any stream may read them afterwards."""
+        """Copy the results to their tensors, blocking, so that any stream may read them afterwards."""
         for host, tensor in self._pending:
             tensor.copy_(host.view(tensor.shape))
         self._pending.clear()
@@ -130,21 +111,21 @@ def on_host(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
 
 
 def as_bytes(host: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as bytes: gloo moves only some dtypes, without fp8 and int16."""
+    """View a contiguous tensor as bytes: gloo does not support all dtypes, such as fp8 and int16."""
     return host.view(-1).view(torch.uint8)
 
 
 NAME = "staged"
-"""The name of the backend for init_process_group and new_group, once it is registered."""
+"""The name of the backend in init_process_group and new_group."""
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 _OWN_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
-"""Device type -> the backend that torch brings for it. Every other device is staged."""
+"""Device type -> torch's backend for it. Other devices are staged."""
 
 Tensors = Sequence[torch.Tensor]
 
 
 def backend_for(device: str) -> str:
-    """Return the name of the process-group backend for a device type; register ours where torch has none."""
+    """Return the process-group backend for a device type; register the staged one if torch has none."""
     own = _OWN_BACKENDS.get(device)
     if own is not None and dist.is_backend_available(own):
         return own
@@ -155,18 +136,16 @@ def backend_for(device: str) -> str:
 def register_staged_backend(
     name: str = NAME, *, devices: Sequence[str] = _DEVICES, stage_host: bool = False
 ) -> None:
-    """Make the backend known to torch under a name. `stage_host` copies host tensors too, to test the copying."""
+    """Register the backend with torch. With `stage_host` it copies host tensors too, as tests need."""
     if name.upper() not in dist.Backend._plugins:
         make = partial(StagedProcessGroup, stage_host=stage_host)
         dist.Backend.register_backend(name, make, devices=list(devices))
 
 
 class StagedProcessGroup(dist.ProcessGroup):
-    """A process group over gloo for tensors of any device, with the collectives that FSDP2 and DDP use. All ranks see one
-    order of collectives, as in gloo.
+    """A process group over gloo for tensors of any device, with the collectives of FSDP2 and DDP.
 
-    Methods have the names that torch calls: those until torch 2.11 (`_allgather_base`) and those since
-    (`all_gather_single`), from Python and, for DDP and functional collectives, from C++.
+    torch calls the methods by name, from Python and C++: `_allgather_base` until 2.11, `all_gather_single` since.
     """
 
     def __init__(
@@ -175,7 +154,7 @@ class StagedProcessGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._num_ranks, self._stage_host = size, stage_host
         self._gloo = _make_gloo(store, rank, size, timeout)
-        # Object collectives, shutdown and batches of messages look up the backend of a device.
+        # Object collectives, shutdown and batched messages look up the backend of a device.
         for device in _DEVICES:
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, self._gloo)
 
@@ -187,8 +166,8 @@ class StagedProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         copies = self._copies()
-        hosts = [copies.both_ways(tensor) for tensor in tensors]
-        # One call for each: gloo reduces several tensors of one call with each other.
+        hosts = [copies.from_host(tensor, in_place=True) for tensor in tensors]
+        # One call per tensor: gloo sums the tensors of one call with each other.
         works = [self._gloo.allreduce([host], _reducing(c10d.AllreduceOptions(), opts)) for host in hosts]
         return self._finish(works, copies, tensors, mean=_is_mean(opts))
 
@@ -196,7 +175,7 @@ class StagedProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
         copies = self._copies()
-        hosts = [as_bytes(copies.both_ways(tensor)) for tensor in tensors]
+        hosts = [as_bytes(copies.from_host(tensor, in_place=True)) for tensor in tensors]
         return self._finish([self._gloo.broadcast([host], opts) for host in hosts], copies, tensors)
 
     def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
@@ -245,7 +224,7 @@ class StagedProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Any:
-        """Reduce a contiguous host tensor and keep the part of this rank."""
+        """Reduce a contiguous host tensor and keep the shard of this rank."""
         run = getattr(self._gloo, "reduce_scatter_single", None) or self._gloo._reduce_scatter_base
         return run(output.view(-1), given.view(-1), _reducing(c10d.ReduceScatterOptions(), opts))
 
@@ -262,7 +241,7 @@ class StagedProcessGroup(dist.ProcessGroup):
 
 
 def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make the gloo backend; with TORCH_DISTRIBUTED_DEBUG=DETAIL, inside torch's check for mismatched collectives."""
+    """Make the gloo backend; with TORCH_DISTRIBUTED_DEBUG=DETAIL, with torch's check for mismatched collectives."""
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     if dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return gloo
@@ -276,7 +255,7 @@ def _is_mean(opts: Any) -> bool:
 
 
 def _reducing(plain: Any, opts: Any) -> Any:
-    """Return gloo's options for a reduction. A mean is summed, and divided on the host: older gloo has no mean."""
+    """Return gloo's options for a reduction. A mean is a sum that is divided on the host: older gloo has no mean."""
     if opts is not None:
         plain.reduceOp = dist.ReduceOp.SUM if _is_mean(opts) else opts.reduceOp
     return _timed(plain, opts)

@@ -1,4 +1,4 @@
-"""Train causal language models from a model folder with next-token cross entropy."""
+"""The task of causal language models: load a folder, compute the next-token cross entropy, write the result."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 
 class _Chunked(torch.autograd.Function):
-    """Compute the gradient together with the loss, which keeps one extra tensor of the logits' size and dtype instead of
-    the fp32 logits, their log-softmax and its gradient."""
+    """Compute the gradient with the loss: one extra tensor like the logits, instead of fp32 logits, their log-softmax and
+    its gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -76,24 +76,24 @@ class ModelInput:
     targets: Any
     """The supervised tokens, row by row."""
     answers: Any
-    """The number of the document that each of them belongs to, counted over the batch."""
+    """The document of each supervised token, numbered over the batch."""
     columns: Any
-    """The columns of `input_ids` in which some row is supervised."""
+    """The columns of `input_ids` with a supervised token in some row."""
     places: Any = None
     """The flat indices of the supervised tokens in these columns; None if all are supervised."""
     positions: Any = None
-    """Set if rows are packed: positions restart at each document."""
+    """Only for packed rows: positions that restart at each document."""
     rows: Any = None
-    """For the fast layers, as are all below: the flat indices of the supervised tokens. None if there are none."""
+    """The flat indices of the supervised tokens. This and the fields below are only set for the fast layers."""
     bounds: Any = None
-    """The flat index of the first token of each packed document, and the number of tokens."""
+    """The flat index of the first token of each packed document, then the number of tokens."""
     unpadded_ids: Any = None
-    """All documents in one row, if the layers drop padding; `rows` and `bounds` count in this row."""
+    """All documents in one row, without padding; `rows` and `bounds` are then indices of this row."""
     unpadded_positions: Any = None
 
     @classmethod
     def of(cls, tensors: Tensors) -> ModelInput:
-        """Read the fields from a batch that may have other arrays too."""
+        """Return the fields from a batch that may have other arrays too."""
         return cls(**{field.name: tensors[field.name] for field in fields(cls) if field.name in tensors})
 
     def arrays(self) -> dict[str, Array]:
@@ -105,25 +105,26 @@ class CausalLM:
 
     metric_names: Sequence[str] = ()
     eval_metric_names: Sequence[str] = ("exact_match",)
+    context: BuildContext
+    """Set by `build`."""
 
     def __init__(self) -> None:
-        self.opening: BuildContext | None = None
         self.expansion: Expansion | None = None
         self.decoder: FastDecoder | None = None
-        """Runs the model's layers instead of transformers, if --kernels is fast."""
+        """The fast layers; None if transformers runs the model."""
         self._against_trained: dict[str, Any] | None = None
 
-    def build(self, opening: BuildContext) -> nn.Module:
-        """Load the model folder, quantized and expanded as the plan says."""
-        assert opening.folder is not None, "a causal language model is built from a folder"
+    def build(self, context: BuildContext) -> nn.Module:
+        """Load the model folder, quantized and expanded by the plan."""
+        assert context.folder is not None, "a causal language model is built from a folder"
         model, self.expansion = load_model(
-            opening.folder,
-            plan=opening.plan,
-            precision=opening.precision,
-            device=opening.device,
-            finish=opening.finish,
+            context.folder,
+            plan=context.plan,
+            precision=context.precision,
+            device=context.device,
+            finish=context.finish,
         )
-        self.opening = opening
+        self.context = context
         return model
 
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
@@ -133,16 +134,16 @@ class CausalLM:
         if not len(columns):
             columns = np.zeros(1, dtype=np.int64)
         kept = supervised[:, columns].reshape(-1)
-        fast = self.decoder is not None and batch.weight > 0
+        decoder = self.decoder if batch.weight > 0 else None
         return ModelInput(
             input_ids=batch.input_ids.astype("int64"),
             targets=batch.targets[supervised].astype("int64"),
             answers=number_answers(batch),
             columns=columns.astype("int64"),
-            # Found on the host, so that no step waits for the device to count them.
+            # Computed on the host, so that no step waits for the device.
             places=None if kept.all() else kept.nonzero()[0].astype("int64"),
             positions=batch.positions.astype("int64") if batch.is_packed else None,
-            **(fast_arrays(batch, drop_padding=self.decoder.drops_padding) if fast and self.decoder else {}),
+            **(fast_arrays(batch, drop_padding=decoder.drops_padding) if decoder is not None else {}),
         ).arrays()
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
@@ -153,7 +154,7 @@ class CausalLM:
         return cross_entropy_sum(self.supervised_logits(model, given), given.targets), {}
 
     def evaluate(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
-        """Return the loss, and the number of documents whose supervised tokens all have the largest logit."""
+        """Return the loss, and the number of documents whose supervised tokens are all predicted."""
         given = ModelInput.of(tensors)
         if self.decoder is not None and given.rows is not None:
             loss, is_wrong = self.decoder.loss_and_errors(fast_hidden(self.decoder, given), given.targets)
@@ -165,8 +166,8 @@ class CausalLM:
     def supervised_logits(self, model: nn.Module, given: ModelInput) -> torch.Tensor:
         """Return the logits of the supervised tokens.
 
-        Rows are padded on the right and attention is causal, so no token attends to padding and no mask is needed. In
-        packed rows, restarting positions tell transformers where each document begins, and attention stays within it.
+        Rows are padded on the right and attention is causal, so padding needs no mask. In packed rows, transformers finds
+        the documents by their restarting positions and keeps attention within each.
         """
         if self.decoder is not None and given.rows is not None:
             return self.decoder.logits(fast_hidden(self.decoder, given))
@@ -192,7 +193,7 @@ class CausalLM:
 
     @contextlib.contextmanager
     def general_layers(self) -> Iterator[None]:
-        """Run the model's own layers inside the block, which call their hooks."""
+        """Run the model's own layers, with their hooks, inside the block."""
         decoder, self.decoder = self.decoder, None
         try:
             yield
@@ -200,19 +201,19 @@ class CausalLM:
             self.decoder = decoder
 
     def base_record(self) -> dict[str, Any]:
-        """Return a record of the base weights, their quantization and the precision of the training."""
-        opening = self._opened()
-        assert opening.folder is not None
-        spec = opening.plan.quant_spec
+        """Return the identity of the base weights, their quantization and the precision of the training."""
+        context = self.context
+        assert context.folder is not None
+        spec = context.plan.quant_spec
         return {
-            "base": {"name": opening.plan.config.model_name, "identity": identity(opening.folder)},
+            "base": {"name": context.plan.config.model_name, "identity": identity(context.folder)},
             "quantization": spec.to_json() if spec is not None else None,
-            "precision": opening.plan.precision,
+            "precision": context.plan.precision,
         }
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None:
         """Write a model folder that transformers can load."""
-        base = self._opened().folder
+        base = self.context.folder
         assert base is not None
         export.save_model(folder, model.config, self._result_tensors(model, base, trained), base=base)
         write_json(folder / RECORD, self.base_record() | self._expansion_record())
@@ -220,7 +221,7 @@ class CausalLM:
     def _result_tensors(
         self, model: nn.Module, base: Path, trained: Tensors
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors of the model. With new blocks, the frozen base is copied unchanged from its files."""
+        """Yield all tensors of the model. With new blocks, the frozen base is copied from its files."""
         if self.expansion is None:
             skipped = set(model.all_tied_weights_keys or ())
             yield from ((name, t) for name, t in model.state_dict().items() if name not in skipped)
@@ -231,33 +232,29 @@ class CausalLM:
                 yield target, trained[target].to(place.dtype) if is_new else read_tensor(place)
 
     def _expansion_record(self) -> dict[str, Any]:
-        """Return which blocks are new and, after training on a quantized base, the effect of saving the original one."""
+        """Return the new blocks and, after training on a quantized base, how far the saved original base deviates."""
         if self.expansion is None:
             return {}
         measured = {"against_trained": self._against_trained} if self._against_trained is not None else {}
         return {"new_blocks": sorted(self.expansion.new)} | measured
 
     def measure_result(self, model: nn.Module) -> None:
-        """Compare the new blocks over the quantized base, which were trained, with those over the original one."""
-        opening = self._opened()
-        if self.expansion is None or opening.plan.quant_spec is None:
+        """Compare the logits with the quantized base, as trained, and with the original base, as saved."""
+        context = self.context
+        if self.expansion is None or context.plan.quant_spec is None:
             return
-        assert opening.folder is not None
+        assert context.folder is not None
         prompts = [list(range(start, start + _PROBE_TOKENS)) for start in (0, _PROBE_TOKENS)]
         with evaluating(model):
-            as_trained = model_logits(model, prompts, precision=opening.precision, device=opening.device)
-            with original_weights(model, opening.folder, self.expansion):
-                as_saved = model_logits(model, prompts, precision=opening.precision, device=opening.device)
+            as_trained = model_logits(model, prompts, precision=context.precision, device=context.device)
+            with original_weights(model, context.folder, self.expansion):
+                as_saved = model_logits(model, prompts, precision=context.precision, device=context.device)
         self._against_trained = {"original": measure_agreement(as_trained, as_saved).to_json()}
-
-    def _opened(self) -> BuildContext:
-        assert self.opening is not None, "the model is not built yet"
-        return self.opening
 
 
 def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
-    """Return the arrays that only the fast layers read. Computed on the host, so that no step waits for the device to count
-    them. With `drop_padding`, documents stand in one row if the batch has padding; supervised tokens keep their order."""
+    """Return the arrays of the fast layers. With `drop_padding`, a padded batch becomes one row; supervised tokens keep
+    their order."""
     arrays: dict[str, Array] = {}
     if drop_padding and batch.has_padding:
         batch = without_padding(batch)
@@ -301,8 +298,8 @@ def takes_logits_to_keep(model: nn.Module) -> bool:
 
 
 def ensure_separates_documents(model: nn.Module, *, device: torch.device) -> None:
-    """Raise unless documents in a packed row cannot attend to each other. Tried once per model: not every model in
-    transformers separates documents by position, and one that does not would silently train on mixed documents."""
+    """Raise if documents in a packed row attend to each other. Tried once per model: not every model in transformers
+    separates documents by position."""
     if getattr(model, "separates_documents", False):
         return
     documents = torch.arange(1, 25, device=device).reshape(3, 8)
