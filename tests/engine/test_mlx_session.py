@@ -159,7 +159,7 @@ def test_the_search_names_the_layer_whose_output_went_bad(tiny_model: Path, wind
 
 def test_more_last_layers_than_there_are_mean_all(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "mlx.json"
-    for asked, expected in ((1, 7), (2.0, 14), (3, 14), (-1, 14)):
+    for asked, expected in ((1, 7), (3, 14), (-1, 14)):
         path.write_text(json.dumps({"num_layers": asked}))
         assert len(open_session(tiny_model, mlx_config=str(path)).adapters) == expected
 

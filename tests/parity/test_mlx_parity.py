@@ -22,7 +22,7 @@ from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Session
 from crosstune.data.batches.token_batch import Example, TokenBatch, pack_rows, pad_rows, split_rows
-from crosstune.mlx_engine.export import make_view
+from crosstune.mlx_engine.model_folders import make_view
 from crosstune.models.locate import ModelFolder
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
