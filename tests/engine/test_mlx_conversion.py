@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,12 @@ def read_arrays_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture
-def two_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, Path]:
-    """A model, and the same in so few bits that going through them shows."""
-    plain, two = make_tiny(tmp_path / "plain"), tmp_path / "two"
-    report_of(capsys, "convert", str(plain), "--to", "mlx", "--n_bits", "2", "--out", str(two))
+@pytest.fixture(scope="module")
+def two_bits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and the same in so few bits that the loss shows."""
+    folder = tmp_path_factory.mktemp("bits")
+    plain, two = make_tiny(folder / "plain"), folder / "two"
+    assert main(["convert", str(plain), "--to", "mlx", "--n_bits", "2", "--out", str(two)]) == 0
     return plain, two
 
 
@@ -98,6 +100,7 @@ def test_bits_are_changed_from_the_original_weights(
     assert same_weights(tmp_path / "direct", tmp_path / "named")
     assert main([*words, "--original", str(moved), "--out", str(tmp_path / "seen")]) == 0
     assert f"mlx -> mlx, from the original weights, compared with {moved}" in capsys.readouterr().out
+    moved.rename(plain)
 
 
 def test_plain_weights_are_the_original_ones_where_they_are_found(
@@ -112,7 +115,7 @@ def test_plain_weights_are_the_original_ones_where_they_are_found(
 def test_other_weights_are_not_the_original(
     two_bits: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, two = two_bits
+    two = Path(shutil.copytree(two_bits[1], tmp_path / "two"))
     other, wide = make_tiny(tmp_path / "other", seed=9), make_tiny(tmp_path / "wide", intermediate=256)
     words = ["convert", str(two), "--to", "mlx", "--n_bits", "8", "--out", str(tmp_path / "no")]
     assert main([*words, "--original", str(other)]) == 2
@@ -144,17 +147,18 @@ def test_the_bits_of_another_library_give_way_to_the_original_weights(
     assert not same_weights(two, tmp_path / "through")
 
 
-@pytest.mark.parametrize("held", ["plain", "two"])
+@pytest.mark.parametrize("source", [0, 1], ids=["plain", "two"])
 def test_the_name_says_the_bits_and_sixteen_are_dense(
-    two_bits: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], held: str
+    two_bits: tuple[Path, Path], capsys: pytest.CaptureFixture[str], source: int
 ) -> None:
-    words = ["convert", str(tmp_path / held), "--to", "mlx"]
+    folder = str(two_bits[source])
+    words = ["convert", folder, "--to", "mlx"]
     four = report_of(capsys, *words)
-    assert four["path"] == str(tmp_path / f"{held}-mlx-4bit") and four["n_bits"] == 4
+    assert four["path"] == f"{folder}-mlx-4bit" and four["n_bits"] == 4
     dense = report_of(capsys, *words, "--n_bits", "16")
-    assert dense["path"] == str(tmp_path / f"{held}-mlx") and dense["n_bits"] == 16
+    assert dense["path"] == f"{folder}-mlx" and dense["n_bits"] == 16
     assert num_quantized(Path(dense["path"])) == 0
-    assert same_weights(tmp_path / "plain", Path(dense["path"]))
+    assert same_weights(two_bits[0], Path(dense["path"]))
 
 
 def test_options_that_the_form_has_no_use_for_are_said(

@@ -30,7 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(model: Path, data: Path, folder: Path, *words: str) -> Path:
     options = ["--backend", "mlx", "--model_name", str(model), "--dataset", str(data), "--skip_eval"]
-    options += ["--max_steps", "3", "--lr", "1e-2", "--output_dir", str(folder), "--name", "run"]
+    options += ["--max_steps", "2", "--lr", "1e-2", "--output_dir", str(folder), "--name", "run"]
     assert main(["train", *options, *words]) == 0
     return folder / "run"
 
@@ -48,8 +48,7 @@ def weights(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("method", "tied"), [("lora", True), ("dora", False)])
 def test_peft_merges_to_the_same_weights(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], method: str, tied: bool
 ) -> None:
@@ -84,35 +83,11 @@ def test_what_was_trained_over_bits_is_kept_as_it_was_seen(
         assert not (json.loads((out / "config.json").read_text())).get("quantization")
         costs[into] = report["against_trained"][into]["relative"]
     assert costs["dequantized"] < 1e-4 < costs["original"]
-    report = report_of(
-        capsys,
-        "export",
-        str(run),
-        "--to",
-        "mlx",
-        "--n_bits",
-        "8",
-        "--group_size",
-        "32",
-        "--out",
-        str(tmp_path / "eight"),
-    )
+    eight = ["--n_bits", "8", "--group_size", "32", "--out", str(tmp_path / "eight")]
+    report = report_of(capsys, "export", str(run), "--to", "mlx", *eight)
     assert report["verified"] and report["unquantized"]["verified"] and report["n_bits"] == 8
-    assert (
-        main(
-            [
-                "generate",
-                str(tmp_path / "eight"),
-                "--backend",
-                "mlx",
-                "--prompt",
-                "Say 3",
-                "--max_new_tokens",
-                "3",
-            ]
-        )
-        == 0
-    )
+    asked = ["--backend", "mlx", "--prompt", "Say 3", "--max_new_tokens", "3"]
+    assert main(["generate", str(tmp_path / "eight"), *asked]) == 0
 
 
 def test_a_folder_of_bits_alone_has_no_original(

@@ -43,7 +43,9 @@ class MetricTotals:
 
 
 def _read(numbers: Sequence[torch.Tensor | float]) -> list[float]:
-    """Return the numbers; those on the device are copied together, since each copy waits for it."""
+    """Return the numbers; copy those on a GPU together, since each copy waits for it."""
+    if all(not isinstance(number, torch.Tensor) or number.device.type == "cpu" for number in numbers):
+        return [float(number) for number in numbers]
     stored = [number.reshape(()) for number in numbers if isinstance(number, torch.Tensor)]
     read = iter(torch.stack(stored).tolist() if stored else ())
     return [float(next(read)) if isinstance(number, torch.Tensor) else float(number) for number in numbers]
