@@ -122,8 +122,8 @@ def manifest(run: Path, step: int) -> dict[str, Any]:
 
 
 def change_manifest(run: Path, copy: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """Copy the checkpoint of step 2 and change its manifest."""
-    folder = Path(shutil.copytree(run / "checkpoints" / "step-00000002", copy / "step-00000002"))
+    """Copy a run, and change the manifest of its checkpoint of step 2."""
+    folder = Path(shutil.copytree(run, copy / "run", symlinks=True)) / "checkpoints" / "step-00000002"
     data = read_json(folder / "manifest.json")
     change(data)
     (folder / "manifest.json").write_text(json.dumps(data))
