@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,9 +49,28 @@ def sharp_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def data(write_jsonl: Any) -> Path:
-    return write_jsonl([chat(f"{a} + {b}?", str(a + b)) for a in range(8) for b in range(4)])
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    rows = [chat(f"{a} + {b}?", str(a + b)) for a in range(8) for b in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(sharp_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A session after two steps, and the folder of its adapter."""
+    session = open_in_fp8(sharp_model)
+    for _ in range(2):
+        train_step(session, short_batches(sharp_model), lr=1e-2)
+    return session, session.save_result(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def finished(sharp_model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with checkpoints at two and four."""
+    asked = run_options(sharp_model, data, tmp_path_factory.mktemp("finished"))
+    return train(make_config(**asked, name="run")).folder
 
 
 @pytest.fixture
@@ -70,13 +90,6 @@ def asked_in_fp8(folder: Path, **more: Any) -> dict[str, Any]:
 
 def open_in_fp8(folder: Path, **more: Any) -> Any:
     return open_session(make_plan(make_config(**asked_in_fp8(folder, **more))), model_folder=folder)
-
-
-def train_adapter(folder: Path, out: Path, **more: Any) -> tuple[Any, Path]:
-    session = open_in_fp8(folder, **more)
-    for _ in range(2):
-        train_step(session, short_batches(folder), lr=1e-2)
-    return session, session.save_result(out)
 
 
 def logits_again(target: Path) -> list[np.ndarray]:
@@ -108,8 +121,9 @@ def manifest(run: Path, step: int) -> dict[str, Any]:
     return read_json(run / "checkpoints" / f"step-{step:08d}" / "manifest.json")
 
 
-def change_manifest(run: Path, step: int, change: Callable[[dict[str, Any]], Any]) -> Path:
-    folder = run / "checkpoints" / f"step-{step:08d}"
+def change_manifest(run: Path, copy: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """Copy a run, and change the manifest of its checkpoint of step 2."""
+    folder = Path(shutil.copytree(run, copy / "run", symlinks=True)) / "checkpoints" / "step-00000002"
     data = read_json(folder / "manifest.json")
     change(data)
     (folder / "manifest.json").write_text(json.dumps(data))
@@ -124,8 +138,10 @@ def forget_choice(written: dict[str, Any]) -> None:
     del written["identity"]["quantization"]["kept"]
 
 
-def test_a_result_is_opened_over_the_base_that_it_was_trained_over(sharp_model: Path, tmp_path: Path) -> None:
-    session, adapter = train_adapter(sharp_model, tmp_path)
+def test_a_result_is_opened_over_the_base_that_it_was_trained_over(
+    sharp_model: Path, trained: tuple[Any, Path], tmp_path: Path
+) -> None:
+    session, adapter = trained[0], Path(shutil.copytree(trained[1], tmp_path / "adapter"))
     left = {name for name, stacked in session.task.decoder.groups().items() if not stacked.in_fp8}
     assert 2 < len(left) < 8, "two are never in fp8; some others left, and some did not"
     spec = session.plan.quant_spec
@@ -145,9 +161,9 @@ def test_a_result_is_opened_over_the_base_that_it_was_trained_over(sharp_model: 
 
 
 def test_the_check_of_a_merge_sees_the_base_that_was_trained(
-    sharp_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: tuple[Any, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session, adapter = train_adapter(sharp_model, tmp_path)
+    session, adapter = trained
     out = tmp_path / "merged"
     words = ["merge", str(adapter), "--into", "dequantized", "--out", str(out), "--dtype", "fp32", "--json"]
     assert main([*words, "--backend", "cpu"]) == 0
@@ -181,14 +197,12 @@ def test_a_run_goes_on_with_what_left_fp8_when_it_began(
 
 
 def test_a_moved_run_and_an_exported_checkpoint_have_the_same_base(
-    sharp_model: Path,
-    data: Path,
+    finished: Path,
     tmp_path: Path,
     no_second_choice: Callable[[], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = run_options(sharp_model, data, tmp_path)
-    run = train(make_config(**asked, name="here")).folder
+    run = finished
     expected = logits_again(run)
     no_second_choice()
     out = tmp_path / "exported"
@@ -203,12 +217,11 @@ def test_a_moved_run_and_an_exported_checkpoint_have_the_same_base(
 
 
 def test_a_checkpoint_of_an_older_version_chooses_again(
-    sharp_model: Path, data: Path, tmp_path: Path
+    sharp_model: Path, data: Path, finished: Path, tmp_path: Path
 ) -> None:
-    asked = run_options(sharp_model, data, tmp_path)
-    run = train(make_config(**asked, name="run")).folder
+    asked, run = run_options(sharp_model, data, tmp_path), finished
     kept = manifest(run, 2)["identity"]["quantization"]["kept"]
-    checkpoint = change_manifest(run, 2, forget_choice)
+    checkpoint = change_manifest(run, tmp_path, forget_choice)
     resumed = train(make_config(**asked, name="resumed", resume=str(checkpoint))).folder
     assert losses(resumed) == losses(run)
     assert manifest(resumed, 4)["identity"]["quantization"]["kept"] == kept
@@ -250,12 +263,13 @@ def test_a_record_of_layers_that_a_model_does_not_have_is_refused(sharp_model: P
 
 
 def test_a_record_of_groups_that_a_model_does_not_have_is_refused(
-    sharp_model: Path, data: Path, tmp_path: Path
+    sharp_model: Path, data: Path, finished: Path, tmp_path: Path
 ) -> None:
     asked = run_options(sharp_model, data, tmp_path)
-    run = train(make_config(**asked, name="run")).folder
-    checkpoint = change_manifest(run, 2, lambda written: written["outside_fp8"].append("layers.7.qkv"))
-    with pytest.raises(UserError, match=r"layers\.7\.qkv is not in fp8"):
+    checkpoint = change_manifest(
+        finished, tmp_path, lambda written: written["outside_fp8"].append("layers.7.qkv")
+    )
+    with pytest.raises(UserError, match=r"keeps layers\.7\.qkv out of fp8"):
         train(make_config(**asked, name="resumed", resume=str(checkpoint)))
 
 
@@ -305,9 +319,10 @@ def test_all_processes_take_the_choice_of_the_first(
     assert losses(both) == pytest.approx(losses(alone), rel=1e-5)
 
 
-def test_layers_that_left_are_dense_in_the_opened_model(sharp_model: Path, tmp_path: Path) -> None:
-    _, adapter = train_adapter(sharp_model, tmp_path)
-    opened: Any = open_chat_model(str(adapter), observer=Observers(), backend="cpu", precision="fp32").session
+def test_layers_that_left_are_dense_in_the_opened_model(trained: tuple[Any, Path]) -> None:
+    opened: Any = open_chat_model(
+        str(trained[1]), observer=Observers(), backend="cpu", precision="fp32"
+    ).session
     for name in opened.plan.quant_spec.kept:
         assert not isinstance(opened.model.get_submodule(name).base, QuantLinear), name
     assert any(isinstance(module, QuantLinear) for module in opened.model.modules())

@@ -21,8 +21,8 @@ from fast_models import (
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.kernels import stacked
 from crosstune.torch_engine.kernels.attention import Documents, attend
+from crosstune.torch_engine.kernels.choose import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.decoder import FastDecoder
-from crosstune.torch_engine.kernels.find_parts import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.stacked import rows_with_room, whole_rows
 from crosstune.torch_engine.loading.adapters import add_adapters
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers as hf
-from fast_models import CONFIGS, SHAPE, fast_loss, general_loss, gradients, make_model, quantize_base
+from fast_models import SHAPE, fast_loss, general_loss, gradients, make_model, quantize_base
 from safetensors.torch import save_file
 from torch import nn
 
@@ -140,7 +140,16 @@ def test_groups_leave_fp8_until_predictions_are_near_those_of_the_folder(sharp_m
     )
 
 
-@pytest.mark.parametrize(("name", "prefix"), [*((name, "model.") for name in CONFIGS), ("llama", "")])
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("llama", ""),
+        ("llama, biases, tied head", "model."),
+        ("qwen3, QK norms", "model."),
+        ("gemma3", "model."),
+        ("phi3, half of each head rotated", "model."),
+    ],
+)
 def test_groups_of_every_family_leave_fp8(name: str, prefix: str, tmp_path: Path) -> None:
     model, adapters, folder = make_sharp(name, tmp_path, prefix=prefix)
     quantize_base(
@@ -197,7 +206,7 @@ def test_without_original_weights_groups_multiply_densely_with_the_stored_ones(s
     assert fast_loss(decoder, None).item() == pytest.approx(before.item(), rel=2e-2)
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 4])
+@pytest.mark.parametrize("num_layers", [1, 4])
 def test_the_output_of_the_first_and_of_the_last_mlp_is_not_in_fp8(num_layers: int) -> None:
     """Neither stored nor multiplied, which are chosen apart. In a model of one block they are the same."""
     plain = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE | {"num_hidden_layers": num_layers}))

@@ -9,7 +9,7 @@ import torch
 from fast_models import VOCABULARY, make_model, make_rows
 from torch.utils.flop_counter import FlopCounterMode
 
-from crosstune.estimate.fast_memory import activation_bytes, fast_layer
+from crosstune.estimate.fast_layers import activation_bytes, fast_layer
 from crosstune.estimate.model_shape import Step
 from crosstune.models.folder import config_shape
 from crosstune.torch_engine.kernels import decoder as decoder_module

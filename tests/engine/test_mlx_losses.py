@@ -4,7 +4,7 @@ they have the gradients of the plain way."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -210,23 +210,3 @@ def test_a_model_that_cannot_be_cut_has_the_same_loss_and_gradients() -> None:
     loss._split, loss._head_weights = None, []
     check_same(gradients(model, lambda weights: loss.scaled(feed, weights, ONE)[0]), expected)
     assert float(loss(feed)[0]) == pytest.approx(expected[0], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("logits", "least", "parts"), [(128 * 4, 1, [3, 3, 3]), (128, 5, [5, 4]), (2**24, 1, [9])]
-)
-def test_logits_are_made_in_even_parts_of_limited_size(
-    monkeypatch: pytest.MonkeyPatch, logits: int, least: int, parts: list[int]
-) -> None:
-    monkeypatch.setattr(causal_loss, "LOGITS_AT_A_TIME", logits)
-    monkeypatch.setattr(causal_loss, "PLACES_AT_LEAST", least)
-    seen: list[int] = []
-    whole = causal_loss._cross_entropy
-
-    def watched(logits: mx.array, of_places: Mapping[str, mx.array]) -> mx.array:
-        seen.append(len(of_places["targets"]))
-        return whole(logits, of_places)
-
-    monkeypatch.setattr(causal_loss, "_cross_entropy", watched)
-    CausalLoss(make_model("llama"))(make_feed())
-    assert seen == parts

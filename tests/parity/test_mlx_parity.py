@@ -20,15 +20,15 @@ from support import train_step
 
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
-from crosstune.core.protocols import Session
+from crosstune.core.protocols import Session, SessionState
 from crosstune.data.batches.token_batch import Example, TokenBatch, pack_rows, pad_rows, split_rows
-from crosstune.mlx_engine.export import make_view
+from crosstune.mlx_engine.model_folders import make_view
 from crosstune.models.locate import ModelFolder
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import open_session as open_by_plan
 
-NUM_STEPS = 20
+NUM_STEPS = 8
 SHAPE = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -124,11 +124,11 @@ def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     ("kind", "train_type"),
     [
         *((kind, "lora") for kind in KINDS),
-        *((kind, "full") for kind in ("llama", "qwen2", "qwen3", "mistral", "gemma")),
-        *((kind, "dora") for kind in ("llama", "gemma3")),
+        *((kind, "full") for kind in ("llama", "qwen2", "qwen3", "gemma")),
+        ("gemma3", "dora"),
     ],
 )
-def test_twenty_steps_have_the_losses_of_torch(folders: Any, kind: str, train_type: str) -> None:
+def test_steps_have_the_losses_of_torch(folders: Any, kind: str, train_type: str) -> None:
     torch_session, mlx_session = pair(folders(kind), train_type=train_type)
     assert mlx_session.num_parameters() == torch_session.num_parameters()
     assert worst_loss(mlx_session, torch_session) < 1e-5
@@ -136,7 +136,7 @@ def test_twenty_steps_have_the_losses_of_torch(folders: Any, kind: str, train_ty
 
 @pytest.mark.parametrize(
     ("kind", "train_type"),
-    [("llama", "lora"), ("llama", "dora"), ("llama", "full"), ("qwen2", "lora"), ("gemma2", "lora")],
+    [("llama", "dora"), ("llama", "full"), ("gemma2", "lora")],
 )
 def test_gradients_are_those_of_torch(folders: Any, kind: str, train_type: str) -> None:
     """Adam's first moment after its first step is a tenth of the gradient. Not from the start, where B is zero."""
@@ -159,7 +159,7 @@ def test_optimizers_make_the_updates_of_torch(folders: Any, optimizer: str) -> N
     options = {"optimizer": optimizer, "wd": 0.1, "train_type": "full"}
     torch_session, mlx_session = pair(folders("llama"), **options)
     start = torch_session.export_state().weights
-    assert worst_loss(mlx_session, torch_session, num_steps=8) < 1e-5
+    assert worst_loss(mlx_session, torch_session, num_steps=5) < 1e-5
     torch_state, mlx_state = torch_session.export_state(), mlx_session.export_state()
     for name, weight in torch_state.weights.items():
         moved = np.linalg.norm(weight - start[name])
@@ -181,7 +181,7 @@ def test_lora_plus_and_rank_stabilized_scale_are_those_of_torch(folders: Any) ->
 def test_a_mixture_of_experts_moves_with_adapters_on_attention(folders: Any) -> None:
     attention = pair(folders("mixtral"), lora_target_modules="attention")
     assert attention[0].trained_shapes() == attention[1].trained_shapes()
-    assert worst_loss(attention[1], attention[0], num_steps=8) < 1e-5
+    assert worst_loss(attention[1], attention[0], num_steps=4) < 1e-5
     attention[1].import_state(attention[0].export_state())
     everything = open_session("cpu", folders("mixtral"))
     with pytest.raises(UserError, match="does not fit") as caught:
@@ -190,27 +190,30 @@ def test_a_mixture_of_experts_moves_with_adapters_on_attention(folders: Any) -> 
 
 
 def test_a_state_moves_to_mlx_and_back_without_a_mark(folders: Any) -> None:
-    """20 steps on torch, 20 on MLX, 20 on torch again: the curve of 60 steps on torch."""
-    straight = open_session("cpu", folders("llama"))
-    expected = [train_step(straight, window(step), lr=1e-3).loss for step in range(60)]
-    session, losses = open_session("cpu", folders("llama")), []
-    for start, backend in ((0, "cpu"), (20, "mlx"), (40, "cpu")):
-        if start:
-            state = session.export_state()
-            session = open_session(backend, folders("llama"))
-            session.import_state(state)
-        losses += [train_step(session, window(step), lr=1e-3).loss for step in range(start, start + 20)]
-    differences = [abs(ours - theirs) / theirs for ours, theirs in zip(losses, expected, strict=True)]
-    assert max(differences) < 1e-4
-    fresh = open_session("cpu", folders("llama"))
-    fresh.import_state(
-        replace(state, moments={})
-    )  # without its moments the curve is another: the bound above can fail
-    lost = [train_step(fresh, window(step), lr=1e-3).loss for step in range(40, 60)]
-    assert max(abs(a - b) / b for a, b in zip(lost, expected[40:], strict=True)) > 1e-4
+    """Six steps on torch, six on MLX, six on torch again: the curve of eighteen steps on torch."""
+
+    def train(session: Session, steps: range) -> list[float]:
+        return [train_step(session, window(step), lr=3e-3).loss for step in steps]
+
+    def open_at(state: SessionState, backend: str = "cpu") -> Session:
+        session = open_session(backend, folders("llama"))
+        session.import_state(state)
+        return session
+
+    session = open_session("cpu", folders("llama"))
+    losses = train(session, range(6))
+    session = open_at(session.export_state(), "mlx")
+    losses += train(session, range(6, 12))
+    state = session.export_state()
+    losses += train(open_at(state), range(12, 18))
+    expected = train(open_session("cpu", folders("llama")), range(18))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    # Without its moments the curve is another: the bound above can fail.
+    lost = train(open_at(replace(state, moments={})), range(12, 18))
+    assert np.abs(np.array(lost) / expected[12:] - 1).max() > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma", "gemma3", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "phi3"])
 def test_packed_rows_have_the_loss_of_torch_and_of_documents_alone(folders: Any, kind: str) -> None:
     mlx_session = open_session("mlx", folders(kind))
     rows = [EXAMPLES[:3], EXAMPLES[3:5], EXAMPLES[5:7]]
@@ -223,7 +226,7 @@ def test_packed_rows_have_the_loss_of_torch_and_of_documents_alone(folders: Any,
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_greedy_answers_are_those_of_torch(folders: Any, kind: str) -> None:
     torch_session, mlx_session = pair(folders(kind))
     for step in range(4):
@@ -296,7 +299,7 @@ def test_transformers_and_mlx_lm_load_the_model_and_give_our_logits(folders: Any
 
 
 def test_every_key_of_the_installed_mlx_lm_is_known(tmp_path: Path) -> None:
-    """A file with all of mlx-lm's defaults is a file that --mlx_config takes."""
+    """--mlx_config accepts a file with all of mlx-lm's defaults."""
     from mlx_lm.lora import CONFIG_DEFAULTS
 
     path = tmp_path / "mlx.json"

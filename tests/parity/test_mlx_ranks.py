@@ -65,11 +65,11 @@ def options(model: Path, data: Path, folder: Path, **more: Any) -> dict[str, Any
 
 # One process accumulates twice as much as each of two. The last step of the `full` run has one micro-batch of the four.
 RUNS: dict[str, dict[str, Any]] = {
-    "lora": {"train_type": "lora", "lora_dropout": 0.2, "max_steps": 6, "save_steps": 3, "keep_last_n": 5},
+    "lora": {"train_type": "lora", "lora_dropout": 0.2, "max_steps": 4, "save_steps": 2, "keep_last_n": 5},
     "full": {
         "train_type": "full",
         "lr": 1e-4,
-        "dataset_samples": 26,
+        "dataset_samples": 12,
         "save_steps": 9,
         "skip_eval": False,
         "eval_samples": 5,
@@ -100,7 +100,7 @@ def runs(tiny_model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory)
         train(make_config(**asked | more, name=f"one-{name}", gradient_accumulation_steps=4))
     halved = asked | {"gradient_accumulation_steps": 2}
     todo = [halved | more | {"name": f"two-{name}"} for name, more in RUNS.items()]
-    middle = folder / "one-lora" / "checkpoints" / "step-00000003"
+    middle = folder / "one-lora" / "checkpoints" / "step-00000002"
     todo.append(halved | RUNS["lora"] | {"name": "two-on", "world_size": 2, "resume": str(middle)})
     (folder / "todo.json").write_text(json.dumps(todo))
     begin = Begin(attempt=0, size=2, num_local=2, port=0)
@@ -155,7 +155,7 @@ def test_two_go_on_where_one_was(runs: Path) -> None:
 
 
 def test_one_goes_on_where_two_were(runs: Path, tiny_model: Path, data: Path) -> None:
-    middle = runs / "two-lora" / "checkpoints" / "step-00000003"
+    middle = runs / "two-lora" / "checkpoints" / "step-00000002"
     asked = options(tiny_model, data, runs, resume=str(middle), **RUNS["lora"])
     with pytest.raises(UserError, match="rows_per_step: 8 in the checkpoint, 4 now"):
         train(make_config(**asked, name="refused", gradient_accumulation_steps=2, world_size=1))
@@ -170,8 +170,8 @@ def test_a_run_of_two_moves_to_one(runs: Path, tmp_path: Path, capsys: pytest.Ca
     words = line.split()[2:]
     assert words[-2:] == ["--world_size", "1"]
     words[words.index("two.tar")] = str(archive)
-    assert main([*words, "--output_dir", str(tmp_path), "--max_steps", "7"]) == 0
-    assert read_jsonl(tmp_path / "two-lora" / "metrics.jsonl")[-1]["step"] == 7
+    assert main([*words, "--output_dir", str(tmp_path), "--max_steps", "5"]) == 0
+    assert read_jsonl(tmp_path / "two-lora" / "metrics.jsonl")[-1]["step"] == 5
 
 
 def test_processes_that_mean_different_trainings_do_not_start(runs: Path) -> None:

@@ -1,4 +1,4 @@
-"""Emulate a run for another device: plan it for that machine, run a few steps on this CPU, report the failures."""
+"""Plan a run for another device, run a few steps of it on this CPU, and report what the device does not support."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ from crosstune.runs.open_parts import find_model, open_recipe, open_session
 from crosstune.runs.resume import read_request
 
 NUM_STEPS = 3
-# The set of operators does not depend on the number of rows; two cover batching and gradient accumulation.
-MOST_ROWS = 2
-MOST_EVALUATED = 4
-MOST_NEW_TOKENS = 8
+MOST_ROWS, MOST_EVALUATED, MOST_NEW_TOKENS = 2, 4, 8
+"""The set of operators does not depend on the number of rows; two cover batching and gradient accumulation."""
 
 Row = dict[str, Any]
 """A `Sighting` as JSON."""
@@ -40,7 +38,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """The part of the run that was tried here."""
+    """The part of the run that ran here."""
 
     losses: tuple[float, ...]
     evaluated: bool
@@ -50,12 +48,12 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The outcome of an emulated run: usable on the device or not, and the findings."""
+    """The outcome of an emulated run: whether it works on the device, and the findings."""
 
     emulated: str
     title: str
     plan: Plan
-    """The plan for the target machine; a shortened one was run here."""
+    """The plan for the target machine; a shortened one ran here."""
     tried: Tried
     torch_version: str
     num_operators: int
@@ -99,12 +97,9 @@ class Verdict:
 
 
 def emulate(config: Config, *, machine: str | None = None, observers: Sequence[Observer] = ()) -> Verdict:
-    """Load the model, evaluate, take a few steps and export the state on the CPU, and record every operator.
-
-    Nothing is written.
-    """
+    """Load the model, evaluate, take a few steps and export the state on the CPU; record every operator. Write nothing."""
     name = config.emulate
-    assert name is not None, "ask for --emulate"
+    assert name is not None
     screen = Observers(list(observers))
     if importlib.util.find_spec("torch") is None:
         raise UserError(
@@ -114,7 +109,7 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
     if config.backend not in ("auto", device.BACKEND):
         raise UserError(
             f"--emulate {name} and --backend {config.backend} contradict each other.",
-            do=f"leave --backend out, or use --backend {device.BACKEND}",
+            do=f"omit --backend, or use --backend {device.BACKEND}",
         )
     config = replace(config, backend=device.BACKEND, sources={**config.sources, "backend": "--emulate"})
     config, _ = read_request(config, observer=screen, hashes=False)
@@ -189,7 +184,7 @@ def _judge(name: str, device: ModuleType, plan: Plan, watch: Any, tried: Tried) 
         torch_version=version("torch"),
         num_operators=len(seen.operators),
         num_calls=sum(seen.operators.values()),
-        refused=[s.to_json() for s in seen.refused.values()],  # the first is the cause of those that follow
+        refused=[s.to_json() for s in seen.refused.values()],  # in order: the first may cause the others
         failing=rows(seen.failing),
         fallen_back=rows(seen.fallen_back),
         custom=rows(seen.custom),
@@ -199,12 +194,12 @@ def _judge(name: str, device: ModuleType, plan: Plan, watch: Any, tried: Tried) 
 
 
 def _shorten(plan: Plan) -> Plan:
-    """Return the plan for this CPU with as few rows, steps and tokens as still run every part."""
+    """Return the plan for this CPU, with the fewest rows, steps and tokens that run every part."""
     config = plan.config
     steps = min(NUM_STEPS, config.max_steps) if config.max_steps > 0 else NUM_STEPS
     batch = min(config.batch_size, MOST_ROWS)
     accumulation = min(config.gradient_accumulation_steps, MOST_ROWS)
-    # Without held-out data, a tenth of the rows is held out: read enough rows for that.
+    # Without evaluation data, a tenth of the rows is held out.
     rows = max(steps * batch * accumulation, 10 * MOST_EVALUATED)
     short = replace(
         config,

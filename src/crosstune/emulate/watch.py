@@ -1,4 +1,4 @@
-"""Record every operator that a session runs on the CPU, and its support on another device."""
+"""Record the operators that a session runs on the CPU, and their support on another device."""
 
 from __future__ import annotations
 
@@ -27,93 +27,6 @@ from crosstune.torch_engine.session.session import TorchSession
 _MARK = "crosstune.layer"
 
 
-class CurrentLayer:
-    """A context manager that tracks the running layer of every model called inside the block.
-
-    Autograd does not record which layer a node belongs to. So each layer marks the node that made its output, and in
-    the backward pass the last mark that was passed tells the nearest layer.
-    """
-
-    def __init__(self) -> None:
-        self._stack: list[str] = []
-        self._names: dict[int, str] = {}
-        self._near = ""
-
-    def __enter__(self) -> CurrentLayer:
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def follow(self) -> None:
-        """Update the position; call it at every operator."""
-        node = torch._C._current_autograd_node()
-        if node is None:
-            self._near = ""
-        else:
-            self._near = node.metadata.get(_MARK, self._near)
-
-    def sentence(self) -> str:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if self._stack:
-            return (
-                f", recomputed for the backward pass: {self._stack[-1]}"
-                if in_backward
-                else f": {self._stack[-1]}"
-            )
-        if in_backward:
-            return f", backward: {f'near {self._near}' if self._near else 'at the loss'}"
-        return ": outside the model"
-
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        if not self._stack and id(module) not in self._names:
-            self._names |= {id(part): name for name, part in module.named_modules() if name}
-        self._stack.append(self._names.get(id(module), type(module).__name__))
-
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        name = self._stack.pop()
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.metadata.setdefault(_MARK, name)
-
-
-Support = Literal["kernel", "composite", "view", "none"]
-"""The device has a kernel; composed of other operators; composed and a view; or not supported."""
-
-
-@lru_cache(maxsize=2)
-def operator_table(key: str) -> Mapping[str, Support]:
-    """Return every `aten::` operator -> its support in the installed torch on the device with dispatch key `key`.
-
-    The table is read with torchgen, which also covers what the file leaves implicit: generated variants, functional
-    variants that share the kernel of their `out` variant, and operators without an entry, which are composite.
-    """
-    import torchgen
-    from torchgen.gen import parse_native_yaml
-    from torchgen.model import DispatchKey
-
-    folder = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native"
-    parsed = parse_native_yaml(str(folder / "native_functions.yaml"), str(folder / "tags.yaml"))
-    kernels = parsed.backend_indices[DispatchKey[key]]
-    functions = {str(function.func.name): function for function in parsed.native_functions}
-
-    def support(name: str) -> Support:
-        function = functions[name]
-        delegate = function.structured_delegate
-        if kernels.has_kernel(function) or (delegate and kernels.has_kernel(functions[str(delegate)])):
-            return "kernel"
-        if function.has_composite_kernel:
-            return "view" if function.is_view_op else "composite"
-        return "none"
-
-    return {f"aten::{name}": support(name) for name in functions}
-
-
 _COMPOSITE_KEYS = (
     "CompositeExplicitAutogradNonFunctional",
     "CompositeExplicitAutograd",
@@ -121,10 +34,13 @@ _COMPOSITE_KEYS = (
 )
 _SKIPPED_FRAMES = (str(Path(torch.__file__).parent), __file__)
 
+Support = Literal["kernel", "composite", "view", "none"]
+"""The device has a kernel; composed of other operators; composed and a view; or not supported."""
+
 
 @dataclass
 class Sighting:
-    """An operator that the device would not run as the CPU does: number of calls and first location."""
+    """An operator that the device runs differently from the CPU: its number of calls and first location."""
 
     operator: str
     where: str
@@ -162,7 +78,7 @@ class Watch:
         self.falls_back = environment.get(self.device.FALLBACK, "0") != "0"
         self.seen = Sightings()
         self.noted: set[torch.dtype] = set()
-        """Result dtypes already recorded for the current call, so that component operators do not count again."""
+        """Result dtypes already recorded for the current call: its component operators do not count again."""
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -170,16 +86,14 @@ class Watch:
         with (
             torch.compiler.set_stance("force_eager"),
             sdpa_kernel(self.device.ATTENTION),
-            CurrentLayer() as whereabouts,
-            _Mode(self, phase, whereabouts),
+            _CurrentLayer() as layer,
+            _Mode(self, phase, layer),
         ):
             yield
 
     def check_loaded(self, session: TorchSession) -> None:
-        """Record the dtypes of a loaded model, which is built on the host and then copied to the device.
-
-        Only quantization runs on the device, so one layer is quantized again under the watch.
-        """
+        """Record the dtypes of a loaded model. It is built on the host; only quantization runs on the device, so one layer
+        is quantized again and recorded."""
         model = session.model
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._note_dtype("copy to the device", tensor.dtype, name)
@@ -210,7 +124,7 @@ class Watch:
             count(self.seen.refused, (operator, what), operator, where, what=what)
 
     def support(self, operator: Any) -> str:
-        """Return the support in `operator_table`, or `own` for a kernel of another library."""
+        """Return the support of an operator; `own` for a kernel of another library."""
         name = operator.name()
         known = operator_table(self.device.KEY).get(name)
         if known is not None:
@@ -234,12 +148,60 @@ class Watch:
         count(self.seen.failing, name, name, where, what=why)
 
 
-class _Mode(TorchDispatchMode):
-    """Record the operators below autograd; decompose those that the device would, so that their components are recorded."""
+class _CurrentLayer:
+    """Track the running layer of every model called inside the block.
 
-    def __init__(self, watch: Watch, phase: str, whereabouts: CurrentLayer) -> None:
+    Autograd does not record the layer of a node. So each layer marks the node of its output, and the last mark passed in
+    the backward pass names the nearest layer.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+        self._names: dict[int, str] = {}
+        self._near = ""
+
+    def __enter__(self) -> _CurrentLayer:
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def follow(self) -> None:
+        """Update the position; call it at every operator."""
+        node = torch._C._current_autograd_node()
+        self._near = node.metadata.get(_MARK, self._near) if node is not None else ""
+
+    def describe(self) -> str:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._stack:
+            return f"{', recomputed for the backward pass' if in_backward else ''}: {self._stack[-1]}"
+        if in_backward:
+            return f", backward: {f'near {self._near}' if self._near else 'at the loss'}"
+        return ": outside the model"
+
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        if not self._stack and id(module) not in self._names:
+            self._names |= {id(part): name for name, part in module.named_modules() if name}
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        name = self._stack.pop()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.metadata.setdefault(_MARK, name)
+
+
+class _Mode(TorchDispatchMode):
+    """Record the operators below autograd; decompose the same ones as the device, and record their components."""
+
+    def __init__(self, watch: Watch, phase: str, layer: _CurrentLayer) -> None:
         super().__init__()
-        self.watch, self.phase, self.whereabouts = watch, phase, whereabouts
+        self.watch, self.phase, self.layer = watch, phase, layer
         self.outer = ""
         """The operator that the program called, while its components run."""
 
@@ -249,7 +211,7 @@ class _Mode(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(tensor.is_meta for tensor in tensors) or name.startswith("profiler::"):
             return func(*args, **kwargs)
-        self.whereabouts.follow()
+        self.layer.follow()
         if not self.outer:
             watch.noted = set()
         watch.seen.operators[name] = watch.seen.operators.get(name, 0) + 1
@@ -280,11 +242,11 @@ class _Mode(TorchDispatchMode):
 
     def _where(self) -> str:
         """Return the innermost running layer, and the line outside torch that called the operator."""
-        return f"{self.phase}{self.whereabouts.sentence()} ({_caller()})"
+        return f"{self.phase}{self.layer.describe()} ({_caller()})"
 
 
 def _numbers_as_tensors(func: Any, args: Any) -> Any:
-    """Turn numbers for tensor arguments into tensors: the dispatcher unwraps them, but not every operator accepts that."""
+    """Turn numbers for tensor arguments into tensors: not every operator accepts unwrapped ones."""
     if torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]):
         return args
     return tuple(
@@ -305,7 +267,7 @@ def count(found: dict[Any, Sighting], key: Any, operator: str, where: Any, *, wh
 
 
 def _composite_key(name: str) -> str | None:
-    """Return the dispatch key of the composite kernel that torch uses for a device without its own, if any."""
+    """Return the dispatch key of the composite kernel for a device without its own kernel, if there is one."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return next((key for key in _COMPOSITE_KEYS if has(name, key)), None)
 
@@ -318,3 +280,31 @@ def _caller() -> str:
         return "torch"
     path = Path(frame.f_code.co_filename)
     return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
+
+
+@lru_cache(maxsize=2)
+def operator_table(key: str) -> Mapping[str, Support]:
+    """Return each `aten::` operator and its support on the device with dispatch key `key`.
+
+    torchgen reads the table of the installed torch. It covers generated variants, functional variants that share the
+    kernel of their `out` variant, and operators without an entry, which are composite.
+    """
+    import torchgen
+    from torchgen.gen import parse_native_yaml
+    from torchgen.model import DispatchKey
+
+    folder = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native"
+    parsed = parse_native_yaml(str(folder / "native_functions.yaml"), str(folder / "tags.yaml"))
+    kernels = parsed.backend_indices[DispatchKey[key]]
+    functions = {str(function.func.name): function for function in parsed.native_functions}
+
+    def support(name: str) -> Support:
+        function = functions[name]
+        delegate = function.structured_delegate
+        if kernels.has_kernel(function) or (delegate and kernels.has_kernel(functions[str(delegate)])):
+            return "kernel"
+        if function.has_composite_kernel:
+            return "view" if function.is_view_op else "composite"
+        return "none"
+
+    return {f"aten::{name}": support(name) for name in functions}

@@ -1,11 +1,15 @@
-"""Describe the torch engine's fast layers without torch: supported models, and the memory that a layer keeps for its
-backward pass. The engine and the prediction of memory both use it."""
+"""Describe the torch engine's fast layers without torch: supported models, sizes of chunks, memory, and recomputation.
+
+The engine uses the same functions as the prediction of memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from crosstune.estimate.model_shape import ModelShape, Step, adapted_linears
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
 QK_NORM_FAMILIES = ("qwen3", "gemma3_text")
@@ -23,7 +27,7 @@ _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout")
 _DEFAULTS = {"gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}}
 """Defaults of transformers for fields missing in config.json."""
 MOST_COLUMNS = 256
-"""With more adapter columns than this, the zeros of other layers of the group cost more than they save."""
+"""With more adapter columns than this, multiplying the zeros of the group's other layers costs more than it saves."""
 _ALIGNED_ON_CPU, _ALIGNED_ON_GPU = 16, 64
 """Columns of x A are padded to multiples of this, for cache lines and product tiles."""
 LOGITS_ON_CPU, LOGITS_ON_GPU = 2**24, 2**26
@@ -34,19 +38,26 @@ LOGITS_IN_CACHE = 2**20
 """Logits whose loss is computed at once on a CPU: few enough for its caches."""
 SHORTEST_ROW, LONGEST_ROW = 128, 1024
 """Lengths of rows that attend by batched products on a CPU. Time relative to torch's fused attention, forward and backward
-(two ARM cores, fp32, 1,024 tokens, 9 heads over 3 and 14 over 2 of size 64, medians of eight): 64 tokens 1.15 and 1.07; 128:
-0.86 and 0.78; 256: 0.70 and 0.75; with recomputed probabilities 512: 0.73 and 0.69; 1,024: 0.79 and 0.90."""
+(two ARM cores, fp32, 1,024 tokens, 9 heads over 3 and 14 over 2 of size 64, medians of eight): 64 tokens 1.15 and 1.07, 128
+0.86 and 0.78, 256 0.70 and 0.75; with recomputed probabilities 512 0.73 and 0.69, 1,024 0.79 and 0.90."""
 LONGEST_KEPT_ROW = 256
-"""Up to this length attention probabilities are kept for the backward pass (at most 160 for each head and token); those of
-longer rows are recomputed."""
+"""Longest row whose attention probabilities are kept for the backward pass (at most 160 for each head and token); longer rows
+recompute them."""
 QUERIES_AT_A_TIME = 64
-"""Queries multiplied at once with all keys before them. Twice as many were slower in most of those measurements."""
+"""Queries multiplied at once with all keys before them. Twice as many were slower in most of these measurements."""
+
+_GROUPS = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "out": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+"""Linear layers with the same input, multiplied in one product."""
 
 Recompute = Literal["none", "lean", "full"]
-"""Recomputed in a layer's backward pass: only the gated activation, fused into another kernel; the norms too; or the whole
-layer."""
+"""Recomputed in a layer's backward pass: the gated activation, fused into another kernel; also the norms; or the whole layer."""
 USED_SHARE = 0.85
-"""The share of free memory for kept activations; the rest is for products, gradients and fragmentation."""
+"""The share of free memory for kept activations; products, gradients and fragmentation use the rest."""
 
 
 def why_no_fast_layers(field: Callable[[str], Any]) -> str | None:
@@ -70,7 +81,7 @@ def why_no_fast_layers(field: Callable[[str], Any]) -> str | None:
 
 
 def why_no_fast_layers_of(config: Mapping[str, Any]) -> str | None:
-    """Return why the model of a config.json has no fast layers; None if it has them or the file does not name its family."""
+    """Return why the model of a config.json has no fast layers; None if it has them or its family is unknown."""
     family = config.get("model_type")
     if not family:
         return None
@@ -155,7 +166,7 @@ class FastLayer:
         """Return the peak bytes of temporary tensors in the backward pass, for each token.
 
         In the MLP: the gradients of the stream, the gated product and its gradient, the gradients of gate and up, the input and
-        its gradient. In attention: the gradients of its output, of queries, keys and values both apart and packed, the input
+        its gradient. In attention: the gradients of its output, of queries, keys and values (separate and packed), the input
         and its gradient. fp8 products also read an e4m3 copy of each gradient.
         """
         stream = self.hidden * (self.stream_bytes + self.compute_bytes)
@@ -183,19 +194,17 @@ def plan_recomputation(
 ) -> list[Recompute]:
     """Return the cheapest modes that fit: all none, all lean, or as many lean layers as fit after full ones.
 
-    `working_bytes` of the free memory are reserved for gradients, optimizer state and the like.
+    `working_bytes` of the free memory are reserved for gradients, optimizer state and temporary tensors.
     """
     room = min(int(free_bytes * USED_SHARE), free_bytes - working_bytes)
-    none: Recompute = "none"
-    lean: Recompute = "lean"
-    full: Recompute = "full"
     if num_layers * num_tokens * cost.none <= room:
-        return [none] * num_layers
+        return ["none"] * num_layers
     for num_full in range(num_layers):
-        kept = num_full * cost.full + (num_layers - num_full) * cost.lean
-        if (kept + (cost.lean if num_full else 0)) * num_tokens <= room:
-            return [full] * num_full + [lean] * (num_layers - num_full)
-    return [full] * num_layers
+        modes: list[Recompute] = ["full"] * num_full
+        modes += ["lean"] * (num_layers - num_full)
+        if (kept_by(cost, modes) + (cost.lean if num_full else 0)) * num_tokens <= room:
+            return modes
+    return ["full"] * num_layers
 
 
 def kept_by(cost: LayerBytes, modes: Sequence[Recompute]) -> int:
@@ -204,7 +213,122 @@ def kept_by(cost: LayerBytes, modes: Sequence[Recompute]) -> int:
 
 
 def most_held(cost: LayerBytes, modes: Sequence[Recompute]) -> int:
-    """Return the peak in the backward pass: everything that is kept, or the recomputed layers (the first ones) and one of them
-    computed again."""
+    """Return the peak in the backward pass: everything kept, or the inputs of the recomputed layers (the first ones) and one of
+    them recomputed."""
     num_full = modes.count("full")
     return max(kept_by(cost, modes), num_full * cost.full + cost.lean if num_full else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The sizes of a group of linear layers and of its adapters."""
+
+    outputs: int
+    inputs: int
+    adapted_outputs: int
+    columns: int
+
+
+def groups(shape: ModelShape, step: Step) -> dict[str, Group]:
+    """Return the groups of linear layers of a block by name."""
+    linears, adapted = shape.linears(), adapted_linears(shape, step)
+    return {
+        name: Group(
+            outputs=sum(linears[layer][0] for layer in layers),
+            inputs=linears[layers[0]][1],
+            adapted_outputs=sum(adapted[layer][0] for layer in layers if layer in adapted),
+            columns=adapter_columns(
+                step.rank * sum(layer in adapted for layer in layers), on_gpu=step.on_gpu
+            ),
+        )
+        for name, layers in _GROUPS.items()
+    }
+
+
+def fast_layer(shape: ModelShape, step: Step) -> FastLayer:
+    """Return the sizes of a layer from the shape of the model."""
+    columns = {f"{name}_columns": group.columns for name, group in groups(shape, step).items()}
+    return FastLayer(
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        queries=shape.queries,
+        keys=shape.keys,
+        num_heads=shape.num_heads,
+        compute_bytes=step.width,
+        stream_bytes=stream_bytes(step),
+        attention_bytes=attention_bytes(step.context, compute_bytes=step.width, on_gpu=step.on_gpu),
+        qk_norms=shape.family in QK_NORM_FAMILIES,
+        post_norms=shape.family in POST_NORM_FAMILIES,
+        **columns,
+    )
+
+
+def stream_bytes(step: Step) -> int:
+    """Return the bytes of a number of the residual stream; under autocast it keeps the embedding's dtype."""
+    return max(step.width, step.weight_bits // 8)
+
+
+def recomputation(shape: ModelShape, step: Step, *, held_bytes: int, working_bytes: int) -> list[Recompute]:
+    """Return the recomputation that the engine chooses for each layer, with `held_bytes` of weights in memory."""
+    if step.checkpointing:
+        return ["full"] * shape.num_layers
+    if not step.recomputes_by_memory:
+        return ["lean"] * shape.num_layers
+    if not step.limit_bytes:
+        return ["none"] * shape.num_layers
+    return plan_recomputation(
+        fast_layer(shape, step).kept(),
+        num_layers=shape.num_layers,
+        num_tokens=step.tokens,
+        free_bytes=max(0, step.limit_bytes - held_bytes),
+        working_bytes=working_bytes,
+    )
+
+
+def activation_bytes(shape: ModelShape, step: Step, modes: list[Recompute]) -> tuple[int, int]:
+    """Return the activations kept at the loss, including the input of the last norm, and their peak in the backward pass."""
+    cost = fast_layer(shape, step).kept()
+    last = supervised_rows(step) * (shape.hidden * stream_bytes(step) + 4)
+    return step.tokens * kept_by(cost, modes) + last, step.tokens * most_held(cost, modes) + last
+
+
+def backward_bytes(shape: ModelShape, step: Step) -> int:
+    return step.tokens * fast_layer(shape, step).backward(in_fp8=step.fp8_products)
+
+
+def loss_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes at the loss: the normalized rows and their gradient, a chunk of logits overwritten by its gradient, on
+    a CPU fp32 copies of a part of it, and the head in the compute dtype."""
+    rows = supervised_rows(step)
+    part = min(rows, rows_at_a_time(shape.vocab, on_gpu=step.on_gpu))
+    logits = part * shape.vocab * step.width
+    if not step.on_gpu:
+        logits += 2 * 4 * min(part * shape.vocab, max(shape.vocab, LOGITS_IN_CACHE))
+    head = shape.vocab * shape.hidden * step.width if stream_bytes(step) > step.width else 0
+    return 2 * rows * shape.hidden * stream_bytes(step) + logits + 2 * part * shape.hidden * step.width + head
+
+
+def supervised_rows(step: Step) -> int:
+    return step.batch * min(step.context, step.supervised or step.context)
+
+
+def adapter_copy_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of the adapters in the compute dtype: A and B of each group, and B padded with zeros."""
+    total = 0
+    for group in groups(shape, step).values():
+        total += group.columns * group.inputs + step.rank * group.adapted_outputs
+        total += group.columns * group.outputs if group.columns <= MOST_COLUMNS else 0
+    return shape.num_layers * total * step.width
+
+
+def weight_buffer_bytes(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of the buffers for dequantized weights: the largest group, for fp8 products also its e4m3 copy and
+    transpose; 0 for weights stored in fp8."""
+    if step.quantizer == "none" or (step.quantizer == "fp8" and step.fp8_products):
+        return 0
+    found = groups(shape, step).values()
+    if step.fp8_products:
+        return max(group.outputs * group.inputs for group in found) * (step.width + 2)
+    extended = [group.columns if group.columns <= MOST_COLUMNS else 0 for group in found]
+    wide = (group.outputs * (group.inputs + columns) for group, columns in zip(found, extended, strict=True))
+    return max(wide) * step.width

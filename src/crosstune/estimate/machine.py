@@ -39,6 +39,12 @@ _BACKEND_FIELDS = {
 }
 _DEVICE_FIELDS = {"name": TEXT, "memory_total_bytes": whole(0), "memory_free_bytes": whole(0)}
 _MAKE_ONE = "make one on that computer with: crosstune doctor --json > machine.json"
+FLASH_PACKAGE = "flash_attn"
+"""The package, and the name of its kernel in a BackendReport."""
+_FUSED = frozenset({"efficient", "cudnn"})
+"""Other kernels of torch that hold no scores."""
+
+Attention = Literal["flash_attn", "sdpa", "eager", "mlx"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +81,12 @@ class BackendReport:
 
     @property
     def is_torch_cpu(self) -> bool:
-        """True if torch computes on the processor, whatever the backend is called."""
+        """Whether torch computes on the CPU, for any name of the backend."""
         return self.engine == "torch" and self.device == "cpu"
 
     @property
     def has_flash_attention(self) -> bool:
-        """True if --use_flash_attention has a kernel to use: torch's or flash_attn's, or MLX's own fused attention."""
+        """Whether --use_flash_attention has a kernel: torch's, flash_attn's or MLX's fused attention."""
         fused = "sdpa" if self.engine == "mlx" else "flash"
         return any(fused in kernel for kernel in self.attention)
 
@@ -129,6 +135,10 @@ class Machine:
         return cls(backends=backends, **{key: value for key, value in data.items() if key in known})
 
 
+def read_machine(path: Path) -> Machine:
+    return Machine.from_json(read_object(path), source=str(path))
+
+
 def choose_backend(machine: Machine, *, preference: Sequence[str]) -> str:
     """Return the backend of `auto`: the first available one of `preference`.
 
@@ -158,8 +168,8 @@ def auto_reason(machine: Machine, *, preference: Sequence[str]) -> str:
     if passed:
         return f"{' and '.join(passed)} would compute on the CPU here, where {chosen} is faster"
     if len(available) == 1:
-        return "the only one that is available here"
-    return f"the first that is available here, before {', '.join(available[1:])}"
+        return "the only one available here"
+    return f"the first available here, before {', '.join(available[1:])}"
 
 
 def _is_emulated(report: BackendReport) -> bool:
@@ -195,26 +205,13 @@ def _check(
         raise UserError(f"{source} is not a complete machine report.", why=f"{wrong}.", do=_MAKE_ONE)
 
 
-def read_machine(path: Path) -> Machine:
-    return Machine.from_json(read_object(path), source=str(path))
-
-
-FLASH_PACKAGE = "flash_attn"
-"""The package, and the kernel of a BackendReport that stands for it."""
-
-_FUSED = frozenset({"efficient", "cudnn"})
-"""Kernels of torch besides flash that hold no scores."""
-
-Attention = Literal["flash_attn", "sdpa", "eager", "mlx"]
-
-
 def choose_attention(
     report: BackendReport, *, flash: bool | None, precision: str, packing: bool
 ) -> tuple[Attention, str]:
     """Return the implementation of attention, and why; `flash` is --use_flash_attention.
 
-    The package flash_attn computes in 16 bits only, and in packed rows it would attend across documents as soon as a
-    batch has several rows. torch's own attention picks the best of its kernels, flash among them, at each call.
+    The package flash_attn computes in 16 bits only, and attends across the documents of packed rows if a batch has several
+    rows. torch's own attention picks the best of its kernels, including flash, at each call.
     """
     if report.engine == "mlx":
         return "mlx", "MLX's own fused attention"
@@ -236,9 +233,9 @@ def held_score_bits(
 ) -> int:
     """Return the bits of each attention score that training holds in memory; 0 for a kernel that never holds them.
 
-    `flash` is --use_flash_attention; `shares_keys` tells whether several heads share their keys, in rows without a mask.
-    Without a fused kernel, torch computes scores in fp32 whatever the precision. On CUDA the kernels that take shared keys
-    compute in 16 bits. MLX has no fused attention for training on Metal; its scores are in the precision of the model.
+    `flash` is --use_flash_attention; `shares_keys`: several heads share their keys, in rows without a mask. Without a fused
+    kernel, torch computes scores in fp32 in any precision. On CUDA the kernels with shared keys compute in 16 bits. MLX has
+    no fused attention for training on Metal; its scores are in the precision of the model.
     """
     if report.engine == "mlx":
         return compute_bits

@@ -1,8 +1,8 @@
-"""Predict the memory of a training step from its allocations.
+"""Predict the memory of a training step from its allocations, and the memory that a device offers.
 
 Memory can peak at four moments: at the loss, in the backward pass of a layer, when all gradients exist, and in the update.
-Terms are bytes per token of the tensors that the torch engine's forward pass of a Llama-like model keeps for its backward
-pass; other models are similar. `fast_memory` has the terms of the fast layers.
+The terms count the tensors that the torch engine keeps for the backward pass of a Llama-like model; other models are similar.
+`fast_layers` has the terms of the fast layers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from crosstune.core.backend import BackendSpec
-from crosstune.estimate import fast_memory
-from crosstune.estimate.fast_layers import Recompute
+from crosstune.estimate import fast_layers
+from crosstune.estimate.fast_layers import Recompute, stream_bytes
 from crosstune.estimate.machine import BackendReport, Machine
 from crosstune.estimate.model_shape import (
     ATTENTION_LINEARS,
@@ -26,10 +26,12 @@ from crosstune.estimate.model_shape import (
 GIB = 1024**3
 LOGITS_AT_A_TIME = 2**24
 """More logits than this are converted to fp32 in parts."""
+UNIFIED_SHARE = 0.9
+"""The largest share of unified memory for a GPU."""
 _SCORE_COPIES = 2
 """Temporary copies of a layer's attention scores in its backward pass."""
 _PRODUCT_COPIES = {"none": 0, "bnb": 1, "mlx": 0}
-"""Dense copies of a quantized weight while it is multiplied; MLX multiplies packed bits. Other quantizers need three."""
+"""Dense copies of a quantized weight during a product; MLX multiplies packed bits. Other quantizers need three."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
     shards = step.num_shards
     passes = _fast_passes(shape, step) if step.fast else _general_passes(shape, step)
     before = 4 * trained // shards if step.num_micro_batches > 1 else 0
-    # A 16-bit weight has a gradient beside that of its fp32 copy.
+    # A 16-bit weight and its fp32 copy each have a gradient.
     own = 2 if _is_trained_in_16_bits(step) else 0
     after = (own + 4 if own and step.num_micro_batches > 1 else 4) * trained // shards
     in_update = 4 * trained // shards * (2 if step.on_gpu and "fused" not in step.optimizer else 1)
@@ -144,7 +146,7 @@ def num_recomputed(shape: ModelShape, step: Step) -> int:
 def fast_modes(shape: ModelShape, step: Step) -> list[Recompute]:
     """Return the recomputation of each fast layer."""
     held = weight_bytes(shape, step) + copy_bytes(step, trained_parameters(shape, step)) + step.overhead_bytes
-    return fast_memory.recomputation(
+    return fast_layers.recomputation(
         shape,
         step,
         held_bytes=held + _fast_held(shape, step),
@@ -153,17 +155,17 @@ def fast_modes(shape: ModelShape, step: Step) -> list[Recompute]:
 
 
 def _fast_held(shape: ModelShape, step: Step) -> int:
-    return fast_memory.adapter_copy_bytes(shape, step) + fast_memory.weight_buffer_bytes(shape, step)
+    return fast_layers.adapter_copy_bytes(shape, step) + fast_layers.weight_buffer_bytes(shape, step)
 
 
 def _fast_passes(shape: ModelShape, step: Step) -> _Passes:
-    at_loss, in_backward = fast_memory.activation_bytes(shape, step, fast_modes(shape, step))
+    at_loss, in_backward = fast_layers.activation_bytes(shape, step, fast_modes(shape, step))
     has_own_kernel = step.quantizer == "bnb" and step.on_gpu
     return _Passes(
         at_loss=at_loss,
         in_backward=in_backward,
-        loss=fast_memory.loss_bytes(shape, step),
-        backward=fast_memory.backward_bytes(shape, step),
+        loss=fast_layers.loss_bytes(shape, step),
+        backward=fast_layers.backward_bytes(shape, step),
         dense=0 if has_own_kernel or step.fp8_products else dense_copies(shape, step),
         held=_fast_held(shape, step),
     )
@@ -172,13 +174,13 @@ def _fast_passes(shape: ModelShape, step: Step) -> _Passes:
 def fast_working_bytes(shape: ModelShape, step: Step) -> int:
     """Return the bytes of a step with the fast layers without weights, adapters and kept activations."""
     trained = trained_parameters(shape, step)
-    passing = max(fast_memory.backward_bytes(shape, step), fast_memory.loss_bytes(shape, step))
+    passing = max(fast_layers.backward_bytes(shape, step), fast_layers.loss_bytes(shape, step))
     return 4 * trained + moment_bytes(trained, step.optimizer) + 4 * trained * step.averages + passing
 
 
 def weight_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes of the weights. Embedding, head and new blocks are never quantized; frozen linear weights have the
-    compute dtype under autocast."""
+    """Return the bytes of the weights. Embedding, head and new blocks are never quantized; under autocast, frozen linear
+    weights have the compute dtype."""
     new = step.num_new_blocks * block_parameters(shape) if step.method == "llama_pro" else 0
     linear = max(0, shape.num_parameters - shape.embeddings - new)
     dense = step.weight_bits // 8
@@ -217,10 +219,10 @@ def moment_bytes(trained: int, optimizer: str) -> int:
 def kept_bytes(shape: ModelShape, step: Step) -> int:
     """Return the bytes that all layers keep for the backward pass."""
     if step.checkpointing:
-        layers = shape.num_layers * step.tokens * shape.hidden * _stream_width(step)
+        layers = shape.num_layers * step.tokens * shape.hidden * stream_bytes(step)
     else:
         layers = shape.num_layers * layer_bytes(shape, step)
-    casts = step.method == "full" and _stream_width(step) > step.width
+    casts = step.method == "full" and stream_bytes(step) > step.width
     # The last norm, the input of the head, and the weights that autocast keeps after casting them.
     return layers + step.tokens * shape.hidden * (4 + step.width) + casts * shape.num_parameters * step.width
 
@@ -240,7 +242,7 @@ def layer_bytes(shape: ModelShape, step: Step) -> int:
 def _input_width(shape: ModelShape, step: Step) -> int:
     """Return the bytes per token of the kept inputs of trained or adapted linear layers.
 
-    Layers share an input unless each applies dropout or a cast of its own. Attention keeps the input of o_proj.
+    Layers share an input unless each applies its own dropout or cast. Attention keeps the input of o_proj.
     """
     full = step.method in ("full", "llama_pro")
     used = shape.linears() if full else adapted_linears(shape, step)
@@ -269,11 +271,6 @@ def _times(shape: ModelShape, name: str) -> int:
     return 1 if name in ATTENTION_LINEARS or shape.num_experts == 1 else shape.experts_per_token
 
 
-def _stream_width(step: Step) -> int:
-    """Return the bytes of a number of the residual stream, which keeps the embedding's dtype under autocast."""
-    return max(step.width, step.weight_bits // 8)
-
-
 def backward_bytes(shape: ModelShape, step: Step) -> int:
     """Return the bytes of temporary gradients in a layer's backward pass, at its MLP."""
     scores = step.context * shape.num_heads * step.score_bits // 8 * _SCORE_COPIES
@@ -299,7 +296,7 @@ def dense_copies(shape: ModelShape, step: Step) -> int:
 
 
 def gathered_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes of gathered shards: two blocks at a time, embedding and head; with gradients if they are trained."""
+    """Return the bytes of gathered shards: two blocks, embedding and head; with gradients if they are trained."""
     if step.num_shards == 1:
         return 0
     gradient = 4 if step.method == "full" else 0
@@ -321,14 +318,10 @@ def describe_parts(parts: MemoryParts) -> Mapping[str, int]:
     return dict(sorted(((n, b) for n, b in parts.to_json().items() if b), key=lambda item: -item[1]))
 
 
-UNIFIED_SHARE = 0.9
-"""The largest share of unified memory that a GPU may use."""
-
-
 def usable_bytes(
     machine: Machine, report: BackendReport, spec: BackendSpec, *, environment: Mapping[str, str]
 ) -> int:
-    """Return the bytes that a training step may use on a device of this backend with these variables set."""
+    """Return the bytes that a training step may use on a device, under these environment variables."""
     share = spec.usable_share(environment)
     device = report.memory_total_bytes
     if not report.unified_memory or not device:

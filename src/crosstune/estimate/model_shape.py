@@ -1,8 +1,21 @@
-"""The sizes of a decoder model that determine memory and speed."""
+"""Describe the sizes of a decoder model and the settings of a step that determine memory and speed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_TYPICAL = (
+    (0.135, 576, 30, 1536, 49152, 9),
+    (0.5, 896, 24, 4864, 151936, 14),
+    (1.1, 2048, 22, 5632, 32000, 32),
+    (3.0, 3072, 28, 8192, 128256, 24),
+    (7.0, 4096, 32, 11008, 32000, 32),
+    (13.0, 5120, 40, 13824, 32000, 40),
+    (34.0, 7168, 60, 20480, 64000, 56),
+    (70.0, 8192, 80, 28672, 32000, 64),
+)
+"""Billions of parameters, hidden, layers, intermediate, vocabulary and heads of common decoder models."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,19 +92,6 @@ class ModelShape:
         return self.num_parameters - table - experts
 
 
-# (billions of parameters, hidden, layers, intermediate, vocabulary, heads) of common decoder models.
-_TYPICAL = (
-    (0.135, 576, 30, 1536, 49152, 9),
-    (0.5, 896, 24, 4864, 151936, 14),
-    (1.1, 2048, 22, 5632, 32000, 32),
-    (3.0, 3072, 28, 8192, 128256, 24),
-    (7.0, 4096, 32, 11008, 32000, 32),
-    (13.0, 5120, 40, 13824, 32000, 40),
-    (34.0, 7168, 60, 20480, 64000, 56),
-    (70.0, 8192, 80, 28672, 32000, 64),
-)
-
-
 def shape_for_size(billions: float) -> ModelShape:
     """Return the shape of a typical model with this many parameters."""
     _, hidden, layers, intermediate, vocab, heads = min(_TYPICAL, key=lambda row: abs(row[0] - billions))
@@ -112,15 +112,12 @@ def block_parameters(shape: ModelShape) -> int:
 
 
 def expand_shape(shape: ModelShape, num_blocks: int) -> ModelShape:
-    """Return the shape with this many more blocks."""
+    """Return the shape with `num_blocks` more blocks."""
     return replace(
         shape,
         num_layers=shape.num_layers + num_blocks,
         num_parameters=shape.num_parameters + num_blocks * block_parameters(shape),
     )
-
-
-ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,7 @@
-"""Predict the time of a training step: products, memory traffic, kernel launches, and communication of several processes.
+"""Predict the time of a training step: products, memory traffic, kernel launches, and communication between processes.
 
-The time of a device is the larger of its computation and the host's kernel launches. Computation is matrix products at
-the sustained rate plus memory traffic of activations. The constants were measured on an H200 and used for every device:
-
-- SUSTAINED: the share of the data sheet's rate that products reach under the power limit;
-- PASSES and FAST_PASSES: how often each byte kept for the backward pass moves through memory, in the general and the fast
-  layers;
-- LAUNCH_S and LAUNCHES: the host's time for the kernels of a layer, which dominates for small models.
+A step is limited by computation on the device or by kernel launches on the host. Computation is matrix products at the
+sustained rate plus memory traffic of activations. The constants were measured on an H200 and are used for every device.
 """
 
 from __future__ import annotations
@@ -14,25 +9,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from crosstune.estimate.fast_memory import fast_layer
+from crosstune.estimate.fast_layers import fast_layer
 from crosstune.estimate.memory import gathered_bytes, layer_bytes, num_recomputed
 from crosstune.estimate.model_shape import ModelShape, Step, adapted_linears, trained_parameters
 
-
-@dataclass(frozen=True)
-class DeviceSpeed:
-    tflops: float
-    """Dense products of 16-bit numbers, in 10^12 operations per second."""
-    memory_gb_s: float
-    link_gb_s: float
-    """To another device of the same machine, in one direction: NVLink or PCIe."""
-    network_gb_s: float
-    """To another machine, for each device, in one direction, over the usual network card."""
-    fp8: bool = False
-    """Whether fp8 products were measured to be faster on this chip."""
-
-
-# Part of a device's name -> TFLOP/s, GB/s of memory, of the link, and of the network. The first match counts.
+SUSTAINED = 0.67
+"""The share of the data sheet's rate that products reach under the power limit."""
+PASSES, FAST_PASSES = 29, 11
+"""How often each byte kept for the backward pass moves through memory, in the general and the fast layers."""
+FP8_RATE = 1.68
+"""The sustained rate of fp8 products with a scale per row, relative to bf16."""
+LAUNCH_S = 10e-6
+"""The host's time for a kernel; it dominates for small models."""
+LAUNCHES, LAUNCHES_PER_ADAPTER, LAUNCHES_PER_QUANTIZED = 350, 25, 20
+"""Kernels in a step (forward, backward and update) of a layer, of each adapter, and of each quantized weight."""
+FAST_LAUNCHES = 50
+"""Kernels of a fast layer with adapters (counted)."""
+LINK_SHARE = 0.8
+"""The share of a link's data rate that collectives reach."""
+LATENCY_S = 20e-6
+"""The time of a message to the next process."""
+LARGEST_ERROR, NUM_CHECKED = 0.082, 6
+"""The largest relative error of the speed over this many measured steps, none used for calibration; see test_predict.py."""
 _DEVICES = {
     "B200": (2250, 8000, 900, 50),
     "H200": (989, 4800, 450, 50),
@@ -55,34 +53,21 @@ _DEVICES = {
     "M4 Pro": (8.5, 273, 0, 0.125),
     "M4": (4.3, 120, 0, 0.125),
 }
-
+"""Part of a device's name -> TFLOP/s, GB/s of memory, of the link, and of the network. The first match counts."""
 _FAST_IN_FP8 = ("H200", "H100")
 
 
-def find_speed(name: str) -> DeviceSpeed | None:
-    """Return the speeds of a device by its name, such as "NVIDIA H200"; None for an unknown device."""
-    words = f" {name} "
-    for part, numbers in _DEVICES.items():
-        if f" {part} " in words or f" {part}-" in words:
-            return DeviceSpeed(*numbers, fp8=part in _FAST_IN_FP8)
-    return None
-
-
-SUSTAINED = 0.67
-PASSES, FAST_PASSES = 29, 11
-FP8_RATE = 1.68
-"""The sustained rate of fp8 products with a scale per row, relative to bf16."""
-LAUNCH_S = 10e-6
-LAUNCHES, LAUNCHES_PER_ADAPTER, LAUNCHES_PER_QUANTIZED = 350, 25, 20
-"""Kernels of a layer in a step (forward, backward and update), of each adapter, and of each quantized weight."""
-FAST_LAUNCHES = 50
-"""Kernels of a fast layer with adapters (counted)."""
-LINK_SHARE = 0.8
-"""The share of a link's data rate that collectives reach."""
-LATENCY_S = 20e-6
-"""The time of a message to the next process."""
-LARGEST_ERROR, NUM_CHECKED = 0.082, 6
-"""The largest relative error of the speed over this many measured steps that calibrate nothing; test_predict.py has them."""
+@dataclass(frozen=True)
+class DeviceSpeed:
+    tflops: float
+    """Dense products of 16-bit numbers, in 10^12 operations per second."""
+    memory_gb_s: float
+    link_gb_s: float
+    """To another device of the same machine, in one direction: NVLink or PCIe."""
+    network_gb_s: float
+    """To another machine, for each device, in one direction, over the usual network card."""
+    fp8: bool = False
+    """Whether fp8 products were measured to be faster on this chip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +124,21 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """The part that takes most of the time."""
+        """The part with most of the time."""
         parts = {"matrix products": self.products_s, "memory traffic": self.traffic_s}
         if self.launches_s >= self.compute_s:
             parts = {"launching kernels": self.launches_s}
         parts["communication"] = self.communication_s
         return max(parts, key=parts.__getitem__)
+
+
+def find_speed(name: str) -> DeviceSpeed | None:
+    """Return the speeds of a device by its name, such as "NVIDIA H200"; None for an unknown device."""
+    words = f" {name} "
+    for part, numbers in _DEVICES.items():
+        if f" {part} " in words or f" {part}-" in words:
+            return DeviceSpeed(*numbers, fp8=part in _FAST_IN_FP8)
+    return None
 
 
 def step_time(
@@ -157,7 +151,7 @@ def step_time(
 ) -> StepTime:
     """Return the time of an optimizer step, of `step.num_micro_batches` micro-batches in each process.
 
-    `tokens_per_row` is the mean length of padded rows; by default they are as long as the longest.
+    `tokens_per_row` is the mean length of padded rows, by default the length of the longest.
     """
     row = tokens_per_row if tokens_per_row is not None else step.context
     tokens = step.batch * row
@@ -173,13 +167,13 @@ def step_time(
     )
     if _makes_dense(step):
         launches += LAUNCHES_PER_QUANTIZED * len(shape.linears())
-    after, beside = communication_s(shape, step, speed, cluster=cluster)
-    hidden = min(beside, passes * (products + traffic))
+    after, during = communication_s(shape, step, speed, cluster=cluster)
+    hidden = min(during, passes * (products + traffic))
     return StepTime(
         products_s=passes * products,
         traffic_s=passes * traffic,
         launches_s=passes * shape.num_layers * launches * LAUNCH_S,
-        communication_s=after + beside - hidden,
+        communication_s=after + during - hidden,
         hidden_s=hidden,
         tokens=int(tokens * passes * cluster.size),
     )
@@ -227,7 +221,7 @@ def _traffic_bytes(shape: ModelShape, step: Step, tokens: float) -> float:
 def communication_s(
     shape: ModelShape, step: Step, speed: DeviceSpeed, *, cluster: Cluster
 ) -> tuple[float, float]:
-    """Return the communication of a step after its passes, and the part that may overlap them.
+    """Return the seconds of communication after the passes of a step, and of communication that may overlap them.
 
     Replicas sum their gradients once, in fp32, after the passes. Shards gather each weight for the forward and the
     backward pass of every micro-batch and scatter gradients, overlapping the layer before.
@@ -253,14 +247,14 @@ def communication_s(
 
 
 def gathered_weights(shape: ModelShape, step: Step) -> float:
-    """Return the bytes of all weights as they are gathered."""
+    """Return the bytes of all gathered weights."""
     one_block = gathered_bytes(replace(shape, vocab=0), replace(step, num_shards=2, method="lora")) / 2
     return one_block * shape.num_layers + shape.embeddings * step.width
 
 
 def _rate(speed: DeviceSpeed, cluster: Cluster, *, across: bool) -> float:
-    """Return the bytes per second of a collective. Data of another machine arrives over all network cards together and is
-    forwarded over the links inside."""
+    """Return the bytes per second of a collective. Data from another machine arrives over all network cards and is forwarded
+    over the links inside."""
     link = speed.link_gb_s or speed.network_gb_s
     rate = min(link, speed.network_gb_s * cluster.num_local) if across else link
     return max(rate, 1e-3) * 1e9 * LINK_SHARE

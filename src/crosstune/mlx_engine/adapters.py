@@ -1,4 +1,4 @@
-"""LoRA and DoRA adapters on frozen linear layers."""
+"""Add LoRA and DoRA adapters to frozen linear layers, and name the layers and arrays of a model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,23 @@ from crosstune.models.adapter_choice import (
 
 ROUTERS = ("gate", "router")
 HEADS = ("lm_head", "embed_out", "output", "head")
+
+
+def add_adapters(
+    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
+) -> dict[str, AdaptedLinear]:
+    """Freeze the model, add an adapter to each chosen linear layer, and return the adapters by canonical name."""
+    linears = linear_layers(model)
+    kind = DoraLinear if settings.magnitudes else AdaptedLinear
+    adapters = {
+        name: kind(linears[name], name=name, settings=settings, seed=seed)
+        for name in choose_targets(model, targets, last_layers=last_layers)
+    }
+    model.freeze()
+    model.update_modules(tree_unflatten(list(adapters.items())))
+    for adapter in adapters.values():
+        adapter.base.freeze()
+    return adapters
 
 
 class AdaptedLinear(nn.Module):
@@ -45,9 +62,6 @@ class AdaptedLinear(nn.Module):
 
     def fold(self, weight: mx.array) -> mx.array:
         """Return a frozen weight with this adapter merged, in fp32."""
-        return self._added_to(weight)
-
-    def _added_to(self, weight: mx.array) -> mx.array:
         return weight.astype(mx.float32) + self._scale * (self.lora_B @ self.lora_A)
 
     @property
@@ -55,8 +69,8 @@ class AdaptedLinear(nn.Module):
         return self._dropout > 0
 
     def set_stream(self, key: mx.array | None) -> None:
-        """Set the random key of dropout; None turns dropout off. The key comes from outside so that a layer recomputed
-        in the backward pass drops the same values."""
+        """Set the random key of dropout, so that a layer recomputed in the backward pass drops the same values. None turns
+        dropout off."""
         self._stream = [key] if key is not None else []
 
     def _drop(self, x: mx.array) -> mx.array:
@@ -74,44 +88,27 @@ class DoraLinear(AdaptedLinear):
 
     def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
         super().__init__(base, name=name, settings=settings, seed=seed)
-        self.lora_magnitude_vector = self._row_lengths()
+        self.lora_magnitude_vector = self._row_norms()
 
     def __call__(self, x: mx.array) -> mx.array:
         out = self.base(x)
-        ratio = (self.lora_magnitude_vector / self._row_lengths()).astype(out.dtype)
+        ratio = (self.lora_magnitude_vector / self._row_norms()).astype(out.dtype)
         bias = self.base.get("bias")
         plain = out if bias is None else out - bias
         scaled = ratio * (plain + self.low_rank(x, out.dtype))
         return scaled if bias is None else scaled + bias
 
     def fold(self, weight: mx.array) -> mx.array:
-        added = self._added_to(weight)
+        added = super().fold(weight)
         return (self.lora_magnitude_vector / mx.linalg.norm(added, axis=1))[:, None] * added
 
-    def _row_lengths(self) -> mx.array:
-        added = self._added_to(dense_weight(self.base, mx.float32))
+    def _row_norms(self) -> mx.array:
+        added = super().fold(dense_weight(self.base, mx.float32))
         return mx.stop_gradient(mx.linalg.norm(added, axis=1))
 
 
-def add_adapters(
-    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
-) -> dict[str, AdaptedLinear]:
-    """Freeze the model, add an adapter to each chosen linear layer, and return the adapters by canonical name."""
-    linears = linear_layers(model)
-    kind = DoraLinear if settings.magnitudes else AdaptedLinear
-    adapters = {
-        name: kind(linears[name], name=name, settings=settings, seed=seed)
-        for name in choose_targets(model, targets, last_layers=last_layers)
-    }
-    model.freeze()
-    model.update_modules(tree_unflatten(list(adapters.items())))
-    for adapter in adapters.values():
-        adapter.base.freeze()
-    return adapters
-
-
 def choose_targets(model: nn.Module, targets: str, *, last_layers: int | None = None) -> list[str]:
-    """Return the linear layers that get an adapter; raise if experts are asked for by name."""
+    """Return the linear layers that get an adapter; raise if the user named experts."""
     linears, experts = list(linear_layers(model)), expert_layers(model)
     model_type = str(getattr(model, "model_type", "the model"))
     if targets in ("all", "attention", "default") or not experts:
@@ -122,14 +119,14 @@ def choose_targets(model: nn.Module, targets: str, *, last_layers: int | None = 
     if named:
         raise UserError(
             f"MLX cannot adapt the experts of this model ({named[0]}).",
-            why="crosstune adapts linear layers on MLX, and mlx-lm stacks the weights of experts in its own way.",
-            do="use a torch backend, or --lora_target_modules attention, which every engine can train",
+            why="on MLX, crosstune adapts linear layers only, and mlx-lm stacks the weights of experts.",
+            do="use a torch backend, or --lora_target_modules attention",
         )
     return chosen
 
 
 def target_name(expert_layer: str) -> str:
-    """Return the name under which torch adapts the weights of an expert layer."""
+    """Return the torch engine's name for the weights of an expert layer."""
     module, _, part = expert_layer.rpartition(".")
     parent = module.rpartition(".")[0].replace(".block_sparse_moe", ".mlp")
     return f"{parent}.experts.{'gate_up_proj' if part in ('gate_proj', 'up_proj') else part}"
@@ -138,7 +135,7 @@ def target_name(expert_layer: str) -> str:
 def warn_of_left_out(
     model: nn.Module, targets: str, *, quantized: bool, last_layers: int | None
 ) -> list[str]:
-    """Return warnings about experts that get no adapter although `all` was asked for, or stay dense in a quantized base."""
+    """Return warnings about experts without adapters under `all`, or dense in a quantized base."""
     experts = expert_layers(model)
     chosen = choose_targets(model, targets, last_layers=last_layers)
     why = "MLX adapts linear layers; a torch backend adapts experts too"
@@ -154,14 +151,14 @@ def warn_of_left_out(
 
 
 def name_targets(model: nn.Module, adapters: dict[str, AdaptedLinear]) -> Targets:
-    """Return what PEFT's settings say about the adapters."""
+    """Return the adapted layers in the form of PEFT's settings."""
     without = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
     return name_for_peft(list(adapters), [], bare_layers=without, bare_stacks=expert_layers(model))
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all linear layers, quantized or not, except the output head and the routers of experts, sorted by name.
-    A router stays as it is: in torch it is no linear layer either."""
+    """Return all linear layers, quantized or not, except the output head and the routers of experts, sorted by name. In
+    torch a router is not a linear layer either."""
     routed = {name.rpartition(".")[0].rpartition(".")[0] for name in expert_layers(model)}
     found = {
         name: module
@@ -174,7 +171,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def expert_layers(model: nn.Module) -> list[str]:
-    """Return the layers that hold the weights of several experts."""
+    """Return the names of layers with the stacked weights of several experts."""
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
     kinds = (SwitchLinear, QuantizedSwitchLinear)
@@ -186,7 +183,7 @@ def is_head(name: str) -> bool:
 
 
 def canonical_name(path: str) -> str:
-    """Return the engine-independent name of a trained array from its path in the model."""
+    """Return the canonical name of a trained array from its path in the model."""
     return f"{path}.weight" if path.endswith((".lora_A", ".lora_B")) else path
 
 

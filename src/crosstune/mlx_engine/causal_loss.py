@@ -1,4 +1,4 @@
-"""Compute the causal language model loss on MLX, summed over supervised tokens, with the logits in chunks."""
+"""Compute the loss of a causal language model, summed over supervised tokens, with the logits in chunks."""
 
 from __future__ import annotations
 
@@ -13,44 +13,10 @@ from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.split_head import TRIAL_ERRORS, find_head_weights, split_model
 from crosstune.mlx_engine.task import Arrays, MetricSums
 
-
-class DocumentMask:
-    """A cache that stores nothing and only provides the mask of packed rows.
-
-    Positions continue through a row. Rotary embeddings depend only on relative positions, so documents are unaffected.
-    """
-
-    offset = 0
-
-    def __init__(self, segments: mx.array) -> None:
-        self.segments = segments
-        self.masks: dict[int | None, mx.array] = {}
-
-    def make_mask(
-        self, num_tokens: int, return_array: bool = True, window_size: int | None = None
-    ) -> mx.array:
-        if window_size not in self.masks:
-            position = mx.arange(num_tokens)
-            visible = position[:, None] >= position[None]
-            if window_size is not None:
-                visible = visible & (position[:, None] < position[None] + window_size)
-            same_document = self.segments[:, :, None] == self.segments[:, None, :]
-            self.masks[window_size] = (same_document & visible)[:, None]
-        return self.masks[window_size]
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return keys, values
-
-
-def document_caches(model: Any, segments: mx.array) -> list[DocumentMask]:
-    return [DocumentMask(segments)] * len(model.layers)
-
-
 LOGITS_AT_A_TIME, PLACES_AT_LEAST = 2**24, 512
 """Logits per chunk at most, and positions per chunk at least: smaller chunks would leave a GPU idle."""
 PLACE_ARRAYS = ("targets", "counted", "others", "shares")
-"""The arrays of a batch with a value for each supervised position. The last two are optional: the share of a second
-target."""
+"""Arrays with a value for each supervised position. The last two are optional: a second target and its share."""
 _ROUNDING = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
 """Largest difference between two ways to compute the same logits, relative to the largest logit."""
 
@@ -58,8 +24,8 @@ _ROUNDING = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
 class CausalLoss:
     """Cross entropy in fp32, summed over the supervised tokens of a batch.
 
-    Rows are padded on the right and attention is causal, so no token attends to padding and no mask is needed. If the
-    model can be split before its head, only supervised positions reach the head, one chunk at a time; otherwise all do.
+    Rows are padded on the right and attention is causal, so no token attends to padding. If the model can be split
+    before its head, only supervised positions reach the head, one chunk at a time; otherwise all positions do.
     """
 
     def __init__(self, model: nn.Module, *, places_at_a_time: int | None = None) -> None:
@@ -73,12 +39,12 @@ class CausalLoss:
         return self.evaluate(arrays)[0], {}
 
     def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        """Return the loss, and the number of documents whose supervised tokens all have the largest logit."""
+        """Return the loss, and the share of answers whose supervised tokens all have the largest logit."""
         total, is_wrong = mx.array(0.0), list[mx.array]()
         hidden = self._hidden(arrays) if self._split is not None else None
         for chunk in self._chunks(hidden):
             if hidden is None or self._split is None:
-                logits, feed = self._unsplit_logits(arrays), _of_places(arrays)
+                logits, feed = self._all_logits(arrays), _of_places(arrays)
             else:
                 logits = self._split.logits(mx.depends(hidden[chunk], [total, *is_wrong[-1:]]))
                 feed = {name: array[chunk] for name, array in _of_places(arrays).items()}
@@ -90,7 +56,7 @@ class CausalLoss:
         return total, {"exact_match": (num_answers - (errors > 0).sum(), num_answers)}
 
     def _chunks(self, hidden: mx.array | None) -> Iterator[slice]:
-        """Yield slices of the supervised positions, as few and equal as memory allows; one for a model that is not split."""
+        """Yield slices of the supervised positions, as few and equal as memory allows; one for an unsplit model."""
         if hidden is None or self._split is None:
             yield slice(None)
             return
@@ -104,14 +70,14 @@ class CausalLoss:
     def scaled(
         self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
     ) -> tuple[mx.array, MetricSums]:
-        """Return the loss times `scale`, to be differentiated with respect to `weights` of the model.
+        """Return the loss times `scale`, differentiable with respect to `weights` of the model.
 
-        All logits together would be the largest array of a step, so each chunk is computed, used for its part of loss
-        and gradient, and freed. The head's gradient is computed with the loss and only returned in the backward pass.
+        All logits together would be the largest array of a step, so each chunk of logits is freed after its part of the
+        loss and the gradient. The head's gradient is computed with the loss and only returned in the backward pass.
         """
         feed = {**arrays, "counted": arrays["counted"] * scale}
         if self._split is None:
-            return _cross_entropy(self._unsplit_logits(feed), _of_places(feed)), {}
+            return _cross_entropy(self._all_logits(feed), _of_places(feed)), {}
 
         @mx.custom_function
         def total(hidden: mx.array, head: dict[str, mx.array]) -> Any:
@@ -132,13 +98,11 @@ class CausalLoss:
         assert self._split is not None
         return self._split.hidden(feed["input_ids"], **self._caches(feed))[feed["places"]]
 
-    def _unsplit_logits(self, feed: Arrays) -> mx.array:
-        logits = self.model(feed["input_ids"], **self._caches(feed))
-        return logits.reshape(-1, logits.shape[-1])[feed["places"]]
+    def _all_logits(self, feed: Arrays) -> mx.array:
+        return self.logits_at(feed["input_ids"], feed["places"], **self._caches(feed))
 
     def logits_at(self, ids: mx.array, places: mx.array, **kwargs: Any) -> mx.array:
-        """Return the logits at some positions, indices into the flattened rows, without those of all others if the model
-        can be split."""
+        """Return the logits at some positions, indices into the flattened rows; if possible, compute no others."""
         if self._split is None:
             logits = self.model(ids, **kwargs)
             return logits.reshape(-1, logits.shape[-1])[places]
@@ -180,11 +144,11 @@ class CausalLoss:
         return {"cache": document_caches(self.model, feed["segments"])}
 
     def ensure_separates_documents(self) -> None:
-        """Raise unless a document in a packed row has the same logits as alone. Tried once per model: a model that takes
-        no mask or uses absolute positions would silently train on mixed documents."""
+        """Raise unless a document in a packed row has the same logits as alone. Tried once per model: one without a mask
+        or with absolute positions would silently train on mixed documents."""
         if self._separates:
             return
-        # Each row has its boundary elsewhere, to detect a mask applied to the wrong row or head.
+        # Different boundaries in each row, to detect a mask applied to the wrong row or head.
         starts, width = (3, 5, 8, 9, 11), 16
         rows = mx.arange(1, len(starts) * width + 1).reshape(len(starts), width)
         segments = mx.array([[1] * start + [2] * (width - start) for start in starts])
@@ -205,8 +169,40 @@ class CausalLoss:
     def _cannot_pack(self, why: str) -> UserError:
         kind = getattr(self.model, "model_type", type(self.model).__name__)
         return UserError(
-            f"--packing cannot be used with a {kind} model on MLX.", why=why, do="leave out --packing"
+            f"--packing cannot be used with a {kind} model on MLX.", why=why, do="omit --packing"
         )
+
+
+class DocumentMask:
+    """A cache that stores nothing and only provides the mask of packed rows.
+
+    Positions continue through a row. Rotary embeddings depend only on relative positions, so documents are unaffected.
+    """
+
+    offset = 0
+
+    def __init__(self, segments: mx.array) -> None:
+        self.segments = segments
+        self.masks: dict[int | None, mx.array] = {}
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = True, window_size: int | None = None
+    ) -> mx.array:
+        if window_size not in self.masks:
+            position = mx.arange(num_tokens)
+            visible = position[:, None] >= position[None]
+            if window_size is not None:
+                visible = visible & (position[:, None] < position[None] + window_size)
+            same_document = self.segments[:, :, None] == self.segments[:, None, :]
+            self.masks[window_size] = (same_document & visible)[:, None]
+        return self.masks[window_size]
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+
+def document_caches(model: Any, segments: mx.array) -> list[DocumentMask]:
+    return [DocumentMask(segments)] * len(model.layers)
 
 
 def _of_places(feed: Arrays) -> dict[str, mx.array]:

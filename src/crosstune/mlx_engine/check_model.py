@@ -8,15 +8,14 @@ from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
 from crosstune.mlx_engine.adapters import warn_of_left_out
-from crosstune.mlx_engine.load import check_asked, check_readable, check_window, read_model
+from crosstune.mlx_engine.load import check_quantization, check_readable, check_window, read_model
 from crosstune.models.folder import read_config_json
 
 
 def check_model(folder: Path, *, plan: Plan) -> list[str]:
-    """Raise the errors that loading the model or adding adapters would raise, and return warnings. MLX loads weights
-    lazily."""
+    """Return warnings; raise the errors that loading the model or adding adapters would raise."""
     config = read_config_json(folder)
-    check_asked(folder, check_readable(folder, config), plan)
+    check_quantization(folder, check_readable(folder, config), plan)
     check_window(config, plan)
     model = read_model(folder, config)
     if plan.method in ADAPTER_METHODS:

@@ -21,61 +21,6 @@ from crosstune.core.sampling import Sampling
 _NEVER = float("-inf")
 
 
-class TokenChooser:
-    """Draw the next token of every row; `seen` marks the tokens that the repetition penalty applies to."""
-
-    def __init__(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        self.prompts, self.sampling = prompts, sampling
-        self.key = mx.random.key(sampling.seed)
-        self.seen: mx.array | None = None
-
-    def choose(self, logits: mx.array) -> mx.array:
-        sampling = self.sampling
-        if sampling.repetition_penalty != 1:
-            if self.seen is None:
-                self.seen = _occurring(self.prompts, logits.shape[-1])
-            logits = penalize(logits, self.seen, sampling.repetition_penalty)
-        self.key, drawn = mx.random.split(self.key)
-        if sampling.temperature > 0:
-            tokens = mx.random.categorical(filter_logits(logits / sampling.temperature, sampling), key=drawn)
-        else:
-            tokens = mx.argmax(logits, axis=-1)
-        if self.seen is not None:
-            self.seen[mx.arange(len(self.prompts)), tokens] = True
-        return tokens
-
-
-def penalize(logits: mx.array, seen: mx.array, penalty: float) -> mx.array:
-    """Make the tokens marked in `seen` less likely."""
-    return mx.where(seen, mx.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-
-def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:
-    """Return the logits with those of the tokens that must not be drawn set to minus infinity."""
-    if sampling.top_k:
-        count = min(sampling.top_k, logits.shape[-1])
-        least = mx.topk(logits, count, axis=-1).min(axis=-1, keepdims=True)
-        logits = mx.where(logits < least, _NEVER, logits)
-    if sampling.top_p < 1:
-        order = mx.argsort(logits, axis=-1)
-        ascending = mx.softmax(mx.take_along_axis(logits, order, axis=-1), axis=-1)
-        dropped = mx.cumsum(ascending, axis=-1) <= 1 - sampling.top_p
-        dropped[..., -1] = False
-        logits = mx.where(mx.put_along_axis(mx.zeros_like(dropped), order, dropped, axis=-1), _NEVER, logits)
-    if sampling.min_p > 0:
-        shares = mx.softmax(logits, axis=-1)
-        least = sampling.min_p * shares.max(axis=-1, keepdims=True)
-        logits = mx.where(shares < least, _NEVER, logits)
-    return logits
-
-
-def _occurring(prompts: Sequence[Sequence[int]], vocabulary: int) -> mx.array:
-    marks = np.zeros((len(prompts), vocabulary), dtype=np.bool_)
-    for row, prompt in enumerate(prompts):
-        marks[row, list(prompt)] = True
-    return mx.array(marks)
-
-
 OnToken = Callable[[int], None]
 
 
@@ -90,8 +35,8 @@ def generate(
 ) -> list[list[int]]:
     """Return the new tokens for each prompt, without the prompt and the stop token.
 
-    Sampling uses its seed and does not change the random state of the training.
-    `on_token` is called with each new token of a single prompt.
+    Sampling uses its own seed, so the random state of the training does not change. `on_token` is called with each new
+    token of a single prompt.
     """
     answer = partial(
         _answer,
@@ -101,9 +46,10 @@ def generate(
         sampling=sampling,
         on_token=on_token,
     )
-    padding = _padding(prompts)
+    width = max(map(len, prompts))
+    padding = [width - len(prompt) for prompt in prompts]
     caches = _batch_caches(model, padding)
-    if caches is None or (any(padding) and not takes_padding(model)):
+    if caches is None or (any(padding) and not supports_padding(model)):
         return [answer([prompt], [0], make_prompt_cache(model))[0] for prompt in prompts]
     return answer(prompts, padding, caches)
 
@@ -139,15 +85,10 @@ def _answer(
     return answers
 
 
-def _padding(prompts: Sequence[Sequence[int]]) -> list[int]:
-    width = max(len(prompt) for prompt in prompts)
-    return [width - len(prompt) for prompt in prompts]
-
-
-def takes_padding(model: Any) -> bool:
-    """Return whether left-padded rows give the same logits as alone. Tried once per model: not all models of mlx-lm
-    respect the mask of each row."""
-    if not hasattr(model, "takes_padding"):
+def supports_padding(model: Any) -> bool:
+    """Return whether left-padded rows have the same logits as single rows. Tried once per model: some models of mlx-lm
+    ignore the mask of a row."""
+    if not hasattr(model, "supports_padding"):
         rows, padding = mx.arange(1, 41).reshape(5, 8), [0, 1, 2, 4, 5]
         try:
             together = model(rows, cache=_batch_caches(model, padding))[:, -1]
@@ -155,10 +96,10 @@ def takes_padding(model: Any) -> bool:
                 [model(rows[row : row + 1, pad:])[:, -1] for row, pad in enumerate(padding)]
             )
             limit = 0.05 * mx.abs(alone).max()
-            model.takes_padding = bool(mx.abs(together - alone).max() <= limit)
+            model.supports_padding = bool(mx.abs(together - alone).max() <= limit)
         except (ValueError, TypeError, AttributeError, IndexError):
-            model.takes_padding = False
-    return bool(model.takes_padding)
+            model.supports_padding = False
+    return bool(model.supports_padding)
 
 
 def _batch_caches(model: Any, padding: list[int]) -> list[Any] | None:
@@ -175,3 +116,58 @@ def _batch_caches(model: Any, padding: list[int]) -> list[Any] | None:
         else:
             return None
     return batched
+
+
+class TokenChooser:
+    """Choose the next token of every row. `seen` marks the tokens under the repetition penalty."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        self.prompts, self.sampling = prompts, sampling
+        self.key = mx.random.key(sampling.seed)
+        self.seen: mx.array | None = None
+
+    def choose(self, logits: mx.array) -> mx.array:
+        sampling = self.sampling
+        if sampling.repetition_penalty != 1:
+            if self.seen is None:
+                self.seen = _occurring(self.prompts, logits.shape[-1])
+            logits = penalize(logits, self.seen, sampling.repetition_penalty)
+        self.key, drawn = mx.random.split(self.key)
+        if sampling.temperature > 0:
+            tokens = mx.random.categorical(filter_logits(logits / sampling.temperature, sampling), key=drawn)
+        else:
+            tokens = mx.argmax(logits, axis=-1)
+        if self.seen is not None:
+            self.seen[mx.arange(len(self.prompts)), tokens] = True
+        return tokens
+
+
+def penalize(logits: mx.array, seen: mx.array, penalty: float) -> mx.array:
+    """Make the tokens marked in `seen` less likely."""
+    return mx.where(seen, mx.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:
+    """Set the logits of excluded tokens to minus infinity."""
+    if sampling.top_k:
+        count = min(sampling.top_k, logits.shape[-1])
+        least = mx.topk(logits, count, axis=-1).min(axis=-1, keepdims=True)
+        logits = mx.where(logits < least, _NEVER, logits)
+    if sampling.top_p < 1:
+        order = mx.argsort(logits, axis=-1)
+        ascending = mx.softmax(mx.take_along_axis(logits, order, axis=-1), axis=-1)
+        dropped = mx.cumsum(ascending, axis=-1) <= 1 - sampling.top_p
+        dropped[..., -1] = False
+        logits = mx.where(mx.put_along_axis(mx.zeros_like(dropped), order, dropped, axis=-1), _NEVER, logits)
+    if sampling.min_p > 0:
+        shares = mx.softmax(logits, axis=-1)
+        least = sampling.min_p * shares.max(axis=-1, keepdims=True)
+        logits = mx.where(shares < least, _NEVER, logits)
+    return logits
+
+
+def _occurring(prompts: Sequence[Sequence[int]], vocabulary: int) -> mx.array:
+    marks = np.zeros((len(prompts), vocabulary), dtype=np.bool_)
+    for row, prompt in enumerate(prompts):
+        marks[row, list(prompt)] = True
+    return mx.array(marks)

@@ -16,6 +16,8 @@ BUFFER_BYTES = 64 * 2**20
 
 
 class RingGroup(Group):
+    """The processes of a run, connected by MLX's ring backend."""
+
     def __init__(self, ranks: Ranks, group: mx.distributed.Group) -> None:
         super().__init__()
         self.ranks, self._group = ranks, group
@@ -54,7 +56,7 @@ class RingGroup(Group):
 
 
 def connect(ranks: Ranks, limits: Limits) -> RingGroup:
-    """Connect to the other processes. Called first of all, as they do not wait long."""
+    """Connect to the other processes. Call it first: they wait only a few seconds."""
     started = time.monotonic()
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Load a model folder with mlx-lm, and quantize it if the plan asks for it."""
+"""Load a model folder with mlx-lm, quantize it if planned, and check that it can be trained."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +26,23 @@ from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization
 from crosstune.models.weights import read_rows
 
+DTYPES = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16": mx.float16}
+"""Precision -> dtype of the weights in memory. Trained weights also have fp32 masters."""
 READ_BY_MLX_LM = ("bitnet", "mxfp4", "mxfp8", "fp8", "compressed-tensors", "modelopt", "awq", "gptq")
 """Foreign quantizations that mlx-lm converts to its own on load."""
 _PACKED = ("awq", "gptq")
-"""Those of them that store each layer as a tensor named .qweight, and others beside it."""
+"""Of these, the ones that store a tensor named .qweight for each layer."""
 _ROWS_COMPARED = 8
 _QUANTIZATION_ERROR = {2: 0.25, 3: 0.1}
-"""Bits -> largest relative change of a weight's squared norm by quantization; with more bits it is below 0.05."""
+"""Bits -> largest relative change of a weight's squared norm by quantization; below 0.05 with more bits."""
 
 
 def load_model(folder: Path, *, plan: Plan, dtype: mx.Dtype, trained: bool = True) -> nn.Module:
-    """Return the model with its dense weights in `dtype` and its linear layers quantized if the plan says so."""
+    """Return the model with dense weights in `dtype`, and linear layers quantized as planned."""
     config = read_config_json(folder)
     quantized = check_readable(folder, config)
     if trained or plan.method != "full":
-        check_asked(folder, quantized, plan)
+        check_quantization(folder, quantized, plan)
     check_window(config, plan)
     model = read_model(folder, config)
     if plan.quantizer != "none" and quantized is None:
@@ -53,16 +54,15 @@ def load_model(folder: Path, *, plan: Plan, dtype: mx.Dtype, trained: bool = Tru
 
 
 def read_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
-    """Return the model as stored in its files, with weights loaded lazily."""
+    """Return the model as stored, with lazily loaded weights."""
     from mlx_lm.utils import load_model as load
 
     with readable_errors(folder):
-        model, _ = load(folder, lazy=True, model_config=spell_config(dict(config)))
-    return model
+        return load(folder, lazy=True, model_config=spell_config(dict(config)))[0]
 
 
 def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantization | None:
-    """Raise unless mlx-lm can read the folder without running code from it; return how its weights are quantized."""
+    """Return how the weights are quantized; raise if mlx-lm cannot read the folder without running its code."""
     code = [key for key in ("model_file", "auto_map") if config.get(key)]
     if code:
         raise UserError(
@@ -124,8 +124,8 @@ def _module_name(config: Mapping[str, Any]) -> str:
     return str(names[0] if names else utils.MODEL_REMAPPING.get(kind, kind))
 
 
-def check_asked(folder: Path, quantized: FolderQuantization | None, plan: Plan) -> None:
-    """Raise unless a run requests exactly the quantization of the folder: nothing is quantized twice."""
+def check_quantization(folder: Path, quantized: FolderQuantization | None, plan: Plan) -> None:
+    """Raise if a run requests another quantization than the folder has: nothing is quantized twice."""
     if quantized is None:
         if plan.quantizer != "none":
             check_form(bits=plan.n_bits, group_size=plan.config.group_size)
@@ -139,9 +139,9 @@ def check_asked(folder: Path, quantized: FolderQuantization | None, plan: Plan) 
             do=f"use {flags}, or get plain weights: crosstune convert {folder} --to hf",
         )
     if plan.quantizer != "mlx" or (plan.n_bits, plan.config.group_size) != (bits, group_size):
-        asked = "a base that is not quantized" if plan.quantizer == "none" else f"{plan.n_bits} bits"
+        requested = "a base that is not quantized" if plan.quantizer == "none" else f"{plan.n_bits} bits"
         raise UserError(
-            f"{folder} holds weights quantized differently than requested ({asked}).",
+            f"{folder} holds weights quantized differently than requested ({requested}).",
             why=f"they have {bits} bits, in groups of {group_size}.",
             do=f"use {flags}, or crosstune convert the folder",
         )
@@ -150,8 +150,8 @@ def check_asked(folder: Path, quantized: FolderQuantization | None, plan: Plan) 
 def check_stored(folder: Path, trained: Mapping[str, Any], *, kind: str) -> None:
     """Raise unless every trained or adapted weight equals the tensor of the same name in the folder's files.
 
-    mlx-lm renames, stacks, transposes or scales the weights of some models on load; what is trained on those would not
-    fit the base elsewhere. `trained` maps names to arrays, or to layers with adapters. A few rows of each are compared.
+    mlx-lm renames, stacks, transposes or scales the weights of some models on load; other tools would misread a result
+    trained on those. `trained` maps names to arrays, or to layers with adapters. A few rows of each are compared.
     """
     places = {
         name: (path, entry) for path in weight_files(folder) for name, entry in read_header(path)[0].items()
@@ -171,22 +171,18 @@ def _is_stored(name: str, what: Any, places: Mapping[str, tuple[Path, Mapping[st
         return False
     path, entry = places[name]
     if not entry["shape"]:
-        return array.size == 1
+        return bool(array.size == 1)
+    same_shape = list(array.shape if isinstance(what, mx.array) else linear_shape(what)) == entry["shape"]
     rows = np.unique(np.linspace(0, entry["shape"][0] - 1, _ROWS_COMPARED).astype(np.int64))
     stored = read_rows(path, name, rows)
     if stored.dtype.kind != "f":  # packed bits, which MLX loads unchanged
         return list(array.shape) == entry["shape"] and bool((np.array(array[mx.array(rows)]) == stored).all())
-    if isinstance(what, mx.array):
-        found = (
-            np.array(array[mx.array(rows)].astype(mx.float32))
-            if list(array.shape) == entry["shape"]
-            else None
-        )
-    else:
-        same = list(linear_shape(what)) == entry["shape"]
-        found = np.array(dense_weight(what, mx.float32, mx.array(rows))) if same else None
-    if found is None:
+    if not same_shape:
         return False
+    if isinstance(what, mx.array):
+        found = np.array(array[mx.array(rows)].astype(mx.float32))
+    else:
+        found = np.array(dense_weight(what, mx.float32, mx.array(rows)))
     size = float((stored * stored).sum())
     if array.dtype == mx.uint32:  # quantized: equal up to the quantization error
         return abs(float((found * stored).sum()) - size) <= _QUANTIZATION_ERROR.get(what.bits, 0.05) * size
@@ -195,10 +191,8 @@ def _is_stored(name: str, what: Any, places: Mapping[str, tuple[Path, Mapping[st
 
 def num_parameters(model: nn.Module) -> int:
     """Return the number of weights, counting quantized ones by their dense shape."""
-    total = 0
-    for name, array in tree_flatten(model.parameters()):
-        if not name.endswith((".scales", ".biases")):
-            total += array.size
+    arrays = tree_flatten(model.parameters())
+    total = sum(array.size for name, array in arrays if not name.endswith((".scales", ".biases")))
     for _, module in model.named_modules():
         if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
             total += module.weight.size * 32 // module.bits - module.weight.size
@@ -206,7 +200,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def check_window(config: Mapping[str, Any], plan: Plan) -> None:
-    """Raise if rows may exceed the model's sliding window and mlx-lm ignores the window."""
+    """Raise if rows may exceed the model's sliding window and mlx-lm does not apply it."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not window or config.get("use_sliding_window") is False or plan.config.context_length <= window:
         return
@@ -224,6 +218,7 @@ def check_window(config: Mapping[str, Any], plan: Plan) -> None:
 
 @contextlib.contextmanager
 def readable_errors(folder: Path) -> Iterator[None]:
+    """Turn errors of mlx-lm into one that names the folder."""
     try:
         yield
     except LIBRARY_FAULTS as error:
@@ -234,16 +229,3 @@ def readable_errors(folder: Path) -> Iterator[None]:
             why=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}",
             do="check that it is a causal language model and that its files are complete",
         ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    weights: mx.Dtype
-    """Dtype of the weights in memory. Trained weights always have fp32 masters as well."""
-
-
-PRECISIONS = {
-    "fp32": Precision(weights=mx.float32),
-    "bf16": Precision(weights=mx.bfloat16),
-    "fp16": Precision(weights=mx.float16),
-}

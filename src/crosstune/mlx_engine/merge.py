@@ -12,7 +12,7 @@ import mlx.nn as nn
 from crosstune.core.errors import UserError
 from crosstune.core.model_folders import OnBytes
 from crosstune.mlx_engine.adapters import AdaptedLinear
-from crosstune.mlx_engine.load import PRECISIONS
+from crosstune.mlx_engine.load import DTYPES
 from crosstune.mlx_engine.quantized import dense_weight
 from crosstune.mlx_engine.save_model import save_arrays
 from crosstune.mlx_engine.session import MlxSession
@@ -28,10 +28,12 @@ def write_merged(
     dtype: str,
     on_write: OnBytes | None,
 ) -> None:
-    """Write `source` dense with the session's adapters merged; with `dequantized`, quantized weights have their values
-    from training. Names and dtypes stay as in the files, unless `dtype` is given."""
+    """Write `source` with dense weights and the session's adapters merged.
+
+    With `dequantized`, quantized weights have their values from training. With `auto`, dtypes do not change.
+    """
     modules = _quantized(session) if dequantized else {}
-    target_dtype = None if dtype == "auto" else PRECISIONS[dtype].weights
+    target_dtype = None if dtype == "auto" else DTYPES[dtype]
     arrays = _dense(source, adapters=session.adapters, modules=modules, dtype=target_dtype)
     missing = [layer for layer in {*modules, *session.adapters} if f"{layer}.weight" not in arrays]
     if missing:
@@ -50,7 +52,7 @@ def _dense(
     modules: Mapping[str, Any],
     dtype: mx.Dtype | None,
 ) -> dict[str, mx.array]:
-    """Return the arrays to write, not evaluated yet."""
+    """Return the arrays to write, unevaluated."""
     found: dict[str, mx.array] = {}
     for path in weight_files(folder):
         arrays: Any = mx.load(str(path))

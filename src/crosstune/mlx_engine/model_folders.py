@@ -1,4 +1,4 @@
-"""Implement core.model_folders.ModelFolders with MLX and mlx-lm."""
+"""Read, merge, convert and quantize model folders with mlx-lm: core.model_folders.ModelFolders for MLX."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
+from mlx_lm import load
+from mlx_lm.convert import convert
+from mlx_lm.utils import dequantize_model
+
 from crosstune.config.resolve.plan import Plan
+from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import (
     PLAIN_BITS,
@@ -17,22 +26,30 @@ from crosstune.core.model_folders import (
     WeightForm,
     Written,
 )
-from crosstune.mlx_engine import export
+from crosstune.core.out_of_memory import is_out_of_memory
+from crosstune.mlx_engine.load import DTYPES, check_readable, read_model
 from crosstune.mlx_engine.merge import write_merged
 from crosstune.mlx_engine.quant import mlx as quant_limits
+from crosstune.mlx_engine.quantized import dense_weight
+from crosstune.mlx_engine.save_model import save_model
 from crosstune.models.adapter_files import copy_tokenizer
-from crosstune.models.folder import weight_files
+from crosstune.models.config_spelling import respell_folder
+from crosstune.models.folder import read_config_json, weight_files
+from crosstune.models.llama_layout import CONFIG
 from crosstune.models.quantized_folder import read_quantization
+from crosstune.process.this_process import hide_output
 
 _SPARE_BYTES = 50_000_000
 
 
 def open_folders(plan: Plan | None = None) -> ModelFolders:
-    """Return the operations; MLX has one device, and mlx-lm reads a folder in the precision it is stored in."""
+    """Return the operations. They need no plan: MLX has one device, and mlx-lm keeps the stored precision."""
     return MlxFolders()
 
 
 class MlxFolders:
+    """The operations on model folders."""
+
     reader = "mlx-lm"
     own_quantizer: str | None = "mlx"
     folds_sessions = True
@@ -47,22 +64,33 @@ class MlxFolders:
 
     def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
         assert gguf is None, "mlx-lm does not read GGUF files"
-        return export.mlx_lm_logits(folder, prompts)
+        model: Any = load(str(folder))[0]
+        if mx.default_device() == mx.Device(mx.cpu):
+            model = _dense_in_fp32(model)
+        return [np.array(model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
 
     def variant_logits(
         self, folder: Path, prompts: Prompts, variants: Mapping[str, DenseWeights]
     ) -> tuple[Logits, dict[str, Logits]]:
-        """Return only the folder's logits: weights merged by a session cannot be put into mlx-lm's model."""
+        """Return the logits of the folder only: mlx-lm cannot load weights merged by a session."""
         return self.logits(folder, prompts), {}
 
     def weight_errors(self, folder: Path, original: Path) -> Mapping[str, Any]:
-        return {"relative": export.weights_error(folder, original)}
+        """Return the relative error over all quantized weights of a folder."""
+        plain = dict(read_model(original, read_config_json(original)).named_modules())
+        error = total = 0.0
+        for name, layer in read_model(folder, read_config_json(folder)).named_modules():
+            if isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)) and name in plain:
+                weight = dense_weight(plain[name], mx.float32)
+                error += float(mx.square(dense_weight(layer, mx.float32) - weight).sum())
+                total += float(mx.square(weight).sum())
+        return {"relative": (error / total) ** 0.5 if total else 0.0}
 
     def write_dense(
         self, target: Path, weights: DenseWeights, *, session: Any = None, on_bytes: OnBytes | None = None
     ) -> None:
         if weights.adapter is None:
-            export.write_plain(weights.folder, target, dtype=weights.dtype)
+            write_plain(weights.folder, target, dtype=weights.dtype)
             return
         write_merged(
             target,
@@ -75,7 +103,7 @@ class MlxFolders:
 
     def result_bytes(self, rewrite: Rewrite) -> int:
         num_bytes = sum(path.stat().st_size for path in weight_files(rewrite.source))
-        growth = 2 if read_quantization(rewrite.source) is None else 8  # 16 bits to 32, or 4
+        growth = 2 if read_quantization(rewrite.source) is None else 8  # from 16 or from 4 bits to 32
         return growth * num_bytes + _SPARE_BYTES
 
     def rewrite_folder(
@@ -83,7 +111,7 @@ class MlxFolders:
     ) -> Written:
         warnings: list[str] = []
         if rewrite.form.quantizer == "none":
-            export.write_plain(rewrite.source, target, dtype=rewrite.form.dtype)
+            write_plain(rewrite.source, target, dtype=rewrite.form.dtype)
         else:
             warnings = self._write_mlx(target, rewrite, scratch)
         if rewrite.tokenizer != rewrite.source:
@@ -91,13 +119,93 @@ class MlxFolders:
         return Written(warnings=warnings)
 
     def readable(self, folder: Path, *, view: Path) -> Path:
-        return export.make_view(folder, view)
+        return make_view(folder, view)
 
     def _write_mlx(self, target: Path, rewrite: Rewrite, scratch: Path) -> list[str]:
         """Write the folder with mlx-lm, which quantizes only dense weights."""
         source, form = rewrite.source, rewrite.form
         if read_quantization(source) is not None:
             source = scratch / "plain"
-            export.write_plain(rewrite.source, source, dtype="auto")
+            write_plain(rewrite.source, source, dtype="auto")
         view = self.readable(source, view=scratch / "respelled")
-        return export.convert_folder(view, target, bits=form.bits, group_size=form.group_size)
+        return convert_folder(view, target, bits=form.bits, group_size=form.group_size)
+
+
+def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> list[str]:
+    """Convert a folder of `make_view` to MLX's format, quantized unless `bits` is 16, and return warnings. `target` must
+    not exist."""
+    warnings = _check_groups(view, group_size) if bits != PLAIN_BITS else []
+    try:
+        with hide_output():
+            convert(
+                str(view),
+                str(target),
+                quantize=bits != PLAIN_BITS,
+                q_bits=bits if bits != PLAIN_BITS else None,
+                q_group_size=group_size if bits != PLAIN_BITS else None,
+            )
+    except LIBRARY_FAULTS as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"mlx-lm cannot convert {view}.", why=f"{type(error).__name__}: {str(error)[:400]}"
+        ) from error
+    return warnings
+
+
+def _check_groups(folder: Path, group_size: int) -> list[str]:
+    """Return a warning about layers whose rows the group size does not divide; raise if these are all layers."""
+    modules = (module for _, module in read_model(folder, read_config_json(folder)).named_modules())
+    widths = [
+        module.weight.shape[-1]
+        for module in modules
+        if hasattr(module, "to_quantized") and not isinstance(module, nn.Embedding)
+    ]
+    dense = [width for width in widths if width % group_size]
+    if not dense:
+        return []
+    row_sizes = " or ".join(map(str, sorted(set(dense))))
+    if len(dense) == len(widths):
+        raise UserError(
+            f"None of the {len(widths)} linear layers can be quantized in groups of {group_size} weights.",
+            why=f"their rows have {row_sizes} weights.",
+            do=f"use a --group_size among {', '.join(map(str, quant_limits.GROUP_SIZES))} that divides them, or --n_bits 16",
+        )
+    return [
+        f"{len(dense)} of {len(widths)} linear layers stay dense: their rows have {row_sizes} weights, "
+        f"which groups of {group_size} do not divide"
+    ]
+
+
+def write_plain(source: Path, target: Path, *, dtype: str) -> None:
+    """Write a folder with dense weights for transformers and mlx-lm. With dtype `auto`, dequantized weights have the dtype
+    of their scales."""
+    config = read_config_json(source)
+    check_readable(source, config)
+    model = dequantize_model(read_model(source, config))
+    if dtype != "auto":
+        model.set_dtype(DTYPES[dtype])
+    mx.eval(model.parameters())
+    save_model(target, model, base=source)
+
+
+def make_view(source: Path, view: Path) -> Path:
+    """Make a folder of symlinks to the same files, with a config.json that mlx-lm reads correctly."""
+    view.mkdir()
+    for path in source.iterdir():
+        if path.is_file() and path.name != CONFIG:
+            (view / path.name).symlink_to(path.resolve())
+    (view / CONFIG).write_bytes((source / CONFIG).read_bytes())
+    respell_folder(view)
+    return view
+
+
+def _dense_in_fp32(model: Any) -> Any:
+    """Return the model with dense fp32 weights: MLX's CPU kernels need minutes for other formats."""
+    model = dequantize_model(model)
+    model.update(
+        tree_map(
+            lambda p: p.astype(mx.float32) if mx.issubdtype(p.dtype, mx.floating) else p, model.parameters()
+        )
+    )
+    return model

@@ -8,24 +8,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
-from crosstune.mlx_engine.adapters import add_adapters
+from crosstune.mlx_engine.adapters import AdaptedLinear, add_adapters
 from crosstune.mlx_engine.group import RingGroup
-from crosstune.mlx_engine.limits import Limits, memory_errors, set_limits
-from crosstune.mlx_engine.load import PRECISIONS, num_parameters
+from crosstune.mlx_engine.limits import memory_errors, set_limits
+from crosstune.mlx_engine.load import DTYPES, num_parameters
 from crosstune.mlx_engine.optimizer import Masters, Optimizer
 from crosstune.mlx_engine.session import MlxSession, Parts, TextSession
-from crosstune.mlx_engine.task import (
-    BuildContext,
-    ChecksWeights,
-    Gradients,
-    HasOwnGradient,
-    Loss,
-    MlxTask,
-    PlainLoss,
-)
+from crosstune.mlx_engine.task import BuildContext, Gradients, Loss, MlxTask, PlainLoss
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 from crosstune.models.adapter_choice import AdapterSettings
@@ -49,31 +42,35 @@ def open_session(
     """
     task = task if task is not None else CausalLM()
     config = plan.config
-    limits = set_limits(config)
+    settings = read_mlx_settings(config.mlx_config)
+    set_limits(settings)
     mx.random.seed(config.seed)
-    compiled = limits.compiled and isinstance(task, HasOwnGradient)
+    # On a CPU, each new shape of a compiled step calls a C++ compiler.
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    compiles = on_gpu if settings.compile is None else settings.compile
+    is_text = isinstance(task, CausalLM)
     opening = BuildContext(
         plan=plan,
-        dtype=PRECISIONS[plan.precision].weights,
+        dtype=DTYPES[plan.precision],
         folder=model_folder,
         base_name=base_name,
         trained=trained,
-        compiled=compiled,
+        compiled=compiles and is_text,
     )
     with memory_errors(doing=LOADING):
         model = task.build(opening)
         total_parameters = num_parameters(model)
-        adapters = adapt(model, plan, limits=limits)
-        model.eval()  # as it is between steps
-        loss = prepare_loss(task, model)
-        if config.use_gradient_checkpointing and trained:
-            recompute_activations(model, random=not isinstance(task, HasOwnGradient))
+        adapters = adapt(model, plan, last_layers=settings.num_layers)
+        model.eval()  # its mode between steps
+        loss: Loss = task.prepare_loss(model) if isinstance(task, CausalLM) else PlainLoss(model, task.loss)
         if trained:
+            if config.use_gradient_checkpointing:
+                recompute_activations(model, random=not is_text)
             check_no_running_statistics(model)
         masters = Masters(model if trained else None)
         if trained and not masters.arrays:
             raise nothing_to_train(type(model).__name__)
-    if trained and isinstance(task, ChecksWeights):
+    if trained and isinstance(task, CausalLM):
         layers = {f"{name}.weight": adapter.base for name, adapter in adapters.items()}
         task.check_weights(model, layers or masters.published)
     parts = Parts(
@@ -82,29 +79,29 @@ def open_session(
         model=model,
         adapters=adapters,
         loss=loss,
-        gradients=Gradients(model, loss, list(adapters.values()), compiled=compiled),
+        gradients=Gradients(model, loss, list(adapters.values()), compiled=opening.compiled),
         masters=masters,
-        optimizer=optimize(plan, compiled=limits.compiled),
+        optimizer=Optimizer(
+            config.optimizer, weight_decay=config.wd, b_ratio=config.loraplus_lr_ratio, compiled=compiles
+        ),
         total_parameters=total_parameters,
         group=group if isinstance(group, RingGroup) else None,
     )
-    return TextSession(parts) if isinstance(task, CausalLM) else MlxSession(parts)
+    return TextSession(parts) if is_text else MlxSession(parts)
 
 
-def adapt(model: nn.Module, plan: Plan, *, limits: Limits) -> dict[str, Any]:
+def adapt(model: nn.Module, plan: Plan, *, last_layers: int | None) -> dict[str, AdaptedLinear]:
     """Add LoRA or DoRA adapters if the method uses them, and load the weights of --base_adapter."""
     config = plan.config
     if plan.method not in ("lora", "dora"):
         return {}
     settings = AdapterSettings.from_config(config, method=plan.method)
-    adapters: dict[str, Any] = dict(
-        add_adapters(
-            model,
-            targets=config.lora_target_modules,
-            settings=settings,
-            seed=config.seed,
-            last_layers=limits.num_layers,
-        )
+    adapters = add_adapters(
+        model,
+        targets=config.lora_target_modules,
+        settings=settings,
+        seed=config.seed,
+        last_layers=last_layers,
     )
     if config.base_adapter:
         masters = Masters(model)
@@ -114,11 +111,6 @@ def adapt(model: nn.Module, plan: Plan, *, limits: Limits) -> dict[str, Any]:
     return adapters
 
 
-def prepare_loss(task: MlxTask, model: nn.Module) -> Loss:
-    """Return the task's loss for the model with its adapters."""
-    return task.prepare_loss(model) if isinstance(task, HasOwnGradient) else PlainLoss(model, task.loss)
-
-
 def recompute_activations(model: nn.Module, *, random: bool) -> None:
     """Turn on activation checkpointing for every layer."""
     layers: Any = getattr(model, "layers", None)
@@ -126,25 +118,18 @@ def recompute_activations(model: nn.Module, *, random: bool) -> None:
         raise UserError(
             f"--use_gradient_checkpointing does not work with {type(model).__name__}.",
             why="the model has no list `layers`.",
-            do="leave it out, or use a smaller --batch_size",
+            do="omit it, or use a smaller --batch_size",
         )
     for layer in layers:
         recompute_in_backward(layer, random=random)
 
 
 def check_no_running_statistics(model: nn.Module) -> None:
-    """Raise for layers that learn without gradients: a checkpoint holds what the optimizer moves."""
+    """Raise for layers that learn without gradients, since a checkpoint holds only trained weights."""
     for name, module in model.named_modules():
         if isinstance(module, nn.BatchNorm) and module.track_running_stats:
             raise UserError(
                 f"The layer {name or 'BatchNorm'} cannot be trained.",
-                why="it keeps running statistics, which checkpoints do not hold: a resumed run would be another one.",
+                why="it keeps running statistics, which are not in checkpoints: a resumed run would differ.",
                 do="use track_running_stats=False, or a layer norm",
             )
-
-
-def optimize(plan: Plan, *, compiled: bool) -> Optimizer:
-    config = plan.config
-    return Optimizer(
-        config.optimizer, weight_decay=config.wd, b_ratio=config.loraplus_lr_ratio, compiled=compiled
-    )

@@ -1,4 +1,4 @@
-"""Optimizers over fp32 masters, with the same updates as torch's optimizers of the same names."""
+"""Update fp32 masters with the rules of torch's optimizers of the same names, and export optimizer state."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Array
 from crosstune.mlx_engine.adapters import canonical_name, model_path
 
 BETAS = (0.9, 0.999)
@@ -18,18 +21,21 @@ _ADADELTA_RHO, _ADADELTA_EPSILON = 0.9, 1e-6
 _ADAFACTOR_DECAY, _ADAFACTOR_FLOOR = -0.8, 1.0
 _FP32_EPSILON = 2.0**-23
 
+COUNT = "step"
+"""The slot of the step count in a checkpoint."""
+
 Slots = dict[str, mx.array]
-Numbers = Sequence[float]
+Moments = Mapping[str, Mapping[str, Array]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The update rule of one weight. `numbers` are computed on the host in double precision: a difference such as
-    1 - 0.999 loses half its digits in fp32."""
+    """The update rule of one weight."""
 
     start: Callable[[mx.array], Slots]
-    numbers: Callable[[float, float, int], Numbers]
-    """Coefficients from learning rate, weight decay and step count."""
+    numbers: Callable[[float, float, int], Sequence[float]]
+    """Coefficients from learning rate, weight decay and step count, in double precision: 1 - 0.999 loses half its digits
+    in fp32."""
     move: Callable[[mx.array, mx.array, Slots, mx.array], tuple[mx.array, Slots]]
     counts: bool = True
 
@@ -52,7 +58,7 @@ class Optimizer:
     def step(
         self, masters: Mapping[str, mx.array], gradients: Mapping[str, mx.array], *, lr: float
     ) -> dict[str, mx.array]:
-        """Return the masters after a step."""
+        """Return the masters after a step; update the optimizer state."""
         numbers: dict[tuple[float, float, int], mx.array] = {}
         coefficients: dict[str, mx.array] = {}
         for name, master in masters.items():
@@ -66,6 +72,37 @@ class Optimizer:
             coefficients[name] = numbers[key]
         moved, self.slots = self._move_all(dict(masters), dict(gradients), self.slots, coefficients)
         return moved
+
+    def export_moments(self) -> Moments:
+        """Return the optimizer state as host arrays: slot -> weight -> array."""
+        found: dict[str, dict[str, Array]] = {}
+        for name, slots in self.slots.items():
+            for slot, array in slots.items():
+                found.setdefault(slot, {})[name] = np.array(array, copy=True)
+            if self.rule.counts:
+                found.setdefault(COUNT, {})[name] = np.array(self.counts[name], dtype=np.float32)
+        return found
+
+    def import_moments(self, masters: Mapping[str, mx.array], moments: Moments) -> None:
+        """Replace the optimizer state; raise if it belongs to another optimizer."""
+        self.slots, self.counts = {}, {}
+        for name, master in masters.items():
+            expected = {slot: array.shape for slot, array in self.rule.start(master).items()}
+            stored = {slot: arrays[name] for slot, arrays in moments.items() if name in arrays}
+            count = stored.pop(COUNT, None)
+            if not stored and count is None:
+                continue
+            if {slot: array.shape for slot, array in stored.items()} != expected:
+                raise UserError(
+                    "The optimizer's state does not fit.",
+                    why=f"for {name} it holds {', '.join(sorted(stored)) or 'nothing'}, and this optimizer has "
+                    f"{', '.join(sorted(expected)) or 'nothing'}.",
+                    do="continue with the --optimizer of the original run",
+                )
+            self.slots[name] = {
+                slot: mx.array(np.asarray(array, np.float32)) for slot, array in stored.items()
+            }
+            self.counts[name] = int(count) if count is not None else 0
 
     def _move(
         self,
@@ -181,7 +218,7 @@ RULES: Mapping[str, Rule] = {
 
 
 class Masters:
-    """Weights the optimizer updates, by canonical name. `published` holds them in the dtype of the model."""
+    """The trained weights in fp32, by canonical name; `published` holds them in the dtype of the model."""
 
     def __init__(self, model: Any | None) -> None:
         self.model = model

@@ -52,7 +52,7 @@ def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport
         devices=(device,),
         unified_memory=unified,
         dtypes=dtypes,
-        # On a CPU MLX has no bf16 arithmetic, so a measured speedup would be noise.
+        # MLX has no bf16 arithmetic on a CPU: a measured speedup would be noise.
         bf16_speedup=_bf16_speedup() if kind == "gpu" and "bf16" in dtypes else 1.0,
         quantizers={_QUANTIZER: bits} if bits else {},
         collectives=_collectives(),
@@ -162,7 +162,7 @@ def _try_attention() -> None:
 
 
 def _bf16_speedup(size: int = 2048) -> float:
-    """Return the time of an fp32 product divided by that of a bf16 one."""
+    """Return the time of an fp32 product divided by the time of a bf16 product."""
     import mlx.core as mx
 
     operand = mx.array(np.random.default_rng(0).standard_normal((size, size), dtype=np.float32))

@@ -1,4 +1,4 @@
-"""Keep what belongs to the whole process: MLX's random state."""
+"""Preserve MLX's random state, which belongs to the whole process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @contextlib.contextmanager
 def keep_process_state() -> Iterator[None]:
-    """Put the random state back afterwards."""
+    """Restore the random state after the block."""
     state: Any = mx.random.state
     high, low = np.array(state[0]).tolist()
     try:

@@ -1,4 +1,4 @@
-"""Profile steps on MLX: the phases, timed where MLX computes anyway, and the limits of the device."""
+"""Profile steps on MLX: measure the speed of the device. The loop times the phases of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COPIED_BYTES = {"cpu": 64 << 20, "gpu": 512 << 20}
 
 
 class MlxProfiler:
-    """MLX has no profiler of operators outside of Xcode: what is recorded are the phases of the loop."""
+    """Record no operators: MLX has a profiler for them only in Xcode."""
 
     def __init__(self, settings: ProfileSettings, *, dtype: mx.Dtype) -> None:
         self.settings, self.dtype = settings, dtype

@@ -12,7 +12,7 @@ from crosstune.mlx_engine.quant.mlx import GROUP_SIZES, check_form
 
 
 def quantize_layers(model: nn.Module, layers: dict[str, nn.Module], *, bits: int, group_size: int) -> None:
-    """Quantize these linear layers of a model in place, each from the dtype of its file."""
+    """Quantize some linear layers of a model in place, from their stored dtype."""
     check_form(bits=bits, group_size=group_size)
     for name, layer in layers.items():
         in_features = layer.weight.shape[1]
@@ -32,7 +32,7 @@ def linear_shape(layer: Any) -> tuple[int, int]:
 
 
 def dense_weight(layer: Any, dtype: mx.Dtype, rows: mx.array | None = None) -> mx.array:
-    """Return the weight of a linear layer or embedding, quantized or not, as a dense matrix, or only some rows."""
+    """Return the weight of a linear layer or embedding, quantized or not, or some of its rows, as a dense matrix."""
 
     def part(array: Any) -> Any:
         return array if rows is None or array is None else array[rows]

@@ -1,18 +1,15 @@
-"""Save a model as a folder for transformers and mlx-lm, and copy trained arrays to the host."""
+"""Save a model as a folder for transformers and mlx-lm."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten
 
 from crosstune.core.model_folders import OnBytes
-from crosstune.core.protocols import Array
 from crosstune.files.json_files import write_json
 from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.config_spelling import spell_config
@@ -23,26 +20,20 @@ from crosstune.models.weights import write_shards
 _DTYPE_NAMES = {mx.float32: "float32", mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
 
-def host_weights(arrays: Mapping[str, mx.array]) -> dict[str, Array]:
-    """Return copies of the arrays on the host, in fp32."""
-    return {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}
-
-
 def save_model(folder: Path, model: Any, *, base: Path) -> None:
     """Write a complete, sharded model folder for transformers and mlx-lm."""
     save_arrays(folder, dict(tree_flatten(model.parameters())), base=base)
 
 
 def save_tensors(folder: Path, model: Any) -> None:
-    """Write only the weights of a model, in shards."""
+    """Write the weights of a model in shards, without configuration and tokenizer."""
     _save_shards(folder, dict(tree_flatten(model.parameters())))
 
 
 def save_arrays(
     folder: Path, tensors: dict[str, mx.array], *, base: Path, on_write: OnBytes | None = None
 ) -> None:
-    """Write a model folder from arrays by name. Removes each from the dictionary once written, so that lazy arrays are
-    never all in memory."""
+    """Write a model folder. Empty `tensors` while writing, so that lazy arrays are never all in memory."""
     types = Counter(tensor.dtype for tensor in tensors.values())
     dtype = _DTYPE_NAMES[types.most_common(1)[0][0]]
     _save_shards(folder, tensors, on_write)

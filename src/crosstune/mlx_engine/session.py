@@ -1,10 +1,10 @@
-"""Implement `Session` with MLX: gradients of a window, updates, evaluation and state."""
+"""Implement `Session` with MLX: gradients of a batch, updates, evaluation, state and results."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,38 +32,27 @@ from crosstune.core.protocols import (
     Memory,
     Metrics,
     PreparedBatch,
-    RecordsBase,
     SessionState,
 )
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.core.weights import check_fit
-from crosstune.mlx_engine import state as states
-from crosstune.mlx_engine.adapters import name_targets
+from crosstune.mlx_engine.adapters import AdaptedLinear, name_targets
 from crosstune.mlx_engine.generate import OnToken, generate
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, read_memory
-from crosstune.mlx_engine.load import PRECISIONS
+from crosstune.mlx_engine.load import DTYPES
 from crosstune.mlx_engine.optimizer import Masters, Optimizer
 from crosstune.mlx_engine.profiler import MlxProfiler
-from crosstune.mlx_engine.save_model import host_weights, save_tensors
-from crosstune.mlx_engine.task import (
-    Arrays,
-    BuildContext,
-    ChecksBatches,
-    Gradients,
-    HasOwnGradient,
-    Loss,
-    MeasuresEvaluation,
-    MetricSums,
-    MlxTask,
-    WritesModel,
-)
+from crosstune.mlx_engine.save_model import save_tensors
+from crosstune.mlx_engine.task import Arrays, BuildContext, Gradients, Loss, MetricSums, MlxTask
+from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.wrap_call import bad_arrays, watch_outputs
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
 from crosstune.models.mlx_adapters import to_mlx
 
 RANDOM = "mlx"
+"""The key of the random state in a checkpoint."""
 
 
 @dataclass(kw_only=True)
@@ -73,7 +62,7 @@ class Parts:
     opening: BuildContext
     task: MlxTask
     model: nn.Module
-    adapters: dict[str, Any]
+    adapters: dict[str, AdaptedLinear]
     loss: Loss
     gradients: Gradients
     masters: Masters
@@ -84,6 +73,8 @@ class Parts:
 
 
 class MlxSession:
+    """The session of a task that MLX differentiates and that may draw from MLX's global generator."""
+
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.plan, self.task, self.model = parts.opening.plan, parts.task, parts.model
@@ -138,9 +129,7 @@ class MlxSession:
             mx.clear_cache()
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
-        measure, names = self.parts.loss.__call__, self.task.metric_names
-        if isinstance(self.task, MeasuresEvaluation):
-            measure, names = self.task.evaluate, self.task.eval_metric_names
+        measure, names = self._evaluation_loss()
         total, weight, metrics = 0.0, 0, MetricTotals(names)
         with self._agreeing(EVALUATING):
             for index, batch in enumerate(batches):
@@ -148,7 +137,7 @@ class MlxSession:
                 prepared = self.prepare(batch)
                 self._check_batches([prepared])
                 if self._on_this_rank(index):
-                    # A task that draws noise draws the same in every evaluation, on any number of processes.
+                    # The same noise in every evaluation, on any number of processes.
                     mx.random.seed(self.plan.config.seed + index)
                     loss, sums = measure(self._to_device(prepared))
                     total += float(loss)
@@ -181,7 +170,7 @@ class MlxSession:
         return read_memory()
 
     def profiler(self, settings: ProfileSettings) -> MlxProfiler:
-        return MlxProfiler(settings, dtype=PRECISIONS[self.plan.precision].weights)
+        return MlxProfiler(settings, dtype=DTYPES[self.plan.precision])
 
     def reset_peak(self) -> None:
         mx.reset_peak_memory()
@@ -193,17 +182,17 @@ class MlxSession:
         return {name: tuple(array.shape) for name, array in self.masters.arrays.items()}
 
     def export_state(self, *, copy: bool = True, divided: bool = False) -> SessionState:
-        """Return the whole state, which every process has. MLX arrays are immutable, so it stays valid without `copy`."""
+        """Return the whole state: every process has it. MLX arrays are immutable, so `copy` changes nothing."""
         with memory_errors(doing="a copy of the training state"):
             return SessionState(
-                weights={name: states.to_host(array) for name, array in self.masters.arrays.items()},
-                moments=states.export_moments(self.optimizer),
-                random={RANDOM: states.to_host(self.key)},
+                weights={name: _to_host(array) for name, array in self.masters.arrays.items()},
+                moments=self.optimizer.export_moments(),
+                random={RANDOM: _to_host(self.key)},
             )
 
     def import_state(self, state: SessionState) -> None:
         self.import_weights(state.weights)
-        states.import_moments(self.optimizer, self.masters.arrays, state.moments)
+        self.optimizer.import_moments(self.masters.arrays, state.moments)
         if RANDOM in state.random:
             self.key = mx.array(np.asarray(state.random[RANDOM], np.uint32))
 
@@ -217,31 +206,34 @@ class MlxSession:
         if folder is None:  # every rank has the whole model, so only the writing rank has work to do
             return None
         with memory_errors(doing="writing the result"):
-            return self._write_result(folder)
+            if self.adapters:
+                return self._save_adapter(folder / "adapter")
+            self._save_model(folder / "model")
+            return folder / "model"
 
-    def _write_result(self, folder: Path) -> Path:
-        if self.adapters:
-            return self._save_adapter(folder / "adapter")
-        target = folder / "model"
-        if isinstance(self.task, WritesModel):
-            self.task.write_model(self.model, target)
-        else:
-            save_tensors(target, self.model)
-        return target
+    def _save_model(self, folder: Path) -> None:
+        save_tensors(folder, self.model)
 
     def _save_adapter(self, folder: Path) -> Path:
         opening = self.parts.opening
         save_adapter(
             folder,
-            host_weights(self.masters.arrays),
+            {name: np.array(array) for name, array in self.masters.arrays.items()},
             settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
             targets=name_targets(self.model, self.adapters),
             base=opening.folder,
             base_name=opening.base_name,
-            record=self.task.base_record() if isinstance(self.task, RecordsBase) else {},
+            record=self._base_record(),
         )
         to_mlx(folder, folder / "mlx")
         return folder
+
+    def _base_record(self) -> dict[str, Any]:
+        return {}
+
+    def _evaluation_loss(self) -> tuple[Callable[[Arrays], tuple[mx.array, MetricSums]], Sequence[str]]:
+        """Return the loss of an evaluation, and the names of its metrics."""
+        return self.parts.loss.__call__, self.task.metric_names
 
     def _gradients_of(
         self,
@@ -262,8 +254,7 @@ class MlxSession:
             key = self._next_key()
             if divided and not self._on_this_rank(index):
                 continue
-            if not isinstance(self.task, HasOwnGradient):
-                self._seed_from(key)
+            self._seed_from(key)
             loss, sums, found = self.parts.gradients(
                 self.masters.published, self._to_device(batch), key, scale=loss_scale / weight
             )
@@ -280,7 +271,7 @@ class MlxSession:
 
     @contextlib.contextmanager
     def _agreeing(self, doing: str) -> Iterator[None]:
-        """Agree with the other processes on running out of memory in the block, in which none waits for another."""
+        """Raise OutOfMemory on every process if one runs out of memory in the block. No process waits in the block."""
         failure: OutOfMemory | None = None
         try:
             with memory_errors(doing=doing):
@@ -295,9 +286,7 @@ class MlxSession:
             raise failure
 
     def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
-        if isinstance(self.task, ChecksBatches):
-            for batch in batches:
-                self.task.check_batch(batch.arrays)
+        """Raise for a batch that the model does not support. All ranks check all batches, so that all raise."""
 
     def _to_device(self, batch: PreparedBatch) -> Arrays:
         return {name: mx.array(array) for name, array in batch.arrays.items()}
@@ -317,7 +306,7 @@ class MlxSession:
         return drawn
 
     def _seed_from(self, key: mx.array) -> None:
-        """Seed MLX's global generator from the session's key, for tasks that draw from it."""
+        """Seed MLX's global generator for a task that draws from it."""
         high, low = np.array(key).tolist()
         mx.random.seed((high << 32 | low) % 2**63)
 
@@ -335,7 +324,7 @@ class MetricTotals:
             self._sums[name] = (before[0] + float(total), before[1] + float(weight))
 
     def means(self, group: RingGroup | None) -> Metrics:
-        """Return the means over all processes, which all have the same metrics."""
+        """Return the means over all processes; all have the same metrics."""
         numbers = [number for pair in self._sums.values() for number in pair]
         if group is not None and numbers:
             numbers = group.sum_numbers(*numbers)
@@ -347,6 +336,8 @@ class MetricTotals:
 
 
 class TextSession(MlxSession):
+    """The session of a causal language model."""
+
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in the precision of training, without dropout."""
         return [np.array(self.model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
@@ -369,3 +360,29 @@ class TextSession(MlxSession):
                 sampling=sampling,
                 on_token=on_token,
             )
+
+    @property
+    def _language_task(self) -> CausalLM:
+        assert isinstance(self.task, CausalLM)
+        return self.task
+
+    def _evaluation_loss(self) -> tuple[Callable[[Arrays], tuple[mx.array, MetricSums]], Sequence[str]]:
+        return self._language_task.evaluate, self._language_task.eval_metric_names
+
+    def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
+        for batch in batches:
+            self._language_task.check_batch(batch.arrays)
+
+    def _seed_from(self, key: mx.array) -> None:
+        """Do nothing: adapters get their keys, and a compiled step cannot use the global generator."""
+
+    def _save_model(self, folder: Path) -> None:
+        self._language_task.write_model(self.model, folder)
+
+    def _base_record(self) -> dict[str, Any]:
+        return self._language_task.base_record()
+
+
+def _to_host(array: mx.array) -> Array:
+    """Return a copy that later steps do not change."""
+    return np.array(array, copy=True)

@@ -18,10 +18,10 @@ TRIAL_ERRORS = (AttributeError, TypeError, ValueError, IndexError, KeyError)
 
 
 class SplitHead:
-    """A model as a body, which computes hidden states, and a head, which turns each of them into logits.
+    """A model split into a body, which computes hidden states, and a head, which turns each of them into logits.
 
-    Models of mlx-lm are a single call, so the body's call is wrapped: it either captures the hidden states or is
-    replaced by given ones. MLX is lazy, so the unused part is never computed.
+    Models of mlx-lm are a single call, so the body's call is wrapped: it captures its hidden states, or returns given
+    ones. MLX is lazy, so the unused part is never computed.
     """
 
     def __init__(self, model: Any, body: nn.Module) -> None:
@@ -58,8 +58,8 @@ class SplitHead:
 
 
 def split_model(model: Any) -> SplitHead | None:
-    """Split a model after the module that holds its layers. Return None if a trial shows that the rest is not a head
-    that treats each position alone."""
+    """Split a model after the module that holds its layers. Return None if the rest is not a head that computes each
+    position by itself, found by a trial."""
     bodies = [module for name, module in model.named_modules() if name and _holds_layers(module, model)]
     if len(bodies) != 1:
         return None
@@ -85,7 +85,7 @@ def _holds_layers(module: Any, model: Any) -> bool:
 
 
 def find_head_weights(split: SplitHead) -> list[str]:
-    """Return the canonical names of the head's trained weights: those whose NaNs reach the logits."""
+    """Return the canonical names of the head's trained weights, found by whether a NaN in them reaches the logits."""
     model = split.model
     found = {canonical_name(name): array for name, array in tree_flatten(model.trainable_parameters())}
     hidden = split.hidden(mx.array([[1, 2]]))
@@ -102,7 +102,7 @@ def find_head_weights(split: SplitHead) -> list[str]:
             put(model, {name: found[name] for name in names})
 
     def search(names: list[str]) -> list[str]:
-        """Bisect, as most weights do not reach the logits."""
+        """Bisect, since most weights are not in the head."""
         if not names or not reach(names):
             return []
         middle = len(names) // 2

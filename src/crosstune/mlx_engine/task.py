@@ -1,11 +1,11 @@
-"""Define the MLX engine's task protocol: a model, the arrays of a batch, a loss."""
+"""Define tasks of the MLX engine (a model, the arrays of a batch, a loss), and compute their gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,18 +22,18 @@ MetricSums = Mapping[str, tuple[Any, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class BuildContext:
-    """Arguments for building a model."""
+    """The arguments of `MlxTask.build`."""
 
     plan: Plan
     dtype: mx.Dtype
     """Dtype of the weights in memory."""
     folder: Path | None
-    """The base model; None for a recipe without one."""
+    """The folder of the base model; None for a recipe without one."""
     base_name: str | None = None
     """The hub id of the base model, if it came from there."""
     trained: bool = True
     compiled: bool = False
-    """True for a compiled step. Padding arrays to few distinct shapes then saves recompilation."""
+    """Whether steps are compiled. Padding arrays to a few shapes then saves recompilation."""
 
 
 class MlxTask(Protocol):
@@ -41,74 +41,35 @@ class MlxTask(Protocol):
     """Names of the metrics that `loss` returns."""
 
     def build(self, opening: BuildContext) -> nn.Module:
-        """Return the model with its weights in memory. Weights that are not trained are frozen."""
+        """Return the model with its weights in memory; freeze weights that are not trained."""
         ...
 
     def arrays(self, batch: Any) -> Mapping[str, Array]:
-        """Return the arrays of a batch that the loss reads. Called in a prefetch thread, so it must not use MLX."""
+        """Return the arrays of a batch for the loss. Runs in a prefetch thread, so it must not use MLX."""
         ...
 
     def loss(self, model: nn.Module, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        """Return the sum of losses over a batch, and the sums of its metrics."""
+        """Return the loss, summed over a batch, and the sums of its metrics."""
         ...
-
-
-@runtime_checkable
-class MeasuresEvaluation(Protocol):
-    """A task with metrics that are measured in evaluations alone."""
-
-    eval_metric_names: Sequence[str]
-
-    def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        """Return the sum of losses over a batch, and the sums of the evaluation's metrics."""
-        ...
-
-
-@runtime_checkable
-class WritesModel(Protocol):
-    """A task that writes the whole model itself, in a format that other tools read."""
-
-    def write_model(self, model: nn.Module, folder: Path) -> None: ...
-
-
-@runtime_checkable
-class ChecksWeights(Protocol):
-    """A task that checks, once the model is open, that the trained weights match the files of the base."""
-
-    def check_weights(self, model: nn.Module, trained: Mapping[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class ChecksBatches(Protocol):
-    """A task whose model may not support every batch. Every rank checks every batch, so that all refuse together."""
-
-    def check_batch(self, arrays: Arrays) -> None: ...
 
 
 class Loss(Protocol):
     """The loss of an opened model."""
 
     def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        """Return the loss alone."""
+        """Return the summed loss and the metrics."""
         ...
 
     def scaled(
         self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
     ) -> tuple[mx.array, MetricSums]:
-        """Return the loss times `scale`, to be differentiated with respect to `weights` of the model."""
+        """Return the loss times `scale`, differentiable with respect to `weights` of the model."""
         ...
-
-
-@runtime_checkable
-class HasOwnGradient(Protocol):
-    """A task that provides its own `Loss` because it computes part of the gradient itself."""
-
-    def prepare_loss(self, model: nn.Module) -> Loss: ...
 
 
 @dataclass(frozen=True)
 class PlainLoss:
-    """The loss of a task that MLX differentiates."""
+    """The loss of a task without its own gradient: MLX differentiates it."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Arrays], tuple[mx.array, MetricSums]]
@@ -124,6 +85,8 @@ class PlainLoss:
 
 
 class Gradients:
+    """Compute loss and gradients of a model, compiled or not."""
+
     def __init__(self, model: Any, loss: Loss, adapters: Sequence[AdaptedLinear], *, compiled: bool) -> None:
         self.model = model
         self.loss = loss
@@ -134,7 +97,7 @@ class Gradients:
     def __call__(
         self, weights: Mapping[str, mx.array], arrays: Arrays, key: mx.array, *, scale: float
     ) -> tuple[mx.array, MetricSums, dict[str, mx.array]]:
-        """Return the sum of losses times `scale`, the sums of metrics, and the gradients of the loss."""
+        """Return the summed loss times `scale`, the sums of metrics, and the gradients."""
         self.model.train()  # in eval mode some models use kernels without a gradient
         try:
             (loss, metrics), gradients = self._both(
@@ -147,7 +110,7 @@ class Gradients:
         return loss, metrics, gradients
 
     def forward(self, arrays: Arrays, key: mx.array) -> mx.array:
-        """Return the loss alone, with the dropout of a training step."""
+        """Return the loss of a training step, with dropout and without gradients."""
         self._set_keys(key)
         self.model.train()
         try:

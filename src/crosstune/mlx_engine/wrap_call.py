@@ -1,4 +1,4 @@
-"""Wrap the call of a single module without affecting others of its class."""
+"""Wrap the calls of single modules, to recompute them in the backward pass or to find non-finite outputs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Around = Callable[..., Any]
 
 
 def wrap_call(module: nn.Module, around: Around) -> Callable[[], None]:
-    """Wrap the call of a module and return a function that undoes it. Python looks `__call__` up in the class, so the
-    module gets its own subclass."""
+    """Wrap the call of a module, not of others of its class, and return a function that undoes it. Python looks up
+    `__call__` in the class, so the module gets a subclass."""
     kind = type(module)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -29,13 +29,13 @@ def wrap_call(module: nn.Module, around: Around) -> Callable[[], None]:
 def recompute_in_backward(layer: nn.Module, *, random: bool = False) -> None:
     """Turn on gradient checkpointing: the backward pass recomputes the layer's activations.
 
-    `random`: the layer draws from MLX's global generator, and has to draw the same again. A compiled step cannot have it.
+    `random`: the layer draws from MLX's global generator, and must draw the same again. Not for a compiled step.
     """
     wrap_call(layer, _checkpointed_random if random else _checkpointed)
 
 
 def _checkpointed_random(call: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Seed the generator for both calls of the layer alike, and for what follows the layer."""
+    """Seed the generator in the same way for both calls of the layer, and anew for the layers after it."""
     drawn: Any = mx.random.randint(0, 2**31 - 1, (2,)).tolist()
     seed, following = drawn
 
@@ -50,11 +50,8 @@ def _checkpointed_random(call: Callable[..., Any], layer: Any, *args: Any, **kwa
 
 
 def _checkpointed(call: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the layer through mx.checkpoint, with every array of its arguments, however nested, as an explicit input:
-    gradients reach nothing else.
-
-    Caches are neither arrays nor trained, and are passed unchanged.
-    """
+    """Call the layer through mx.checkpoint, with all arrays of its arguments as explicit inputs: only those get
+    gradients."""
     arguments = [list(args), kwargs]
     arrays: list[mx.array] = []
     tree_map(lambda value: arrays.append(value) if isinstance(value, mx.array) else None, arguments)

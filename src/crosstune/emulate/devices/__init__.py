@@ -1,1 +1,1 @@
-"""One module per backend that can be emulated on the CPU, found by name: what its device supports and refuses."""
+"""One module for each emulated backend, found by name: the operators and dtypes of its device."""

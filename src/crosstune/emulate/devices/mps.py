@@ -1,4 +1,4 @@
-"""List what torch supports on Apple GPUs, from its sources, to check a run on a computer without one."""
+"""List what torch supports on Apple GPUs, according to its sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KEY = "MPS"
 BACKEND = "mps"
 TITLE = "MPS"
 MACHINE = "apple-m2-max-64gb"
-"""The bundled profile used when no machine is named: one with macOS 14, which torch's wheels require."""
+"""The default profile, with macOS 14, which torch's wheels require."""
 
 REFUSED = frozenset({torch.float64, torch.complex128})
 """ATen/mps/EmptyTensor.cpp refuses float64; getMPSDataType has no complex128."""
@@ -32,7 +32,7 @@ TESTED = frozenset(
 CONDITIONS = {torch.bfloat16: "bf16 needs macOS 14 or later"}
 
 FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
-"""If set, torch runs an operator without a kernel on the CPU: it copies the inputs there and the result back."""
+"""If set, torch runs an operator without a kernel on the CPU."""
 NEVER_FALL_BACK = ("c10d::",)
 """Collectives: ATen/mps/MPSFallback.mm refuses to run them on the CPU."""
 
@@ -47,7 +47,7 @@ PARTS = {
 
 
 def is_here() -> bool:
-    """Return whether this computer has the device: its kernels must then not be given CPU tensors."""
+    """Return whether this computer has the device; its kernels then reject CPU tensors."""
     return torch.backends.mps.is_available()
 
 

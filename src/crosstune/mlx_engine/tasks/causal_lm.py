@@ -1,4 +1,4 @@
-"""Train causal language models on MLX from a model folder with next-token cross entropy."""
+"""Train a causal language model from a model folder on next-token cross entropy."""
 
 from __future__ import annotations
 
@@ -33,15 +33,13 @@ class CausalLM:
 
     def build(self, opening: BuildContext) -> nn.Module:
         """Load the model folder, quantized as the plan says."""
-        assert opening.folder is not None, "a causal language model is built from a folder"
         self.opening = opening
-        return load_model(opening.folder, plan=opening.plan, dtype=opening.dtype, trained=opening.trained)
+        return load_model(self._folder, plan=opening.plan, dtype=opening.dtype, trained=opening.trained)
 
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
         """Return the token ids, the supervised positions (`places`, indices into the flattened rows) and their targets.
 
-        For a compiled step sizes are rounded up, since each new shape recompiles it. The padding is at the end and
-        carries no loss (its `counted` is 0).
+        A compiled step rounds sizes up, since each new shape recompiles it. The padding has no loss: its `counted` is 0.
         """
         few_shapes = self._opened().compiled
         length = batch.input_ids.shape[1]
@@ -61,24 +59,24 @@ class CausalLM:
         return arrays | ({"segments": np.pad(batch.segments, pad)} if batch.is_packed else {})
 
     def at_places(self, values: Array, batch: TokenBatch, num_places: int) -> Array:
-        """Return the values at the supervised positions, filled up with zeros."""
+        """Return the values at the supervised positions, padded with zeros."""
         found = np.zeros(num_places, dtype=values.dtype)
         chosen = values[batch.targets != IGNORED]
         found[: len(chosen)] = chosen
         return found
+
+    def prepare_loss(self, model: nn.Module) -> CausalLoss:
+        """Make the loss of a model with its adapters."""
+        self._loss = CausalLoss(model)
+        return self._loss
 
     @property
     def prepared(self) -> CausalLoss:
         assert self._loss is not None, "the loss is not prepared yet"
         return self._loss
 
-    def prepare_loss(self, model: nn.Module) -> CausalLoss:
-        self._loss = CausalLoss(model)
-        return self._loss
-
     def loss(self, model: nn.Module, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        assert self._loss is not None and self._loss.model is model, "the loss is prepared for another model"
-        return self._loss(arrays)
+        return self.prepared(arrays)
 
     def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
         return self.prepared.evaluate(arrays)
@@ -86,31 +84,31 @@ class CausalLM:
     def check_batch(self, arrays: Mapping[str, Any]) -> None:
         """Raise if rows are packed and the model does not separate documents."""
         if "segments" in arrays:
-            assert self._loss is not None
-            self._loss.ensure_separates_documents()
+            self.prepared.ensure_separates_documents()
 
     def check_weights(self, model: nn.Module, trained: Mapping[str, Any]) -> None:
-        folder = self._opened().folder
-        assert folder is not None
-        check_stored(folder, trained, kind=str(getattr(model, "model_type", "?")))
+        """Raise unless the trained weights match the files of the base."""
+        check_stored(self._folder, trained, kind=str(getattr(model, "model_type", "?")))
 
     def base_record(self) -> dict[str, Any]:
-        """Return a record of the base weights, their quantization and the precision of the training."""
-        opening = self._opened()
-        plan = opening.plan
-        assert opening.folder is not None
+        """Return the identity of the base weights, their quantization and the precision of training."""
+        plan = self._opened().plan
         spec = plan.quant_spec
         return {
-            "base": {"name": plan.config.model_name, "identity": identity(opening.folder)},
+            "base": {"name": plan.config.model_name, "identity": identity(self._folder)},
             "quantization": spec.to_json() if spec is not None else None,
             "precision": plan.precision,
         }
 
     def write_model(self, model: nn.Module, folder: Path) -> None:
         """Write a model folder that transformers and mlx-lm can load."""
-        base = self._opened().folder
-        assert base is not None
-        save_model(folder, model, base=base)
+        save_model(folder, model, base=self._folder)
+
+    @property
+    def _folder(self) -> Path:
+        folder = self._opened().folder
+        assert folder is not None, "a causal language model is built from a folder"
+        return folder
 
     def _opened(self) -> BuildContext:
         assert self.opening is not None, "the model is not built yet"
@@ -118,6 +116,6 @@ class CausalLM:
 
 
 def _round_up(number: int) -> int:
-    """Round up to one of eight sizes between powers of two, which adds an eighth at most."""
+    """Round up to one of eight sizes between powers of two: at most an eighth more."""
     multiple = max(SMALLEST_MULTIPLE, 1 << max(0, (number - 1).bit_length() - 4))
     return -(-number // multiple) * multiple

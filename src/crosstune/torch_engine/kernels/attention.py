@@ -1,8 +1,9 @@
-"""Attend within rows or documents by the fastest kernel that the device has for them."""
+"""Attend within rows or documents with the fastest kernel of the device."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,21 +18,21 @@ from crosstune.torch_engine.kernels.short_rows import attend_short_rows
 
 @dataclass
 class Documents:
-    """Which tokens of a batch see each other: those before them in the same document, and in a window if there is one."""
+    """The documents of a batch: a token attends to earlier tokens of its document, within a window if there is one."""
 
     num_rows: int
     length: int
     positions: torch.Tensor | None = None
     """Rows x length, restarting at every document; None if each row is one document."""
     bounds: torch.Tensor | None = None
-    """The first token of each document, counted over all rows, and the number of tokens at last, in int32."""
+    """The first token of each document, counted over all rows, followed by the number of tokens, in int32."""
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def needs_mask(self, window: int | None) -> bool:
         return self.positions is not None or (window is not None and window < self.length)
 
     def mask(self, window: int | None, device: torch.device) -> torch.Tensor:
-        """Return which keys each query sees. Built once per batch."""
+        """Return which keys each query attends to. Built once per batch."""
         if window not in self._masks:
             places = torch.arange(self.length, device=device)
             behind = places[:, None] - places[None, :]
@@ -55,7 +56,7 @@ def attend(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Return rows x length x heads x size of attention over queries, keys and values of that layout."""
+    """Return causal attention over queries, keys and values of rows x length x heads x size, in that layout."""
     if attends_by_products(documents.length, on_gpu=q.device.type != "cpu") and multiplies_in_batches(
         q.dtype
     ):
@@ -70,7 +71,7 @@ def attend(
 
 
 def multiplies_in_batches(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has fast batched products in a dtype. torch's attention computes 16-bit ones without them too."""
+    """Return whether this CPU has fast batched products in a dtype."""
     if dtype.itemsize > 2:
         return True
     has_mkldnn = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
@@ -78,12 +79,12 @@ def multiplies_in_batches(dtype: torch.dtype) -> bool:
 
 
 def attends_by_document(device: torch.device, dtype: torch.dtype, window: int | None) -> bool:
-    """Return whether the device has a kernel that computes each document of a row by itself, without a mask."""
-    return device.type == "cuda" and dtype.itemsize == 2 and _varlen_takes(window)
+    """Return whether the device has a kernel for rows of documents without a mask."""
+    return device.type == "cuda" and dtype.itemsize == 2 and _varlen_supports(window)
 
 
 def prefer_cudnn(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Let torch take cuDNN's attention first inside the block: on Hopper it is the fastest for equal rows."""
+    """Prefer cuDNN's attention inside the block: on Hopper it is the fastest for equal rows."""
     if device.type != "cuda" or torch.version.hip is not None:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -101,7 +102,7 @@ def _rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     if mask is not None and q.device.type == "cuda":
-        k, v = _repeat(q, k), _repeat(q, v)  # torch's kernels with a mask do not share keys
+        k, v = _repeat(q, k), _repeat(q, v)  # torch's kernels with a mask have no shared keys
     found = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -119,25 +120,19 @@ def _repeat(q: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     return shared if times == 1 else shared.repeat_interleave(times, dim=2)
 
 
-def _varlen_takes(window: int | None) -> bool:
+def _varlen_supports(window: int | None) -> bool:
     names = _varlen_options()
     return "window_size" in names or ("is_causal" in names and window is None)
 
 
 @lru_cache(maxsize=1)
 def _varlen_options() -> frozenset[str]:
-    """Return the options of this torch's attention over documents; none if it has no such kernel."""
-    if not hasattr(torch.nn, "attention") or not _has_varlen():
+    """Return the options of torch's attention over documents; none if this torch does not have it."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return frozenset()
     from torch.nn.attention.varlen import varlen_attn
 
     return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-def _has_varlen() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("torch.nn.attention.varlen") is not None
 
 
 def _varlen(
@@ -152,7 +147,7 @@ def _varlen(
 
     names, length = _varlen_options(), documents.length
     bounds = documents.bounds
-    if bounds is None:  # each row is a document; only its window needs this kernel
+    if bounds is None:  # each row is a document, with a window
         count = documents.num_rows
         bounds = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=q.device)
     options: dict[str, Any] = {}

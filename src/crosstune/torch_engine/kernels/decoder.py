@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from crosstune.estimate.fast_layers import Recompute
-from crosstune.torch_engine.kernels import find_parts
+from crosstune.estimate.fast_layers import ACTIVATIONS, Recompute
+from crosstune.torch_engine.kernels import torch_operations
 from crosstune.torch_engine.kernels.attention import Documents, attends_by_document, prefer_cudnn
-from crosstune.torch_engine.kernels.dispatch import choose_operations
 from crosstune.torch_engine.kernels.frozen_weights import Scratch
 from crosstune.torch_engine.kernels.halves import (
     AttentionHalf,
@@ -23,15 +22,16 @@ from crosstune.torch_engine.kernels.halves import (
     run_mlp,
 )
 from crosstune.torch_engine.kernels.head_loss import head_errors, head_loss
-from crosstune.torch_engine.kernels.operations import Operations
+from crosstune.torch_engine.kernels.operations import Heads, Norm, Operations, has_triton
 from crosstune.torch_engine.kernels.stacked import Publishing, Stacked
 
 Layer = tuple[AttentionHalf, MLPHalf]
+_WINDOW_IN_CONFIG = ("mistral", "phi3")
+"""Families whose layers read their window from the config; in others a layer has it, or there is none."""
 
 
 class FastDecoder:
-    """The layers of a model, built over its own modules: it has no parameters, and what the optimizer, checkpoints and
-    exports do to the model they do to it."""
+    """The fast layers of a model, built over its modules. It shares their parameters and adds none."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class FastDecoder:
         fp8: bool = False,
         outside_fp8: Collection[str] = (),
     ) -> None:
-        """Build the layers. With `fp8`, products with a quantized base are computed in fp8, but for the groups of these
-        names."""
+        """Build the layers. With `fp8`, products with a quantized base are computed in fp8, except in the groups
+        `outside_fp8`."""
         self.model, self.inner, self.dtype = model, model.model, dtype
         self.device = self.inner.embed_tokens.weight.device
         self.operations = operations if operations is not None else choose_operations(self.device)
@@ -54,10 +54,10 @@ class FastDecoder:
         self.layers = [self._build(layer, index) for index, layer in enumerate(self.inner.layers)]
         self._publishing = Publishing(list(self.groups().values()))
         self.set_recomputation(recompute)
-        self.norm = find_parts.read_norm(self.inner.norm)
+        self.norm = _read_norm(self.inner.norm)
         windows = {attention.window for attention, _ in self.layers}
         self.drops_padding = all(attends_by_document(self.device, dtype, window) for window in windows)
-        """True if rows of different lengths are computed as one row of documents, without padding."""
+        """Whether rows of different lengths are computed as one row of documents, without padding."""
 
     def set_recomputation(self, recompute: Sequence[Recompute] | Recompute) -> None:
         """Set the recomputation mode of each layer, or one mode for all."""
@@ -73,7 +73,7 @@ class FastDecoder:
         bounds: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the normalized hidden states of all tokens, or of those with these indices over all rows. Tokens attend
+        """Return the normalized hidden states of all tokens, or of the tokens `rows` (indices over all rows). Tokens attend
         within the documents of `positions` and `bounds`."""
         self.publish()
         count, length = input_ids.shape
@@ -123,8 +123,8 @@ class FastDecoder:
             )
         }
 
-    def leave_fp8(self, names: Collection[str]) -> None:
-        """Rebuild the groups of these names from the model's present layers, with dense products."""
+    def exclude_from_fp8(self, names: Collection[str]) -> None:
+        """Rebuild these groups from the model's current layers, with dense products."""
         self.outside_fp8 = {*self.outside_fp8, *names}
         for index, layer in enumerate(self.inner.layers):
             if any(name.startswith(f"layers.{index}.") for name in names):
@@ -141,10 +141,8 @@ class FastDecoder:
             if added is not None:  # one tensor is kept instead of two
                 total = (total + added).to(total.dtype)
             found: Stream = checkpoint(
-                _run_whole,
+                lambda total: _run_layer((total, None), layer, given, False),
                 total,
-                layer,
-                given,
                 use_reentrant=False,
                 preserve_rng_state=False,
                 context_fn=given.recomputing.contexts,
@@ -155,7 +153,7 @@ class FastDecoder:
     def _tables(
         self, positions: torch.Tensor | None, length: int
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return the model's own cosines and sines, in fp32, one column for each pair that is rotated."""
+        """Return the model's rotary cosines and sines in fp32, with a column for each rotated pair."""
         if positions is None:
             positions = torch.arange(length, device=self.device)[None]
         like = torch.empty(0, dtype=torch.float32, device=self.device)
@@ -171,41 +169,52 @@ class FastDecoder:
         return tables
 
     def _build(self, layer: Any, index: int) -> Layer:
-        config, attention = self.inner.config, layer.self_attn
-        after, before, last = find_parts.mlp_norms(layer)
+        config, attention, mlp = self.inner.config, layer.self_attn, layer.mlp
+        post_norms: tuple[Norm | None, Norm | None] = (None, None)
+        mlp_norm = layer.post_attention_layernorm  # in most families it precedes the MLP
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            mlp_norm = layer.pre_feedforward_layernorm
+            post_norms = (
+                _read_norm(layer.post_attention_layernorm),
+                _read_norm(layer.post_feedforward_layernorm),
+            )
+        has_qk_norms = hasattr(attention, "q_norm")
         kinds = getattr(config, "layer_types", None) if config.model_type == "gemma3_text" else None
-        norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        frequencies = f"{kinds[index]}_inv_freq" if kinds is not None else "inv_freq"
+        has_qkv, has_gate_up = hasattr(attention, "qkv_proj"), hasattr(mlp, "gate_up_proj")  # Phi-3
+        qkv = [attention.qkv_proj] if has_qkv else [attention.q_proj, attention.k_proj, attention.v_proj]
+        gate_up = [mlp.gate_up_proj] if has_gate_up else [mlp.gate_proj, mlp.up_proj]
+        # As in the quantizer fp8: errors of the first and last down product reach the head almost unweakened.
+        down_in_fp8 = 0 < index < len(self.inner.layers) - 1
         first = AttentionHalf(
-            norm=find_parts.read_norm(layer.input_layernorm),
-            qkv=self._stack(f"layers.{index}.qkv", find_parts.qkv_layers(attention)),
+            norm=_read_norm(layer.input_layernorm),
+            qkv=self._stack(f"layers.{index}.qkv", qkv),
             out=self._stack(f"layers.{index}.out", [attention.o_proj], own_input=False),
-            heads=find_parts.read_heads(attention, config, rotary=self._rotary(kinds, index)),
+            heads=Heads(
+                num_queries=config.num_attention_heads,
+                num_keys=config.num_key_value_heads,
+                size=attention.head_dim,
+                rotary=2 * int(getattr(self.inner.rotary_emb, frequencies).shape[-1]),
+            ),
             scale=attention.scaling,
-            window=find_parts.layer_window(config, attention, index),
+            window=_layer_window(config, attention, index),
             rope=kinds[index] if kinds is not None else "",
-            qk_norms=(find_parts.read_norm(norms[0]), find_parts.read_norm(norms[1])) if norms else None,
-            post_norm=find_parts.read_norm(after) if after is not None else None,
+            qk_norms=(_read_norm(attention.q_norm), _read_norm(attention.k_norm)) if has_qk_norms else None,
+            post_norm=post_norms[0],
         )
         second = MLPHalf(
-            norm=find_parts.read_norm(before),
-            gate_up=self._stack(f"layers.{index}.gate_up", find_parts.gate_up_layers(layer.mlp)),
-            # As in the weights that the quantizer fp8 makes: errors of these two reach the head almost unweakened.
-            down=self._stack(
-                f"layers.{index}.down", [layer.mlp.down_proj], fp8=0 < index < len(self.inner.layers) - 1
-            ),
-            activation=find_parts.activation_kind(config),
-            post_norm=find_parts.read_norm(last) if last is not None else None,
+            norm=_read_norm(mlp_norm),
+            gate_up=self._stack(f"layers.{index}.gate_up", gate_up),
+            down=self._stack(f"layers.{index}.down", [mlp.down_proj], fp8=down_in_fp8),
+            activation=ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
+            post_norm=post_norms[1],
         )
         return first, second
-
-    def _rotary(self, kinds: Sequence[str] | None, index: int) -> int:
-        name = f"{kinds[index]}_inv_freq" if kinds is not None else "inv_freq"
-        return 2 * int(getattr(self.inner.rotary_emb, name).shape[-1])
 
     def _stack(
         self, name: str, layers: Sequence[Any], *, own_input: bool = True, fp8: bool = True
     ) -> Stacked:
-        """Stack layers with the same input; `own_input` if one of our kernels makes it, `fp8` if they may multiply in fp8."""
+        """Stack layers with the same input. `own_input`: one of our kernels makes it; `fp8`: they may multiply in fp8."""
         in_fp8 = fp8 and name not in self.outside_fp8
         return Stacked(
             layers,
@@ -216,13 +225,35 @@ class FastDecoder:
         )
 
 
-def _run_whole(total: torch.Tensor, layer: Layer, given: Pass) -> Stream:
-    """Run a layer that is computed again for its backward pass."""
-    return _run_layer((total, None), layer, given, False)
-
-
 def _run_layer(stream: Stream, layer: Layer, given: Pass, keep: bool) -> Stream:
     attention, mlp = layer
     with prefer_cudnn(stream[0].device):  # inside, so that a recomputed layer uses the same kernel
         stream = run_attention(stream, attention, given, keep=keep)
     return run_mlp(stream, mlp, given, keep=keep)
+
+
+def choose_operations(device: torch.device) -> Operations:
+    """Return Triton's kernels on a GPU that has them, plain torch otherwise."""
+    if device.type == "cuda" and has_triton():
+        from crosstune.torch_engine.kernels import triton_operations
+
+        return triton_operations
+    return torch_operations
+
+
+def _read_norm(norm: Any) -> Norm:
+    eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return Norm(norm.weight.detach(), eps, offset=1.0 if type(norm).__name__.startswith("Gemma") else 0.0)
+
+
+def _layer_window(config: Any, attention: Any, index: int) -> int | None:
+    """Return the number of tokens that a layer's attention sees; None for all."""
+    if hasattr(attention, "sliding_window"):
+        window: int | None = attention.sliding_window
+        return window
+    if config.model_type not in _WINDOW_IN_CONFIG:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[index] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)

@@ -1,4 +1,4 @@
-"""Put the adapters of groups in fp8 left of their frozen weights, in two e4m3 parts each."""
+"""Write adapters to the left of their frozen fp8 weights, as sums of two e4m3 parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crosstune.torch_engine.kernels.operations import LINES_IN_TILE
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two matrices of an adapter, and where its parts go. A line of it belongs to a row of the frozen matrix."""
+    """A or B of an adapter, and the place for its parts. Each line belongs to a row of the frozen matrix."""
 
     lines: torch.Tensor
     """Lines x columns, in any strides."""
@@ -22,7 +22,7 @@ class Side:
     target: torch.Tensor
     """The place for the parts: lines x (3 times the columns, or more), in e4m3."""
     length: int
-    """The numbers in a sum that gives what the other side multiplies."""
+    """The length of the sums that the other side multiplies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +54,13 @@ class Fp8Adapter:
 
 
 class Fp8Adapters:
-    """Write the adapters of all groups left of their weights in two launches: in a step there are hundreds of them."""
+    """Write the adapters of all groups, hundreds in a model, in two launches."""
 
     def __init__(self, adapters: Sequence[Fp8Adapter]) -> None:
         sides = [side for adapter in adapters for side in adapter.sides()]
-        self.num_columns = max(side.lines.shape[1] for side in sides)
         device = sides[0].lines.device
         ones = torch.ones(max(len(side.lines) for side in sides), device=device)
-        self._keep = (sides, ones)  # their addresses are in the table
+        self._keep = (sides, ones)  # the table holds their addresses
         self.dtype = sides[0].lines.dtype
         self.table = torch.tensor([_fields(side, ones) for side in sides], device=device)
         tiles = [
@@ -73,7 +72,7 @@ class Fp8Adapters:
             torch.tensor([tile[place] for tile in tiles], dtype=torch.int32, device=device)
             for place in range(2)
         )
-        width = _power_of_two(self.num_columns)
+        width = 1 << (max(side.lines.shape[1] for side in sides) - 1).bit_length()  # a power of two
         self.largest = torch.zeros(len(sides), width, dtype=torch.int32, device=device)
         self.factors = torch.ones(len(sides), width, device=device)
 
@@ -89,7 +88,7 @@ class Fp8Adapters:
         )
 
     def factors_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the columns of x A and of its gradient are multiplied with, for the adapter of that index."""
+        """Return the factors of the columns of x A and of its gradient for one adapter."""
         return self.factors[2 * index], self.factors[2 * index + 1]
 
 
@@ -107,7 +106,3 @@ def _fields(side: Side, ones: torch.Tensor) -> list[int]:
         num_columns,
         side.length,
     ]
-
-
-def _power_of_two(number: int) -> int:
-    return int(1 << max(0, number - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Multiply in fp8 with frozen weights: stored in e4m3 in both layouts, or stored in another form and made e4m3 at each use."""
+"""Multiply in fp8 with frozen weights: stored in e4m3 in both layouts, or converted to e4m3 at each use."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from crosstune.torch_engine.kernels.frozen_weights import Scratch, make_dense, takes_row_scales
+from crosstune.torch_engine.kernels.frozen_weights import Scratch, has_own_kernel, make_dense
 from crosstune.torch_engine.kernels.operations import NUM_PARTS, Rows, has_triton
 from crosstune.torch_engine.quant.fp8 import row_scales
 from crosstune.torch_engine.quantized import QuantLinear
 
 E4M3 = torch.float8_e4m3fn
 _ALIGNED = 16
-"""Tensor cores take matrices whose sides are multiples of this."""
+"""Tensor cores need sides that are multiples of this."""
 _ALIGNED_ROOM = 64
-"""The room for adapters is a multiple of this: products whose rows are not took a fifth longer."""
+"""The room for adapters is a multiple of this: with other row lengths, products were a fifth slower."""
 _WIDEST = 2.0**12
-"""The row scales of a group whose adapters are multiplied with it differ at most so much. A column of an adapter is divided by
-them and must fit e4m3: where they differ more, its numbers for usual rows would have no bits left."""
+"""The largest ratio of row scales in a group whose adapters are in its fp8 products. A column of an adapter is divided by the
+scales and must fit e4m3: with a larger ratio, its numbers for usual rows would have no bits left."""
 
 
 class Fp8Weights:
-    """Weights that the quantizer fp8 stored. The layers keep views of the stacked rows; the transposed copy is for input
-    gradients, since tensor cores read e4m3 in one layout only. Both have `room` on the left for `columns` of adapters."""
+    """Weights stored by the quantizer fp8. The layers keep views of the stacked rows; input gradients use the transposed copy,
+    since tensor cores read e4m3 in one layout only. Both have `room` on the left for `columns` of adapters."""
 
     def __init__(self, bases: Sequence[QuantLinear], *, dtype: torch.dtype, columns: int = 0) -> None:
         self.num_outputs, self.num_inputs = _shape(bases)
@@ -55,12 +55,12 @@ class Fp8Weights:
         return self._input_gradient(gradient, self.transposed[:, self.room :])
 
     def product_with(self, inputs: Rows, low: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Return the product of inputs with the weights, plus that of x A with B."""
+        """Return the product of inputs and weights plus the product of x A and B."""
         prepend_low(inputs, low, self.columns, factors)
         return self._product(inputs, self.weights)
 
     def input_gradient_with(self, gradient: Rows, low: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Return the product of gradients with the weights, plus that of the gradients of x A with A."""
+        """Return the product of gradients and weights plus the product of the gradients of x A and A."""
         prepend_low(gradient, low, self.columns, factors, self.row_scales)
         return self._input_gradient(gradient, self.transposed)
 
@@ -68,14 +68,14 @@ class Fp8Weights:
         return (self.weights[:, self.room :].float() * self.row_scales[:, None]).to(self.dtype)
 
     def _product(self, inputs: Rows, weights: torch.Tensor) -> torch.Tensor:
-        return scaled_product(inputs, weights, self.row_scales[None], self.dtype, fast=True)
+        return scaled_product(inputs, weights, self.row_scales[None], self.dtype)
 
     def _input_gradient(self, gradient: Rows, weights: torch.Tensor) -> torch.Tensor:
-        return scaled_product(gradient, weights, self._ones, self.dtype, fast=True)
+        return scaled_product(gradient, weights, self._ones, self.dtype)
 
 
 class ComputedInFp8:
-    """Weights of another quantizer, such as NF4, made e4m3 in a shared buffer at each use. Their row scales are fixed."""
+    """Weights of another quantizer, such as NF4, converted to e4m3 in a shared buffer at each use, with fixed row scales."""
 
     def __init__(
         self, bases: Sequence[QuantLinear], *, dtype: torch.dtype, scratch: Scratch, packed_scratch: Scratch
@@ -85,14 +85,16 @@ class ComputedInFp8:
         self._scratch, self._packed_scratch = scratch, packed_scratch
         self.row_scales = row_scales(self.dense())
         self._ones = torch.ones(1, self.num_inputs, device=self.row_scales.device)
-        packed_scratch.take(self.num_outputs, self.num_inputs)  # made now, not in the middle of an evaluation
+        packed_scratch.take(
+            self.num_outputs, self.num_inputs
+        )  # allocate now, not in the middle of an evaluation
 
     def product(self, inputs: Rows) -> torch.Tensor:
-        return scaled_product(inputs, self._packed(), self.row_scales[None], self.dtype, fast=True)
+        return scaled_product(inputs, self._packed(), self.row_scales[None], self.dtype)
 
     def input_gradient(self, gradient: Rows) -> torch.Tensor:
         transposed = self._packed().view(torch.uint8).t().contiguous().view(E4M3)
-        return scaled_product(gradient, transposed, self._ones, self.dtype, fast=True)
+        return scaled_product(gradient, transposed, self._ones, self.dtype)
 
     def dense(self) -> torch.Tensor:
         dense = self._scratch.take(self.num_outputs, self.num_inputs)
@@ -107,7 +109,7 @@ class ComputedInFp8:
         start = 0
         for base in self.bases:
             rows = slice(start, start + base.out_features)
-            if takes_row_scales(base, packed.device):
+            if has_own_kernel(base, packed.device):
                 make_dense(base, packed[rows], row_scales=self.row_scales[rows])
             else:
                 dense = base.stored.dequantize(self.dtype)
@@ -124,8 +126,8 @@ def fp8_weights(
     scratch: Scratch,
     packed_scratch: Scratch,
 ) -> Fp8Weights | ComputedInFp8:
-    """Return the fp8 form of a group's quantized weights, with room for that many columns of adapters where they can be
-    multiplied with them."""
+    """Return the fp8 form of a group's quantized weights, with room for `columns` of adapters if its products can include
+    them."""
     if all(base.stored.quantizer == "fp8" for base in bases):
         device = bases[0].stored.packed.device
         in_products = device.type == "cuda" and has_triton()
@@ -134,9 +136,9 @@ def fp8_weights(
 
 
 def scaled_product(
-    rows: Rows, weights: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, *, fast: bool
+    rows: Rows, weights: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return rows @ weights.T of e4m3 matrices with the scales of both. `fast` lets tensor cores add in fewer bits. Extra
+    """Return rows @ weights.T of e4m3 matrices, with their scales. Tensor cores add in fewer bits (`use_fast_accum`). Extra
     columns on the left of the rows are ignored."""
     assert rows.packed is not None and rows.scale is not None
     packed = rows.packed[:, rows.packed.shape[1] - weights.shape[1] :]
@@ -147,19 +149,19 @@ def scaled_product(
             scale_a=rows.scale,
             scale_b=scales,
             out_dtype=dtype,
-            use_fast_accum=fast,
+            use_fast_accum=True,
         )
     return ((packed.float() @ weights.float().t()) * rows.scale * scales).to(dtype)
 
 
-def takes_fp8(bases: Sequence[Any]) -> bool:
-    """Return whether the shapes of a group suit tensor cores in fp8."""
+def fits_fp8(bases: Sequence[Any]) -> bool:
+    """Return whether the shapes of a group fit fp8 tensor cores."""
     outputs, inputs = _shape(bases)
     return outputs % _ALIGNED == 0 and inputs % _ALIGNED == 0
 
 
 def why_no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why fp8 products with row scales do not run on a device, tried once; None if they do."""
+    """Return why fp8 products with row scales do not run on a device, found by a trial; None if they do."""
     if device.type == "cpu":
         return None  # computed in fp32
     if device.type != "cuda":
@@ -173,7 +175,6 @@ def why_no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
             ones.to(E4M3),
             torch.ones(1, 16, device=device),
             dtype,
-            fast=True,
         )
     except RuntimeError as error:
         return str(error).splitlines()[0]
@@ -189,7 +190,7 @@ def prepend_low(
 
 
 def _stack_scales(bases: Sequence[QuantLinear]) -> torch.Tensor:
-    """Return the scale of each row. Any scale suits a row of zeros: it gets a usual one instead of the smallest."""
+    """Return the scale of each row; rows of zeros get the median instead of the smallest."""
     parts = [base.stored.tensors() for base in bases]
     scales = torch.cat([part["scale"] for part in parts]).float()
     filled = torch.cat([(part["packed"] & 0x7F).amax(dim=1) > 0 for part in parts])

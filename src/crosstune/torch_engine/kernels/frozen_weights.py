@@ -1,9 +1,8 @@
-"""Hold the frozen weights of linear layers that share an input as one matrix: dense, or quantized and made dense at each
-use.
+"""Hold the frozen weights of linear layers that share an input as one matrix: dense, or quantized and dequantized at each use.
 
-All forms of weights, those in fp8 too, have `num_outputs`, `num_inputs`, `product` (inputs @ W.T), `input_gradient`
-(gradient @ W) and `row_scales`, which is None unless gradients are quantized for them. Those that multiply densely also give
-the `matrix`, alone, `with_columns` to its right or `with_rows` below it.
+All forms, including fp8, have `num_outputs`, `num_inputs`, `product` (inputs @ W.T), `input_gradient` (gradient @ W) and
+`row_scales`, None unless gradients are quantized. Forms with dense products also have the `matrix`, alone, `with_columns` on the
+right or `with_rows` below.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from crosstune.torch_engine.quantized import QuantLinear, linear_shape
 
 
 class DenseWeights:
-    """Dense weights, stacked once. The layers keep views of their rows, so there is no second copy. `columns` to their right
-    and `rows` below them belong to the caller, who fills them."""
+    """Dense weights, stacked once; the layers keep views of their rows. The caller fills the `columns` on the right and the
+    `rows` below."""
 
     row_scales: torch.Tensor | None = None
 
@@ -33,17 +32,14 @@ class DenseWeights:
         else:
             size = (self.num_outputs + below, self.num_inputs + right)
             self._matrix = torch.zeros(size, dtype=dtype, device=bases[0].weight.device)
-            self._move_in(bases)
+            start = 0
+            for base in bases:
+                rows = self._matrix[start : start + base.out_features, : self.num_inputs]
+                rows.copy_(base.weight.detach())
+                base.weight.data = rows
+                start += base.out_features
         self.columns = self._matrix[: self.num_outputs, self.num_inputs :]
         self.rows = self._matrix[self.num_outputs :, : self.num_inputs]
-
-    def _move_in(self, bases: Sequence[Any]) -> None:
-        start = 0
-        for base in bases:
-            rows = self._matrix[start : start + base.out_features, : self.num_inputs]
-            rows.copy_(base.weight.detach())
-            base.weight.data = rows
-            start += base.out_features
 
     def matrix(self) -> torch.Tensor:
         return self._matrix[: self.num_outputs, : self.num_inputs]
@@ -64,7 +60,7 @@ class DenseWeights:
 
 
 class Scratch:
-    """One buffer for the dense form of whichever quantized weights are in use; it grows to the largest."""
+    """A buffer for dequantized weights, shared by all layers; it grows to the largest."""
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = torch.empty(0, dtype=dtype, device=device)
@@ -76,7 +72,7 @@ class Scratch:
 
 
 class QuantizedWeights:
-    """Weights of layers of which some or all are quantized, made dense into a shared buffer at each use."""
+    """Weights of layers, some or all quantized, dequantized into a shared buffer at each use."""
 
     row_scales: torch.Tensor | None = None
 
@@ -84,7 +80,7 @@ class QuantizedWeights:
         self.bases, self._scratch = bases, scratch
         self.num_outputs = sum(base.out_features for base in bases)
         self.num_inputs = bases[0].in_features
-        # Made now, not in the middle of an evaluation.
+        # Allocate now, not in the middle of an evaluation.
         scratch.take(self.num_outputs, self.num_inputs + right)
         scratch.take(self.num_outputs + below, self.num_inputs)
 
@@ -118,7 +114,7 @@ class QuantizedWeights:
 
 @dataclass(frozen=True)
 class Copy:
-    """A matrix to copy in the same launch as weights are made dense."""
+    """A matrix to copy in the launch that dequantizes weights."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -131,9 +127,9 @@ def make_dense(
     row_scales: torch.Tensor | None = None,
     copy: Copy | None = None,
 ) -> None:
-    """Write the weight of a layer into `out`, whose rows may be strided, and make a copy beside it. NF4 weights on a GPU may
-    be divided by `row_scales`, for an `out` in e4m3."""
-    if not is_dense(base) and takes_row_scales(base, out.device):
+    """Write the weight of a layer into `out`, whose rows may be strided, and make `copy`. NF4 weights on a GPU may be divided
+    by `row_scales`, for an `out` in e4m3."""
+    if not is_dense(base) and has_own_kernel(base, out.device):
         from crosstune.torch_engine.kernels.triton_operations import make_nf4_dense
 
         copied = (copy.source, copy.target) if copy is not None else None
@@ -145,14 +141,14 @@ def make_dense(
         copy.target.copy_(copy.source)
 
 
-def takes_row_scales(base: QuantLinear, device: torch.device) -> bool:
-    """Return whether our kernel can dequantize a layer: it reads 8 weights of a row at a time."""
+def has_own_kernel(base: QuantLinear, device: torch.device) -> bool:
+    """Return whether our kernel can dequantize a layer: NF4 on a GPU, in rows of multiples of 8 weights."""
     is_nf4 = base.stored.facts.get("quant_type") == "nf4" and base.in_features % 8 == 0
     return device.type == "cuda" and is_nf4 and has_triton()
 
 
 def stack_biases(bases: Sequence[Any], *, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the biases of the layers in one row; None if no layer has one."""
+    """Return the concatenated biases of the layers; None if no layer has one."""
     if all(base.bias is None for base in bases):
         return None
     device = next(base.bias.device for base in bases if base.bias is not None)

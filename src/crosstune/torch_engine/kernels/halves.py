@@ -1,13 +1,12 @@
 """The halves of a decoder layer, attention and MLP, as autograd functions with hand-written backward passes.
 
-The residual stream travels as two summands, the stream and what the last half adds to it: the next half's norm adds them
-in the kernel that reads them anyway.
+The residual stream is passed on as two summands, the stream and the output of the last half. The next half adds them in the
+kernel of its norm.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from crosstune.torch_engine.kernels.operations import Heads, Norm, Operations, Q
 from crosstune.torch_engine.kernels.stacked import Stacked, rows_with_room
 
 Stream = tuple[torch.Tensor, torch.Tensor | None]
-"""The residual stream, tokens x width, and what has still to be added to it."""
+"""The residual stream, tokens x width, and the output to be added to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class AttentionHalf:
     scale: float
     window: int | None
     rope: str
-    """Which of the model's rotary tables it uses."""
+    """The kind of rotary table."""
     qk_norms: QKNorms = None
     post_norm: Norm | None = None
 
@@ -45,15 +44,15 @@ class MLPHalf:
 
 
 class Recomputing:
-    """Mark the recomputation of a layer in the backward pass, where the layer's outputs are not needed.
+    """Mark the recomputation of a layer in the backward pass, where its outputs are not needed.
 
-    The object is the context of the second pass and is entered again for each backward pass through the same graph.
+    The object is the context of the recomputation, entered for each backward pass through the same graph.
     """
 
     on = False
 
     def contexts(self) -> tuple[contextlib.AbstractContextManager[None], Recomputing]:
-        """Return the contexts of the first and the second pass, for `torch.utils.checkpoint`."""
+        """Return the contexts of forward pass and recomputation for `torch.utils.checkpoint`."""
         return contextlib.nullcontext(), self
 
     def __enter__(self) -> None:
@@ -70,7 +69,7 @@ class Pass:
     operations: Operations
     documents: Documents
     tables: dict[str, tuple[torch.Tensor, torch.Tensor]]
-    """The cosines and sines of each kind of rotary table: tokens of a row, or of all rows, x rotary / 2."""
+    """Cosines and sines by kind of rotary table: tokens of a row, or of all rows, x rotary / 2."""
     recomputing: Recomputing = field(default_factory=Recomputing)
     room: int = 0
     """Spare columns to the right of the residual gradient, for the last product of each half."""
@@ -83,7 +82,7 @@ class Pass:
 
 
 def run_attention(stream: Stream, half: AttentionHalf, given: Pass, *, keep: bool) -> Stream:
-    """Apply attention. `keep` saves normalized inputs for the backward pass; otherwise it rebuilds them."""
+    """Apply attention. `keep` saves the normalized inputs for the backward pass; otherwise they are rebuilt."""
     total, q, k, v = _AttentionInput.apply(*stream, half, given, keep, *half.qkv.parameters)
     attended = attend(q, k, v, documents=given.documents, scale=half.scale, window=half.window)
     added: torch.Tensor = _AttentionOutput.apply(attended, half, given.operations, *half.out.parameters)
@@ -91,12 +90,12 @@ def run_attention(stream: Stream, half: AttentionHalf, given: Pass, *, keep: boo
 
 
 def run_mlp(stream: Stream, half: MLPHalf, given: Pass, *, keep: bool) -> Stream:
-    total, added = _MLP.apply(*stream, half, given, keep, *_parameters(half))
+    total, added = _MLP.apply(*stream, half, given, keep, *half.gate_up.parameters, *half.down.parameters)
     return total, added
 
 
 def add_and_normalize(stream: Stream, norm: Norm, given: Pass, rows: torch.Tensor | None) -> torch.Tensor:
-    """Return the normalized sum of the stream, of all its rows or of these."""
+    """Return the normalized sum of the stream, for all rows or for some."""
     normalized: torch.Tensor = _AddAndNormalize.apply(*stream, norm, given, rows)
     return normalized
 
@@ -158,7 +157,7 @@ class _AttentionInput(torch.autograd.Function):
 
 
 class _AttentionOutput(torch.autograd.Function):
-    """The output product with its adapter, and the norm after it if the model has one."""
+    """The output product with its adapter, and the norm after it in models that have one."""
 
     @staticmethod
     def forward(
@@ -224,7 +223,7 @@ class _MLP(torch.autograd.Function):
         total, rstd, both, low, low_down, buffer, product, post_rstd = ctx.saved_tensors
         residual, gradient = gradients
         rows = _before_post_norm(gradient, product, post_rstd, half.post_norm, half.down, operations)
-        inner = half.down.make_input(len(total))  # rebuilt by the kernel that reads both its factors anyway
+        inner = half.down.make_input(len(total))  # rebuilt by the kernel that reads both factors
         active, low_gradient = half.down.input_gradient(rows)
         found = operations.gate_backward(
             active,
@@ -280,10 +279,10 @@ def _product(
     operations: Operations,
     rows: Rows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return what a half adds to the stream and x A; with a norm after the product also the product and its 1 / rms."""
+    """Return the output of a half and x A; with a norm after the product also the product and its 1 / rms."""
     if rows is None:
-        asked = stacked.quantize_inputs
-        rows = Rows(inputs) if asked is None else operations.quantize_rows(inputs, asked)
+        quantize = stacked.quantize_inputs
+        rows = Rows(inputs) if quantize is None else operations.quantize_rows(inputs, quantize)
     out, low = stacked.forward(rows)
     if post_norm is None:
         return out, low, None, None
@@ -303,8 +302,8 @@ def _before_post_norm(
     if post_norm is not None and product is not None and rstd is not None:
         place = stacked.make_gradient(len(product))
         gradient = operations.rms_norm_backward(gradient, product, rstd, post_norm, None, place)
-    asked = stacked.quantize_gradients
-    return Rows(gradient) if asked is None else operations.quantize_rows(gradient, asked)
+    quantize = stacked.quantize_gradients
+    return Rows(gradient) if quantize is None else operations.quantize_rows(gradient, quantize)
 
 
 def _rebuild_norm(
@@ -315,7 +314,7 @@ def _rebuild_norm(
     stacked: Stacked,
     buffer: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the inputs of a product: those that were kept, or made again from the stream."""
+    """Return the kept inputs of a product, or rebuild them from the stream."""
     if buffer is None:
         buffer = stacked.make_input(len(total))
         operations.rms_norm_again(total, rstd, norm, stacked.inputs_in(buffer))
@@ -323,12 +322,12 @@ def _rebuild_norm(
 
 
 def _whole(rows: Rows, buffer: torch.Tensor) -> Rows:
-    """Return rows that were written into a part of a buffer with the buffer as their values."""
+    """Return rows whose values are the whole buffer that they were written into."""
     return Rows(buffer, rows.packed, rows.scale)
 
 
 def _kept(low: torch.Tensor) -> torch.Tensor:
-    """Return x A outside the buffer that it was computed in, so that the buffer can be freed."""
+    """Copy x A out of its buffer, so that the buffer can be freed."""
     return low if low.is_contiguous() else low.contiguous()
 
 
@@ -337,7 +336,3 @@ def _added(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
     if gradient is None or not ctx.needs_input_grad[1]:
         return None
     return gradient.to(ctx.added)
-
-
-def _parameters(half: MLPHalf) -> Sequence[torch.Tensor]:
-    return [*half.gate_up.parameters, *half.down.parameters]

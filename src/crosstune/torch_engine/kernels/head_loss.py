@@ -1,4 +1,4 @@
-"""Compute the cross entropy over a frozen output head in chunks of tokens, with its gradient in the same pass."""
+"""Compute the cross entropy over a frozen output head in chunks of tokens, with the gradient in the same pass."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ def head_errors(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, operations: Operations
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss without gradients, and which targets do not have the largest logit."""
-    rows = rows_at_a_time(weight.shape[0], on_gpu=hidden.device.type != "cpu")
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    total, wrong = torch.zeros((), dtype=wide, device=hidden.device), []
-    for part, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
-        logits = part.to(weight.dtype) @ weight.t()
-        wrong.append(logits.argmax(dim=-1) != wanted)
-        total += operations.cross_entropy(logits, wanted, gradient=False)[0]
-    return total, torch.cat(wrong)
+    total, wrong = _zero(hidden), torch.empty_like(targets, dtype=torch.bool)
+    for chunk in _chunks(hidden, weight):
+        logits = hidden[chunk].to(weight.dtype) @ weight.t()
+        wrong[chunk] = logits.argmax(dim=-1) != targets[chunk]
+        total += operations.cross_entropy(logits, targets[chunk], gradient=False)[0]
+    return total, wrong
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Logits exist for one chunk at a time; only the gradient of the hidden states is kept."""
+    """Compute logits one chunk at a time; keep only the gradient of the hidden states."""
 
     @staticmethod
     def forward(
@@ -43,13 +41,9 @@ class _HeadLoss(torch.autograd.Function):
         targets: torch.Tensor,
         operations: Operations,
     ) -> torch.Tensor:
-        rows = rows_at_a_time(weight.shape[0], on_gpu=hidden.device.type != "cpu")
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        needed = ctx.needs_input_grad[0]
+        total, needed = _zero(hidden), ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden) if needed else None
-        for start in range(0, len(hidden), rows):
-            chunk = slice(start, start + rows)
+        for chunk in _chunks(hidden, weight):
             logits = hidden[chunk].to(weight.dtype) @ weight.t()
             loss, probs = operations.cross_entropy(logits, targets[chunk], gradient=needed)
             total += loss
@@ -62,3 +56,12 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         [gradient] = ctx.saved_tensors
         return gradient * upstream[0].to(gradient.dtype), None, None, None
+
+
+def _zero(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+
+
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
+    size = rows_at_a_time(weight.shape[0], on_gpu=hidden.device.type != "cpu")
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]

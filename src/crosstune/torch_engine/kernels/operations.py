@@ -1,4 +1,4 @@
-"""Define the elementwise operations of the fast decoder layers, and the types that they exchange."""
+"""Define the operations of the fast layers, and the types of their arguments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 E4M3_MAX = 448.0
 NUM_PARTS = 3
-"""Columns of an fp8 product for one column of an adapter: a number is the sum of two e4m3 parts, and the product of two such
-sums has three terms that count."""
+"""Columns of an fp8 product for one column of an adapter: each number is a sum of two e4m3 parts, and three terms of the
+product of two such sums matter."""
 LINES_IN_TILE = 32
 """Lines of an adapter that one program of a kernel writes."""
 SMALLEST_AMAX = 1e-12
-"""A row of zeros gets this as its largest value, so that its scale is not zero."""
+"""The smallest largest value of a row: keeps the scale of a row of zeros above zero."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Heads:
     num_keys: int
     size: int
     rotary: int
-    """The first values of each head that are rotated."""
+    """The number of leading values of each head that are rotated."""
 
     @property
     def width(self) -> int:
@@ -44,7 +44,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Quantize:
-    """Ask a producing kernel for an e4m3 copy of its rows. `columns` multiplies them first, for products with a weight
+    """A request for an e4m3 copy of the rows that a kernel makes. `columns` multiplies them first, for a product with a weight
     whose scales belong to these columns. The copy has `room` for more columns on the left."""
 
     columns: torch.Tensor | None = None
@@ -53,8 +53,8 @@ class Quantize:
 
 @dataclass
 class Rows:
-    """Activations or gradients with a row per token; for an fp8 product also their e4m3 copy and a scale per row. The copy is
-    wider where it has room on the left."""
+    """Activations or gradients with a row per token; for an fp8 product also an e4m3 copy, wider by its room on the left, and a
+    scale per row."""
 
     values: torch.Tensor
     packed: torch.Tensor | None = None
@@ -66,7 +66,7 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Operations(Protocol):
-    """One implementation of the operations. Rows may be strided; their last dimension is dense."""
+    """An implementation of the operations. Rows may be strided; their last dimension is contiguous."""
 
     def rms_norm(
         self,
@@ -76,7 +76,7 @@ class Operations(Protocol):
         out: torch.Tensor,
         quantize: Quantize | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
-        """Return x + added, 1 / rms of each row, and the normalized rows, which are written into `out`."""
+        """Return x + added, 1 / rms of each row, and the normalized rows in `out`."""
         ...
 
     def rms_norm_again(
@@ -100,8 +100,8 @@ class Operations(Protocol):
     def rotate(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: Heads, norms: QKNorms
     ) -> Triple:
-        """Return queries, keys and values of packed rows, the first two rotated (after their norms). Without norms they
-        are rotated in place."""
+        """Return queries, keys and values of packed rows, with queries and keys normalized and rotated; without norms,
+        rotated in place."""
         ...
 
     def rotate_backward(
@@ -115,7 +115,7 @@ class Operations(Protocol):
         out: torch.Tensor,
         quantize: Quantize | None = None,
     ) -> Rows:
-        """Write the gradient of the packed rows into `out`. With norms, `raw` are the rows before them."""
+        """Write the gradient of the packed rows into `out`. `raw`: the rows before the norms, if there are norms."""
         ...
 
     def gate(
@@ -133,7 +133,7 @@ class Operations(Protocol):
         out: torch.Tensor,
         quantize: Quantize | None = None,
     ) -> Rows:
-        """Write the gradients of gate and up, packed, into `out`; rebuild act(gate) * up in `product`, if it is given."""
+        """Write the packed gradients of gate and up into `out`; rebuild act(gate) * up in `product`, if given."""
         ...
 
     def quantize_rows(self, values: torch.Tensor, quantize: Quantize) -> Rows:
@@ -143,7 +143,7 @@ class Operations(Protocol):
     def cross_entropy(
         self, logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the summed cross entropy in fp32, and the gradient of the logits, which may take their place."""
+        """Return the summed cross entropy in fp32, and the gradient of the logits, which may overwrite them."""
         ...
 
 

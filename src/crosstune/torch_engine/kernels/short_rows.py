@@ -1,8 +1,8 @@
 """Attend within short rows on a CPU by batched matrix products, with a hand-written backward pass.
 
-torch's fused attention for CPUs multiplies small blocks of one head at a time, and its backward pass most of all is slow for
-short rows. Here the products of all heads of a block of queries are one call. Queries that share keys stand under each other,
-so no key is copied; blocks do not compute what lies behind their last query.
+torch's fused attention for CPUs multiplies small blocks of one head at a time; its backward pass is slow for short rows. Here one
+call multiplies a block of queries of all heads. Queries that share keys are stacked as rows of one matrix, so no key is copied;
+a block skips the keys after its last query.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from crosstune.estimate.fast_layers import QUERIES_AT_A_TIME
 
 @dataclass(frozen=True)
 class _Block:
-    """A block of queries with the keys that it may see."""
+    """A block of queries with its visible keys."""
 
     start: int
     stop: int
@@ -29,7 +29,7 @@ class _Block:
         return slice(self.first_key, self.stop)
 
     def queries(self, shared: int) -> slice:
-        """Return its rows where `shared` queries of each token stand under each other."""
+        """Return its rows if each token has `shared` stacked queries."""
         return slice(self.start * shared, self.stop * shared)
 
 
@@ -45,9 +45,8 @@ def attend_short_rows(
 ) -> torch.Tensor:
     """Return causal attention over queries, keys and values of rows x length x heads x size, in that layout.
 
-    `mask` (rows or 1 x 1 x length x length) says which keys each query sees, besides causality, and `window` how far back any
-    of them lies. Every query must see a key, if only its own. `keep` saves the probabilities for the backward pass; otherwise
-    it computes them again.
+    `mask` (rows or 1 x 1 x length x length): visible keys of each query, in addition to causality; `window`: the farthest key.
+    Every query must see at least its own key. `keep` saves the probabilities for the backward pass; otherwise they are recomputed.
     """
     found: torch.Tensor = _ShortRows.apply(q, k, v, mask, window, scale, keep)
     return found
@@ -86,7 +85,7 @@ class _ShortRows(torch.autograd.Function):
         queries, keys, values = _fold(q, num_keys, ctx.scale), _fold(k, num_keys), _columns(v)
         upstream, key_columns = _fold(gradients[0], num_keys), None if kept else _columns(k)
         dq = torch.empty_like(queries)
-        # Blocks are added up in fp32 or wider.
+        # Sum the blocks in fp32 or wider.
         wide = torch.promote_types(k.dtype, torch.float32)
         dk, dv = (torch.zeros_like(keys, dtype=wide) for _ in range(2))
         for index, block in enumerate(_blocks(q.shape[1], ctx.window)):
@@ -113,11 +112,11 @@ def _blocks(length: int, window: int | None) -> Iterator[_Block]:
 def _probabilities(
     queries: torch.Tensor, keys: torch.Tensor, block: _Block, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the softmax of a block's scores for keys in columns. torch computes that of 16-bit numbers in fp32."""
+    """Return the softmax of a block's scores for keys in columns. torch computes it in fp32 for 16-bit numbers."""
     scores = torch.bmm(queries, keys[..., block.keys])
     count = block.stop - block.start
     by_query = scores.view(len(scores), count, -1, scores.shape[-1])
-    if mask is None:  # only the last keys can lie behind a query
+    if mask is None:  # only the last keys can follow a query
         after = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu_(1)
         by_query[..., -count:].masked_fill_(after[:, None], -torch.inf)
     else:
@@ -128,7 +127,7 @@ def _probabilities(
 
 
 def _fold(values: torch.Tensor, num_keys: int, scale: float | None = None) -> torch.Tensor:
-    """Return rows x length x heads x size as one matrix for each row and key head, with its heads under each other."""
+    """Return rows x length x heads x size as one matrix for each row and key head, with the queries of its heads stacked."""
     rows, _, heads, size = values.shape
     by_key = values.unflatten(2, (num_keys, heads // num_keys)).transpose(1, 2)
     folded = torch.empty(by_key.shape, dtype=values.dtype, device=values.device)
@@ -140,8 +139,8 @@ def _fold(values: torch.Tensor, num_keys: int, scale: float | None = None) -> to
 
 
 def _columns(values: torch.Tensor) -> torch.Tensor:
-    """Return rows x length x heads x size with a matrix of columns for each row and head: a product with a part of the columns
-    takes half the time of one with a part of transposed rows."""
+    """Return rows x length x heads x size as a matrix of columns for each row and head: a product with some of the columns needs
+    half the time of one with transposed rows."""
     return values.permute(0, 2, 3, 1).flatten(0, 1).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Multiply with linear layers that share an input, and with their adapters, in as few products as possible."""
+"""Multiply with linear layers that share an input and with their adapters, in as few products as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from crosstune.estimate.fast_layers import MOST_COLUMNS, adapter_columns
 from crosstune.torch_engine.kernels.fp8_adapters import Fp8Adapter, Fp8Adapters
-from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights, fp8_weights, takes_fp8
+from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights, fits_fp8, fp8_weights
 from crosstune.torch_engine.kernels.frozen_weights import (
     DenseWeights,
     QuantizedWeights,
@@ -32,28 +32,28 @@ class Adapter:
     b: nn.Parameter
     scale: float
     wide_scale: torch.Tensor
-    """The scale in the dtype of B, as a row of one: a product with it is in that dtype, without another pass."""
+    """The scale as a tensor in the dtype of B: multiplying by it converts to that dtype in the same pass."""
     rows: slice
     """The outputs of its layer."""
     columns: slice
-    """Its place among the columns of x A of the group."""
+    """Its columns in x A of the group."""
 
 
 class Watch(Protocol):
     """Observe the products and gradients of a group."""
 
     def on_product(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Take the inputs and outputs of the product with the frozen weights."""
+        """Handle the inputs and outputs of the product with the frozen weights."""
 
     def on_gradient(self, gradient: torch.Tensor) -> None:
-        """Take the gradient of the outputs."""
+        """Handle the gradient of the outputs."""
 
 
 class Stacked:
     """y = x W^T + bias + adapters, for the stacked weights W of a group of layers.
 
-    One product does both, where there is room: B stands to the right of W, and x A to the right of x in inputs that our own
-    kernels make (the group is `extended`); A stands below W, and the gradient of x A to the right of that of y.
+    One product computes both, where there is room: W is extended by B on the right, and inputs made by our kernels by x A (the
+    group is `extended`); for the input gradient W is extended by A below, and the gradient of y by the gradient of x A.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Stacked:
         may_extend: bool,
         fp8: Scratch | None = None,
     ) -> None:
-        """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized ones multiply in fp8."""
+        """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized layers multiply in fp8."""
         bases: list[Any] = [layer.base if isinstance(layer, AdaptedLinear) else layer for layer in layers]
         self.bases = bases
         self.watch: Watch | None = None
@@ -77,7 +77,7 @@ class Stacked:
         used = self.adapters[-1].columns.stop if self.adapters else 0
         self.device = weight_device(bases[0])
         self.extra = adapter_columns(used, on_gpu=self.device.type != "cpu")
-        in_fp8 = fp8 is not None and not any(is_dense(base) for base in bases) and takes_fp8(bases)
+        in_fp8 = fp8 is not None and not any(is_dense(base) for base in bases) and fits_fp8(bases)
         self.below = self.extra if not in_fp8 and self.extra <= MOST_COLUMNS else 0
         """The rows of A below W."""
         self.extended = may_extend and self.below > 0
@@ -110,7 +110,7 @@ class Stacked:
 
     @property
     def quantize_inputs(self) -> Quantize | None:
-        """Return how inputs are quantized for the product; None if they are not."""
+        """The quantization of inputs for the product; None if there is none."""
         return Quantize(room=self._fp8_room) if self.in_fp8 else None
 
     @property
@@ -122,7 +122,7 @@ class Stacked:
         return self.weights.room if isinstance(self.weights, Fp8Weights) else 0
 
     def fp8_adapter(self) -> Fp8Adapter | None:
-        """Return the adapters as columns of the fp8 products; None if they are multiplied by themselves."""
+        """Return the adapters as columns of the fp8 products; None if they have separate products."""
         if not self._fp8_room:
             return None
         assert self._b_columns is not None
@@ -170,7 +170,7 @@ class Stacked:
         return out, low
 
     def low(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return x A of the inputs in a buffer of `make_input`, in the buffer if it has room for it."""
+        """Return x A of the inputs in a buffer of `make_input`, in the buffer if there is room."""
         if not self.extended:
             return buffer @ self._a.t()
         low = buffer[:, self.num_inputs :]
@@ -180,14 +180,14 @@ class Stacked:
     def backward(
         self, gradient: Rows, inputs: torch.Tensor, low: torch.Tensor, *, need_input: bool
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """Return the gradients of the inputs, if they are needed, and of `parameters`."""
+        """Return the gradients of the inputs, if needed, and of `parameters`."""
         found, low_gradient = self.input_gradient(gradient, need_input=need_input)
         return found, self.adapter_gradients(gradient.values, inputs, low, low_gradient)
 
     def input_gradient(
         self, gradient: Rows, *, need_input: bool = True
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return the gradients of the inputs, if they are needed, and of x A."""
+        """Return the gradients of the inputs, if needed, and of x A."""
         values = gradient.values
         if self.watch is not None:
             self.watch.on_gradient(values)
@@ -222,7 +222,7 @@ class Stacked:
             return []
         found = []
         all_a = (low_gradient.t() @ self.inputs_in(inputs)).to(self.adapters[0].a.dtype)
-        # One product reads the gradient once; with many columns, those of other layers would cost too much.
+        # One product reads the gradient once; with many columns, multiplying other layers' columns costs too much.
         all_b = gradient.t() @ low if self.extra <= MOST_COLUMNS else None
         for adapter in self.adapters:
             if all_b is not None:
@@ -233,8 +233,8 @@ class Stacked:
         return found
 
     def _place_b(self) -> torch.Tensor | None:
-        """Return the matrix that holds each B, with zeros between: the extra columns of a dense matrix or a separate one. None
-        if separate products are faster, with many columns."""
+        """Return a matrix with all B and zeros between them: the extra columns of a dense matrix, or a separate one. None with
+        many columns, where separate products are faster."""
         if not 0 < self.extra <= MOST_COLUMNS:
             return None
         if self.extended and isinstance(self.weights, DenseWeights):
@@ -251,12 +251,12 @@ class Stacked:
 def rows_with_room(
     num_rows: int, width: int, room: int, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return an empty matrix that is the left part of a wider one; a product may write into the rest."""
+    """Return an empty matrix, the left part of a wider one with room for the output of a product."""
     return torch.empty(num_rows, width + room, dtype=dtype, device=device)[:, :width]
 
 
 def whole_rows(values: torch.Tensor, room: int) -> torch.Tensor | None:
-    """Return the wider matrix that `rows_with_room` made `values` with; None if they were made another way."""
+    """Return the wider matrix around `values` of `rows_with_room`; None for other values."""
     num_rows, width = values.shape
     stride = values.stride(0)
     is_left = values.storage_offset() == 0 and values.stride(1) == 1 and stride >= width + room
@@ -266,7 +266,7 @@ def whole_rows(values: torch.Tensor, room: int) -> torch.Tensor | None:
 
 
 class Publishing:
-    """Copy the adapters, which the optimizer moves in fp32, into the dtype of the products: few launches for all."""
+    """Copy the fp32 adapters into the compute dtype, in a few launches for all layers."""
 
     def __init__(self, groups: Sequence[Stacked]) -> None:
         adapters = [(group, index) for group in groups for index in range(len(group.adapters))]

@@ -1,7 +1,7 @@
-"""Implement the operations of the fast decoder layers with plain torch, on any device.
+"""Implement the operations of the fast layers with plain torch, on any device.
 
-Norms, rotations and the loss are computed in fp32 or wider; gated activations in the dtype of their inputs, as transformers does.
-On a CPU the time of all of them is that of their passes over memory, so they write in place wherever they may.
+Norms, rotations and the loss are computed in fp32 or wider; gated activations in the dtype of their inputs, as in transformers.
+On a CPU their time is passes over memory, so they write in place where possible.
 """
 
 from __future__ import annotations
@@ -23,6 +23,17 @@ from crosstune.torch_engine.kernels.operations import (
     Rows,
     Triple,
 )
+
+_aten = torch.ops.aten
+_ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "silu": (F.silu, _aten.silu_backward.grad_input),
+    "gelu": (F.gelu, _aten.gelu_backward.grad_input),
+    "gelu_tanh": (
+        partial(F.gelu, approximate="tanh"),
+        partial(_aten.gelu_backward.grad_input, approximate="tanh"),
+    ),
+}
+"""Each activation, and its gradient with respect to the input. torch computes 16-bit numbers in fp32, without copies."""
 
 
 def rms_norm(
@@ -115,7 +126,7 @@ def gate_backward(
         torch.mul(active, ups, out=product)
     gate_part, up_part = out.chunk(2, dim=-1)
     torch.mul(gradient, active, out=up_part)
-    torch.mul(gradient, ups, out=active)  # its memory is free now
+    torch.mul(gradient, ups, out=active)  # its memory is reused
     activate_backward(active, gates, grad_input=gate_part)
     return Rows(out) if quantize is None else quantize_rows(out, quantize)
 
@@ -157,16 +168,14 @@ def _gain(norm: Norm, values: torch.Tensor) -> torch.Tensor:
     return weight + norm.offset if norm.offset else weight
 
 
-def _head_norm(part: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+def _head_norm(part: torch.Tensor, norm: Norm) -> torch.Tensor:
     values = _wide(part)
-    if norm is None:
-        return values
     rstd = torch.rsqrt(values.square().mean(-1, keepdim=True) + norm.eps)
     return values * rstd * _gain(norm, values)
 
 
 def _rotated(qkv: torch.Tensor, heads: Heads) -> torch.Tensor:
-    """Return a view of queries and keys of packed rows, which stand beside each other: tokens x heads x size."""
+    """Return a view of the adjacent queries and keys of packed rows: tokens x heads x size."""
     return qkv.unflatten(1, (-1, heads.size))[:, : heads.num_queries + heads.num_keys]
 
 
@@ -183,23 +192,10 @@ def _turn(values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: in
         part.copy_(wide)
 
 
-_aten = torch.ops.aten
-_ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
-    "silu": (F.silu, _aten.silu_backward.grad_input),
-    "gelu": (F.gelu, _aten.gelu_backward.grad_input),
-    "gelu_tanh": (
-        partial(F.gelu, approximate="tanh"),
-        partial(_aten.gelu_backward.grad_input, approximate="tanh"),
-    ),
-}
-"""Each activation, and the gradient of its input from that of its output and the input. torch computes those of 16-bit numbers in
-fp32, without copies."""
-
-
 def _normalize(
     values: torch.Tensor, rstd: torch.Tensor, norm: Norm, out: torch.Tensor, quantize: Quantize | None
 ) -> Rows:
-    """Write normalized rows into `out`, in as few passes as their dtype allows."""
+    """Write normalized rows into `out`, in as few passes as the dtype allows."""
     scaled = values * rstd[:, None]
     if quantize is None and out.dtype == values.dtype:
         return Rows(torch.mul(scaled, _gain(norm, values), out=out))

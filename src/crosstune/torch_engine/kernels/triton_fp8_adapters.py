@@ -1,12 +1,11 @@
-"""Triton kernels that put adapters left of e4m3 matrices, so that one fp8 product multiplies both.
+"""Triton kernels that write adapters to the left of e4m3 matrices, so that one fp8 product multiplies both.
 
-A number of an adapter is the sum of two e4m3 parts, which have as many bits together as bf16. Of the product of two such sums
-three terms count: first x first, first x second, second x first. One matrix has the columns first, first, second beside it,
-the other first, second, first. Both share the scales of the rows that they stand beside; a power of two for each column, which
-one side is multiplied with and the other divided by, keeps both in the range of e4m3.
+Each number of an adapter is the sum of two e4m3 parts, together with the bits of bf16. Three terms of the product of two such sums
+matter: first x first, first x second, second x first. So one matrix gets the columns first, first, second, the other first,
+second, first. The columns share the scales of the rows next to them; a power of two for each column multiplies one side and
+divides the other, which keeps both in the range of e4m3.
 
-Adapters come first in the sums, since tensor cores add e4m3 products in few bits: a small term that comes last is cut off, while
-one that comes first moves where later terms are cut.
+Adapters come first in the sums, since tensor cores add e4m3 products in few bits: they cut off a small term at the end of a sum.
 """
 
 import triton
@@ -22,8 +21,8 @@ def largest_of_columns(
     sides, tile_sides, tile_starts, largest,
     DTYPE: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Put the largest amount of each column of an adapter, divided by the scales of its lines, into `largest`, as the bits of
-    fp32 numbers: positive ones are in the order of their bits."""
+    """Write the largest absolute value of each column of an adapter, divided by the scales of its lines, into `largest`, as
+    fp32 bits: positive numbers have the order of their bits."""
     side = tl.load(tile_sides + tl.program_id(0))
     values, _mask = _read_tile(sides, side, tl.load(tile_starts + tl.program_id(0)), DTYPE, LINES, COLUMNS)
     bits = tl.max(tl.abs(values), axis=0).to(tl.int32, bitcast=True)
@@ -35,7 +34,7 @@ def write_parts(
     sides, tile_sides, tile_starts, largest, factors,
     DTYPE: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the parts of an adapter left of a frozen matrix, and the factor of each column for the other side."""
+    """Write the parts of an adapter to the left of a frozen matrix, and the factor of each column for the other side."""
     side = tl.load(tile_sides + tl.program_id(0))
     start = tl.load(tile_starts + tl.program_id(0))
     values, mask = _read_tile(sides, side, start, DTYPE, LINES, COLUMNS)
@@ -43,7 +42,7 @@ def write_parts(
     column = tl.arange(0, COLUMNS)
     own = tl.load(largest + side * COLUMNS + column).to(tl.float32, bitcast=True)
     other = tl.load(largest + (side ^ 1) * COLUMNS + column).to(tl.float32, bitcast=True)
-    # What the other side will multiply is about this large; both sides meet in the middle, if this one fits.
+    # The other side multiplies numbers of about this size; both sides meet in the middle, if this one fits.
     usual = 10.0 * other * tl.sqrt(tl.load(fields + 8).to(tl.float32))
     smallest = tl.exp2(tl.ceil(tl.log2(own / 448.0)))
     middle = tl.where(usual > 0, tl.exp2(tl.floor(0.5 * tl.log2(own / usual) + 0.5)), 0.0)
@@ -68,8 +67,8 @@ def prepend_low(
     low, factors, values, columns, packed, scale, low_stride, values_stride, packed_stride, count, room,
     N: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
-    """Write the parts of a row of `low` to the left of its e4m3 row, and zeros into the rest of the room, which is at most
-    SPARE. A row that they do not fit is scaled anew."""
+    """Write the parts of a row of `low` to the left of its e4m3 row, and zeros into the rest of the room (at most SPARE).
+    Rescale the row if they exceed its range."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     mask = column < count
@@ -101,7 +100,7 @@ def prepend_low(
 
 @triton.jit
 def _read_tile(sides, side, start, DTYPE: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return lines of an adapter, divided by their scales, and which of them there are."""
+    """Return a tile of an adapter, divided by the scales of its lines, and its mask."""
     fields = sides + side * NUM_FIELDS
     line = (start + tl.arange(0, LINES)).to(tl.int64)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
@@ -115,6 +114,6 @@ def _read_tile(sides, side, start, DTYPE: tl.constexpr, LINES: tl.constexpr, COL
 
 @triton.jit
 def _split(values):
-    """Return two e4m3 numbers whose sum is nearest."""
+    """Return two e4m3 numbers with the nearest sum."""
     first = values.to(tl.float8e4nv)
     return first, (values - first.to(tl.float32)).to(tl.float8e4nv)

@@ -1,4 +1,4 @@
-"""Triton kernels of the fast layers: rotation of queries and keys, gated activations, and NF4 made dense."""
+"""Triton kernels of the fast layers: rotation of queries and keys, gated activations, and dequantization of NF4."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ def rotate(
 ):  # fmt: skip
     """Rotate the queries (second program id 0) or keys (1) of a token, after their norm if there is one.
 
-    PAIRS and HEADS are powers of two that hold HALF and the heads; REST holds what is not rotated, 0 for nothing.
+    PAIRS and HEADS are powers of two above HALF and the number of heads; REST covers the unrotated values, 0 for none.
     """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -56,9 +56,9 @@ def rotate_backward(
     COUNT: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of COUNT heads of a token, in any strides, turned back into packed rows from column `start`.
+    """Rotate the gradients of COUNT heads of a token back and write them into packed rows from column `start`.
 
-    With HALF of 0 nothing is turned: values. With NORM, `raw` are the packed rows before the norm.
+    HALF is 0 for values, which are not rotated. With NORM, `raw` are the packed rows before the norm.
     """
     token = tl.program_id(0).to(tl.int64)
     source = gradient + (token // length) * row_stride + (token % length) * token_stride
@@ -127,7 +127,7 @@ def gate_product(
     gate_up, out, packed, scale, out_stride, packed_stride,
     N: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, QUANTIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write act(gate) * up of a row, and its e4m3 copy in a second pass over what the first one wrote."""
+    """Write act(gate) * up of a row, and its e4m3 copy in a second pass."""
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, N, BLOCK):
@@ -195,16 +195,16 @@ def nf4_words(
     GROUP: tl.constexpr, NESTED: tl.constexpr, WORDS: tl.constexpr, SCALED: tl.constexpr, COPY: tl.constexpr,
     COPY_ROWS: tl.constexpr, COPY_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Make 4-bit weights dense, a word of 8 to a thread, which then writes them at once.
+    """Dequantize 4-bit weights, a word of 8 per thread.
 
-    GROUP weights share a scale. With NESTED, a scale is an 8-bit code whose own scale is shared by NESTED codes; launch it
-    with enable_fp_fusion=False then, since bitsandbytes rounds the product before it adds the offset. With COPY, the last
+    GROUP weights share a scale. With NESTED, a scale is an 8-bit code, and NESTED codes share a scale; launch with
+    enable_fp_fusion=False then, since bitsandbytes rounds the product before it adds the offset. With COPY, the last
     programs copy a matrix of num_rows x num_columns, a tile each.
     """
     program = tl.program_id(0)
     num_programs = tl.cdiv(num_words, 2 * WORDS)
     if program < num_programs:
-        # Two words, so that the second one's loads are under way while the first one's are waited for.
+        # Two words: the loads of the second overlap the wait for the first.
         word = program * 2 * WORDS + tl.arange(0, WORDS)
         other = word + WORDS
         bits = tl.load(packed + word, mask=word < num_words, other=0)
@@ -265,6 +265,6 @@ def _write_nf4(
 
 @triton.jit
 def _nf4(bits, NUMBER: tl.constexpr, table, size):  # fmt: skip
-    """Return the weight of that number in each word: the high half of each byte comes first."""
+    """Return weight NUMBER of each word: the high half of each byte comes first."""
     code = (bits >> (8 * (NUMBER // 2) + 4 * (1 - NUMBER % 2))) & 15
     return tl.load(table + code) * size

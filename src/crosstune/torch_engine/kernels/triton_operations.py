@@ -1,4 +1,4 @@
-"""Implement the operations of the fast decoder layers with Triton, for GPUs."""
+"""Implement the operations of the fast layers with Triton, for GPUs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from crosstune.torch_engine.kernels.torch_operations import split_heads
 _KINDS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 _CHUNK = 2048
 _NF4_WORDS = 256
-"""Words of 4-bit weights that a program takes at once, each for one thread."""
+"""Words of 4-bit weights that a program reads at once, one per thread."""
 _COPY_ROWS, _COPY_COLUMNS = 32, 64
-"""The tile of a matrix beside them that a program copies."""
+"""The tile of a matrix that a program copies."""
 
 
 def rms_norm(
@@ -36,7 +36,7 @@ def rms_norm(
     out: torch.Tensor,
     quantize: Quantize | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
-    assert quantize is None or quantize.columns is None, "inputs are quantized as they are"
+    assert quantize is None or quantize.columns is None, "inputs are quantized without column factors"
     x = x.contiguous()
     total = x if added is None else torch.empty_like(x)
     rstd = torch.empty(len(x), dtype=torch.float32, device=x.device)
@@ -170,7 +170,7 @@ def rotate_backward(
 
 
 def gate(gate_up: torch.Tensor, kind: str, out: torch.Tensor, quantize: Quantize | None = None) -> Rows:
-    assert quantize is None or quantize.columns is None, "inputs are quantized as they are"
+    assert quantize is None or quantize.columns is None, "inputs are quantized without column factors"
     rows = _empty_rows(out, quantize)
     triton_layers.gate_product[(len(gate_up),)](
         gate_up,
@@ -241,8 +241,8 @@ def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
 def prepend_low(
     rows: Rows, low: torch.Tensor, count: int, factors: torch.Tensor, columns: torch.Tensor | None = None
 ) -> None:
-    """Write the first `count` columns of `low`, times a factor for each column, left of the e4m3 copy of rows, in two parts. `columns` are those that the
-    rows were multiplied with before."""
+    """Write the first `count` columns of `low`, times a factor per column, to the left of the e4m3 copy of rows, in two parts.
+    `columns`: the factors that the rows were multiplied by before."""
     assert rows.packed is not None
     num_rows, width = rows.values.shape
     room = rows.packed.shape[1] - width
@@ -276,8 +276,8 @@ def write_fp8_adapters(
     factors: torch.Tensor,
     dtype: torch.dtype,
 ) -> None:
-    """Write the adapters of groups in fp8 beside their weights, as they are now. `table` has the addresses of each side, and
-    `tiles` the side and the first line of each program."""
+    """Write the current adapters of groups in fp8 next to their weights. `table` has the addresses of each side, `tiles` the side
+    and the first line of each program."""
     blocks = {
         "DTYPE": {torch.bfloat16: triton.language.bfloat16, torch.float32: triton.language.float32}[dtype],
         "LINES": LINES_IN_TILE,
@@ -307,8 +307,8 @@ def make_nf4_dense(
     row_scales: torch.Tensor | None = None,
     copied: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Write 4-bit weights into `out`, whose rows may be strided: bit for bit what bitsandbytes makes of them. With
-    `row_scales` they are divided by these, for an `out` in e4m3. `copied` are a matrix and where a copy of it goes."""
+    """Dequantize 4-bit weights into `out`, whose rows may be strided, with the same bits as bitsandbytes. `row_scales` divide
+    them, for an `out` in e4m3. `copied`: a matrix and the target of its copy."""
     rows, num_weights = out.shape
     source, target = copied if copied is not None else (out, out)
     absmax = tensors["absmax"]
@@ -371,7 +371,7 @@ def _dense_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_row(values: torch.Tensor) -> dict[str, Any]:
-    """Return the settings of a kernel whose program holds a whole row."""
+    """Return the settings of a kernel with a whole row per program."""
     block = triton.next_power_of_2(values.shape[1])
     return {
         "N": values.shape[1],
