@@ -14,10 +14,10 @@ from unprivileged import as_other_user, reachable_folder
 from crosstune.core.errors import UserError
 from crosstune.data.bundled.named_datasets import known_names
 from crosstune.data.read import files
+from crosstune.data.read.columns import pick_rows, uniform_sources
 from crosstune.data.read.formats import has_empty_answer, recognise, to_conversation
 from crosstune.data.read.hub import HubPart, _missing
 from crosstune.data.read.sources import Source, open_source, split_of
-from crosstune.data.read.uniform import pick_rows, uniform_sources
 from crosstune.files.hub_reach import why_unreachable
 
 ROWS = [

@@ -13,11 +13,10 @@ import numpy as np
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY
-from crosstune.data.read.columns import Columns
+from crosstune.data.read.columns import Columns, check_mapped, uniform_sources
 from crosstune.data.read.dataset_list import parse_dataset, unweighted
 from crosstune.data.read.formats import has_empty_answer, to_conversation
 from crosstune.data.read.sources import Source, open_source
-from crosstune.data.read.uniform import check_mapped, uniform_sources
 from crosstune.data.render.rendering import encode_conversation
 from crosstune.data.tokens.corpus import Corpus
 from crosstune.data.tokens.encode import Encoder, check_any_answer, located

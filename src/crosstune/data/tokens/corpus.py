@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import Example
-from crosstune.data.read.columns import Columns
+from crosstune.data.read.columns import Columns, uniform_sources
 from crosstune.data.read.formats import WITHOUT_TURNS
 from crosstune.data.read.sources import Source
-from crosstune.data.read.uniform import uniform_sources
 from crosstune.data.tokens.encode import IN_MEMORY_BYTES, Encoder, OnProgress, digest, tokenize_source
 from crosstune.data.tokens.store import (
     JoinedStore,
