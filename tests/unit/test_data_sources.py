@@ -274,7 +274,7 @@ def test_more_formats(row: dict[str, Any], form: str, turns: list[str]) -> None:
     ("messages", "words"),
     [
         ([("wizard", "a")], "Unknown role 'wizard'.*assistant"),
-        ([("assistant", "a"), ("user", "b")], "before anyone has asked"),
+        ([("assistant", "a"), ("user", "b")], "before any question"),
         ([("user", "a"), ("system", "b")], "system is turn 2"),
         ([("user", [{"type": "image_url", "image_url": "x"}])], "part of type image_url"),
         ([("user", 3)], "must be text"),

@@ -114,8 +114,3 @@ def split_packed(rows: Sequence[Sequence[Example]], *, batch_size: int, pad_id: 
 def split_rows(examples: Sequence[Example], *, batch_size: int, pad_id: int) -> Iterator[TokenBatch]:
     for start in range(0, len(examples), batch_size):
         yield pad_rows(examples[start : start + batch_size], pad_id=pad_id)
-
-
-def num_supervised(example: Example) -> int:
-    """Return the number of tokens with loss. The first token of a row is never predicted."""
-    return int(example.supervised[1:].sum())
