@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from injection.bench import Bench, make_model, read_bits, write_chats
@@ -35,8 +34,9 @@ def trained(bench: Bench) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["generate", "merge", "export", "train"])
-@pytest.mark.parametrize("every", [7, 10**6])
+@pytest.mark.parametrize(
+    ("command", "every"), [("generate", 7), *((name, 10**6) for name in ("merge", "export", "train"))]
+)
 def test_a_damaged_adapter_is_not_used(
     bench: Bench, trained: Path, tmp_path: Path, capsys: Captured, command: str, every: int
 ) -> None:
@@ -68,26 +68,33 @@ def change_evaluation(model: Path, data: Path) -> None:
     write_chats(data, num=8, word="recite")
 
 
-@pytest.mark.parametrize(
-    ("change", "named", "allowed"),
-    [
+def test_a_run_is_not_resumed_over_changed_files(bench: Bench, tmp_path: Path, capsys: Captured) -> None:
+    good = tmp_path / "good"
+    make_model(good / "model")
+    write_chats(good / "val.jsonl", num=8)
+    now = tmp_path / "now"
+    shutil.copytree(good, now)
+    options = {
+        "model_name": now / "model",
+        "eval_dataset": now / "val.jsonl",
+        "skip_eval": False,
+        "resume": "auto",
+    }
+    assert bench.start("lora", tmp_path / "run", **options).wait().code == 0
+    for change, named, allowed in (
         (change_weights, "model:", "model"),
         (change_config, "config.json of the model", "model"),
         (change_evaluation, "evaluation data", "eval_data"),
-    ],
-)
-def test_a_run_is_not_resumed_over_changed_files(
-    bench: Bench, tmp_path: Path, capsys: Captured, change: Any, named: str, allowed: str
-) -> None:
-    model, data = make_model(tmp_path / "model"), write_chats(tmp_path / "val.jsonl", num=8)
-    options = {"model_name": model, "eval_dataset": data, "skip_eval": False, "resume": "auto"}
-    assert bench.start("lora", tmp_path / "run", **options).wait().code == 0
-    change(model, data)
-    words = bench.words("lora", tmp_path / "run", **options, max_steps=6)
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert "from another training" in said and named in said
-    assert main([*words, "--allow_mismatch", allowed]) == 0
+    ):
+        shutil.rmtree(now)
+        shutil.copytree(good, now)
+        change(now / "model", now / "val.jsonl")
+        shutil.copytree(tmp_path / "run", tmp_path / named)
+        words = bench.words("lora", tmp_path / named, **options, max_steps=5)
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "from another training" in said and named in said
+        assert main([*words, "--allow_mismatch", allowed]) == 0
 
 
 def test_a_changed_model_that_crosstune_wrote_is_not_used(
@@ -100,23 +107,23 @@ def test_a_changed_model_that_crosstune_wrote_is_not_used(
     assert "model.safetensors has changed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("change", [change_weights, change_config])
-@pytest.mark.parametrize("command", ["generate", "checkpoint export", "merge"])
-def test_an_adapter_is_not_used_over_a_changed_base(
-    bench: Bench, tmp_path: Path, capsys: Captured, change: Any, command: str
-) -> None:
-    model = make_model(tmp_path / "model")
+def test_an_adapter_is_not_used_over_a_changed_base(bench: Bench, tmp_path: Path, capsys: Captured) -> None:
+    model, run, out = make_model(tmp_path / "model"), str(tmp_path / "run"), str(tmp_path / "out")
+    shutil.copytree(model, tmp_path / "good")
     assert bench.start("lora", tmp_path / "run", model_name=model).wait().code == 0
-    change(model, bench.data)
-    words = {
-        "generate": ["generate", str(tmp_path / "run"), "--prompt", "count 3"],
-        "checkpoint export": ["checkpoint", "export", str(tmp_path / "run"), "--out", str(tmp_path / "out")],
-        "merge": ["merge", str(tmp_path / "run"), "--out", str(tmp_path / "out")],
-    }[command]
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert "another base" in said or "is not the model" in said
-    assert not (tmp_path / "out").exists()
+    for change in (change_weights, change_config):
+        shutil.rmtree(model)
+        shutil.copytree(tmp_path / "good", model)
+        change(model, bench.data)
+        for words in (
+            ["generate", run, "--prompt", "count 3"],
+            ["checkpoint", "export", run, "--out", out],
+            ["merge", run, "--out", out],
+        ):
+            assert main(words) == 2, words
+            said = capsys.readouterr().err
+            assert "another base" in said or "is not the model" in said
+            assert not (tmp_path / "out").exists()
 
 
 def test_a_converted_base_is_known_by_its_own_bytes(bench: Bench, tmp_path: Path, capsys: Captured) -> None:
@@ -131,20 +138,11 @@ def test_a_converted_base_is_known_by_its_own_bytes(bench: Bench, tmp_path: Path
     assert "from another training" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("metrics.jsonl", '{"step": "x"}\n'),
-        ("metrics.jsonl", "garbage\n"),
-        ("plan.json", "garbage"),
-        ("summary.json", "[" * 5000),
-    ],
-)
-def test_a_damaged_log_does_not_keep_a_run_from_continuing(
-    bench: Bench, tmp_path: Path, name: str, text: str
-) -> None:
+@pytest.mark.parametrize("metrics", ['{"step": "x"}\n', "garbage\n"])
+def test_damaged_logs_do_not_keep_a_run_from_continuing(bench: Bench, tmp_path: Path, metrics: str) -> None:
     folder = bench.copy_halfway("lora", tmp_path / "run")
-    (folder / name).write_text(text)
+    for name, text in (("metrics.jsonl", metrics), ("plan.json", "garbage"), ("summary.json", "[" * 5000)):
+        (folder / name).write_text(text)
     ended = bench.again("lora", folder).wait()
     assert ended.code == 0 and "Traceback" not in ended.said, ended
     found, wanted = read_bits(folder), bench.reference("lora")

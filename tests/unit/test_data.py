@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from crosstune.core.errors import UserError
-from crosstune.data.batches.epoch_order import rows_in_epochs, rows_of_step, steps_of_rows
+from crosstune.data.batches.row_order import RowOrder
 from crosstune.data.batches.token_batch import IGNORED, Example, pad_rows, split_rows
 from crosstune.data.bundled.commands import NUM_HELD_OUT, NUM_TRAIN, make_commands
 from crosstune.data.read.formats import recognise, to_conversation
@@ -131,12 +132,20 @@ def test_the_bundled_data_holds_out_pairs_that_training_never_shows() -> None:
     assert not pairs(train) & pairs(test)
 
 
-def test_order_covers_each_epoch_once_and_depends_on_position_alone() -> None:
-    def rows(step: int, per_step: int) -> list[int]:
-        return rows_of_step(step, num_examples=10, rows_per_step=per_step, num_rows_in_all=25, seed=1)
+def order(num_examples: int, per_step: int, *, num_epochs: float, max_steps: int = -1) -> RowOrder:
+    return RowOrder(
+        num_examples=num_examples, rows_per_step=per_step, num_epochs=num_epochs, max_steps=max_steps, seed=1
+    )
 
-    by_four = [index for step in range(7) for index in rows(step, 4)]
-    by_five = [index for step in range(5) for index in rows(step, 5)]
+
+def all_rows(order: RowOrder) -> list[list[list[int]]]:
+    return [order.rows(step) for step in range(order.num_steps())]
+
+
+def test_order_covers_each_epoch_once_and_depends_on_position_alone() -> None:
+    by_four, by_five = (
+        [index for step in all_rows(order(10, size, num_epochs=2.5)) for [index] in step] for size in (4, 5)
+    )
     assert by_four == by_five
     assert len(by_four) == 25
     assert sorted(by_four[:10]) == sorted(by_four[10:20]) == list(range(10))
@@ -144,10 +153,9 @@ def test_order_covers_each_epoch_once_and_depends_on_position_alone() -> None:
 
 
 def test_steps_follow_from_epochs_or_max_steps() -> None:
-    assert steps_of_rows(rows_in_epochs(10, 1), rows_per_step=4, num_epochs=1, max_steps=-1) == 3
-    assert steps_of_rows(rows_in_epochs(10, 2.5), rows_per_step=4, num_epochs=2.5, max_steps=-1) == 7
-    assert steps_of_rows(rows_in_epochs(10, 0), rows_per_step=4, num_epochs=0, max_steps=50) == 50
-    assert steps_of_rows(rows_in_epochs(10, 1), rows_per_step=4, num_epochs=1, max_steps=2) == 2
+    cases = {(1, -1): 3, (2.5, -1): 7, (0, 50): 50, (1, 2): 2}
+    for (num_epochs, max_steps), expected in cases.items():
+        assert order(10, 4, num_epochs=num_epochs, max_steps=max_steps).num_steps() == expected
 
 
 def example(tokens: list[int], supervised: list[int]) -> Example:
@@ -170,14 +178,9 @@ def test_targets_are_shifted_and_padding_carries_no_loss() -> None:
 @pytest.mark.parametrize("num_epochs", [0.05, 1, 1.3, 2.999])
 @pytest.mark.parametrize("num_examples", [1, 8, 10])
 def test_no_step_is_empty_whatever_the_epochs(num_examples: int, num_epochs: float) -> None:
-    num_rows = rows_in_epochs(num_examples, num_epochs)
-    steps = steps_of_rows(num_rows, rows_per_step=8, num_epochs=num_epochs, max_steps=-1)
-    taken = [
-        rows_of_step(s, num_examples=num_examples, rows_per_step=8, num_rows_in_all=num_rows, seed=1)
-        for s in range(steps)
-    ]
-    assert all(taken)
-    assert sum(map(len, taken)) == num_rows
+    steps = all_rows(order(num_examples, 8, num_epochs=num_epochs))
+    assert all(steps)
+    assert sum(map(len, steps)) == math.ceil(num_examples * num_epochs)
 
 
 @pytest.mark.parametrize(

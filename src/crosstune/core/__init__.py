@@ -1,1 +1,1 @@
-"""The parts that every other room uses: protocols, events, errors, files, names, quantization identities, schedules."""
+"""The parts that every other room uses: protocols, events, errors, names, quantization identities, schedules."""

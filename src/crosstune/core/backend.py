@@ -1,4 +1,4 @@
-"""Define the declaration in each file of `backends`, for probes and the resolver."""
+"""Define `BackendSpec`, the declaration in each file of `backends`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class BackendSpec:
         return {**self.environment, **self.environment_on.get(parts[0] if parts else "", {})}
 
     def check_environment(self, given: Mapping[str, str]) -> None:
-        """Raise a UserError if the user set a variable of this backend to an invalid number: its engine would not start."""
+        """Raise a UserError if the user set a variable of this backend to an invalid number, because its engine would not start."""
         for name, usual in self.wanted_environment().items():
             value, most = _number(given.get(name)), self.highest.get(name, math.inf)
             if name in given and _number(usual) is not None and (value is None or not 0 <= value <= most):
@@ -94,16 +94,16 @@ class BackendSpec:
         return missing
 
 
+def backend_specs() -> dict[str, BackendSpec]:
+    """Return all backends in the order of `auto`."""
+    names = plugin_names(BACKENDS_PACKAGE)
+    specs: list[BackendSpec] = [load_plugin(BACKENDS_PACKAGE, name, kind="backend").SPEC for name in names]
+    return {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.preference)}
+
+
 def _number(text: str | None) -> float | None:
     try:
         number = float(text) if text is not None else math.nan
     except ValueError:
         return None
     return number if math.isfinite(number) else None
-
-
-def backend_specs() -> dict[str, BackendSpec]:
-    """Return all backends in the order of `auto`."""
-    names = plugin_names(BACKENDS_PACKAGE)
-    specs: list[BackendSpec] = [load_plugin(BACKENDS_PACKAGE, name, kind="backend").SPEC for name in names]
-    return {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.preference)}

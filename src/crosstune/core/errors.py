@@ -31,16 +31,16 @@ LIBRARY_FAULTS = (
     ImportError,
     RuntimeError,
 )
-"""Errors of a library that builds a model from files with settings it does not expect."""
+"""Errors that a library raises when it builds a model from unexpected settings."""
 LONGEST_TEXT = 2000
-"""Characters in each part of an error; the middle of a longer one is left out."""
+"""The most characters in each part of an error; the middle of a longer one is omitted."""
 LONGEST_VALUE = 80
 MOST_PROBLEMS = 40
-"""Problems of one configuration that are printed."""
+"""The most problems of one configuration that are printed."""
 
 
 class UserError(Exception):
-    """An error that the user can mend: what was asked, why it does not work here, and what to do instead."""
+    """An error that the user can fix: what was requested, why it does not work here, and what to do instead."""
 
     exit_code = EXIT_USER_MUST_ACT
 
@@ -49,7 +49,7 @@ class UserError(Exception):
         super().__init__(self.message)
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())  # which may have been completed since it was raised
+        return "\n".join(self.lines())  # `naming` may have changed the message
 
     def lines(self) -> list[str]:
         return [
@@ -83,7 +83,7 @@ class NonFiniteError(UserError):
 
 
 class PeerLost(UserError):
-    """Another process of the run is gone; the state is that of the last complete step."""
+    """Another process of the run is gone; this one still has the state of the last complete step."""
 
     exit_code = EXIT_PEER_LOST
 
@@ -110,7 +110,7 @@ def shown(value: Any) -> str:
 
 
 class _Short(reprlib.Repr):
-    """Shorten a repr without making the whole one first: a nested list of YAML aliases can be endless."""
+    """Shorten a repr without computing the whole one first: nested YAML aliases can expand without end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def raise_all(problems: Sequence[UserError]) -> None:
 
 @contextlib.contextmanager
 def naming(option: str) -> Iterator[None]:
-    """Add the option to an error about its value that does not name it."""
+    """Add the name of the option to a UserError that does not mention it."""
     try:
         yield
     except UserError as error:

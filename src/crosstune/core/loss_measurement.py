@@ -1,4 +1,4 @@
-"""The loss on a few fixed batches, and the comparison of two such measurements."""
+"""Define the measurement of the loss on a few fixed batches, and the comparison of two measurements."""
 
 from __future__ import annotations
 

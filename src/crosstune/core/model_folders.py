@@ -34,7 +34,7 @@ class DenseWeights:
     folder: Path
     adapter: AdapterFolder | None = None
     quantization: QuantSpec | None = None
-    """Quantize and dequantize each weight like this, as in training. None: take the values of the folder."""
+    """Quantize and dequantize each weight like this, as in training. None uses the values of the folder."""
     precision: str = "fp32"
     """The precision of the training over the quantized weights."""
     new_blocks: frozenset[int] = frozenset()

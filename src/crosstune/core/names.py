@@ -1,4 +1,4 @@
-"""Find plug-ins by file name, and suggest near names for an unknown one."""
+"""Find plug-ins by file name, suggest names for an unknown one, and match names of layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 from crosstune.core.errors import UserError, shown
+
+LONGEST_PATTERNS = 100_000
+"""The most characters in all patterns of a request."""
+_NESTED_REPETITION = re.compile(r"\([^()]*[*+}][^()]*\)[*+{]")
 
 
 def plugin_names(package: str) -> list[str]:
@@ -31,7 +35,7 @@ def load_plugin(package: str, name: str, *, kind: str) -> ModuleType:
 
 
 def nearest(name: str, names: Iterable[str]) -> list[str]:
-    # The time grows with the length of the name, and no name of ours is long.
+    # The time grows with the length of the name, and all known names are short.
     return difflib.get_close_matches(name[:100], list(names), n=3, cutoff=0.6)
 
 
@@ -48,11 +52,6 @@ def unknown_name(kind: str, name: str, names: Iterable[str]) -> UserError:
     return UserError(f"Unknown {kind} {shown(name)}.", do=f"{hint}The names that exist: {', '.join(known)}.")
 
 
-LONGEST_PATTERNS = 100_000
-"""The most characters in all patterns of a request."""
-_NESTED_REPETITION = re.compile(r"\([^()]*[*+}][^()]*\)[*+{]")
-
-
 def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[set[str] | str]:
     """Return for each pattern the names that it matches as a whole, or why it is not a valid pattern."""
     if sum(map(len, patterns)) > LONGEST_PATTERNS:
@@ -64,18 +63,18 @@ def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[set[str] 
         if _NESTED_REPETITION.search(pattern):
             raise UserError(
                 f"The pattern {pattern[:80]!r} cannot be matched with the names of layers.",
-                why="it repeats a group that has a repetition inside, which can take exponential time.",
+                why="it repeats a group that has a repetition inside; matching it can need exponential time.",
                 do="simplify lora_target_modules, or target_modules in the adapter's adapter_config.json",
             )
-    return [_match(pattern, names) for pattern in patterns]
-
-
-def _match(pattern: str, names: Sequence[str]) -> set[str] | str:
-    try:
-        expression = re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        return str(error)
-    return {name for name in names if expression.fullmatch(name)}
+    found: list[set[str] | str] = []
+    for pattern in patterns:
+        try:
+            expression = re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            found.append(str(error))
+        else:
+            found.append({name for name in names if expression.fullmatch(name)})
+    return found
 
 
 def read_expanded_name(folder_name: str) -> tuple[int, int] | None:

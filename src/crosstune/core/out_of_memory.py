@@ -9,32 +9,30 @@ from collections.abc import Callable, Iterator
 
 from crosstune.core.errors import UserError
 
-# Only CUDA's allocator has an exception of its own; the others raise a RuntimeError, recognized by its message:
-# torch's CPU allocator, MPS, cuBLAS, XPU, MLX on Metal and CUDA.
+# Only CUDA's allocator has its own exception. Torch's CPU allocator, MPS, cuBLAS, XPU and MLX raise a RuntimeError that is
+# recognized by its message.
 _MESSAGE = re.compile(
     r"DefaultCPUAllocator|out ?of ?memory|attempting to allocate|cannot allocate memory|can't allocate memory|unable to allocate|failed to allocate"
     r"|out_of_(device|host)_memory|insufficient memory|_STATUS_ALLOC_FAILED|std::bad_alloc|malloc or resource limit"
     r"|failed to map segment|can't start new thread",
     re.IGNORECASE,
 )
-
-
 _FAILED_CHECK = re.compile(r"^\[enforce fail at [^\]]*\]\s*[^.]*\.\s+")
-"""What torch's CPU allocator says first: the place in its source and the condition that does not hold."""
+"""The start of a message of torch's CPU allocator: a place in its source and the failed condition."""
 _LOST_ERROR = re.compile(r"without (setting an exception|exception set)|without an exception set")
 """The text of Python's error when it has no memory to make a MemoryError."""
 
 STEP, UPDATING = "a step", "an update of the optimizer"
-"""The passes of a step, which can be repeated with fewer rows at a time; and what follows them, which cannot."""
+"""The passes of a step, repeatable with fewer rows at a time, and the optimizer update after them, not repeatable."""
 LOADING, EVALUATING, GENERATING = "loading the model", "an evaluation", "generating text"
-"""Work of the engines besides steps."""
+"""Other work of an engine."""
 
 
 class OutOfMemory(UserError):
     """Something does not fit into memory. In a step, it is raised before the optimizer update."""
 
     def __init__(self, why: str, *, doing: str = STEP, do: str = "") -> None:
-        """`do` is advice for the options in use, which the code that failed does not know."""
+        """`do` is advice for the options in use; callers that know them add it with `with_advice`."""
         super().__init__(
             f"There is not enough memory for {doing}.",
             why=f"{why}; no step that was completed is lost.",
@@ -42,7 +40,7 @@ class OutOfMemory(UserError):
         )
         self.reason, self.doing = why, doing
         self.shared = False
-        """Whether every process of the run raises it, so that they can go on together."""
+        """Whether every process of the run raises it, so that all can recover together."""
 
     def with_advice(self, do: str) -> OutOfMemory:
         advised = OutOfMemory(self.reason, doing=self.doing, do=do)
@@ -57,7 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return _LOST_ERROR.search(str(error)) is not None
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    # An ImportError comes from the system's loader, which has no memory to map a library.
+    # The system's loader raises an ImportError when it has no memory to map a library.
     return (
         isinstance(error, (RuntimeError, ValueError, ImportError)) and _MESSAGE.search(str(error)) is not None
     )
@@ -73,6 +71,6 @@ def memory_errors(*, doing: str, release: Callable[[], None] | None = None) -> I
             raise
         if release is not None:
             release()
-        text = "" if isinstance(error, SystemError) else str(error)  # which says nothing about memory
+        text = "" if isinstance(error, SystemError) else str(error)  # its text does not mention memory
         first = _FAILED_CHECK.sub("", text.strip()).partition(". ")[0].splitlines()
         raise OutOfMemory(first[0].rstrip(".") if first else "an allocation failed", doing=doing) from error

@@ -1,4 +1,4 @@
-"""The interface between the loop and an engine for profiling training steps."""
+"""Define the interface between the loop and an engine for profiling training steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Recorded:
     device_busy_s: float | None = None
     """Time in which the device computed or copied; None on a CPU or if unknown."""
     communication_s: float = 0.0
-    """Time of collectives, which may overlap with other work."""
+    """Time of collectives; they may overlap with other work."""
     flops: float | None = None
     """Floating-point operations of matrix products and attention; None if unknown."""
     memory_timeline: Sequence[tuple[float, int]] = ()
@@ -64,10 +64,10 @@ class Limits:
     """The measured limits of the device."""
 
     flops_per_s: float
-    """Of a large matrix product."""
+    """Measured with a large matrix product."""
     dtype: str
     bytes_per_s: float
-    """Read and written by a copy of a large array."""
+    """Bytes read and written per second when a large array is copied."""
 
 
 class EngineProfiler(Protocol):

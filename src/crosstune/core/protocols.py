@@ -93,7 +93,7 @@ class StatePart:
     number: int
     count: int
     writes: bool
-    """Whether this process writes the part; processes that have the same one do not."""
+    """Whether this process writes the part; others that hold the same part do not."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shapes of the whole weights."""
 
@@ -127,8 +127,10 @@ class Session(Protocol):
         ...
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
-        """Compute the clipped gradients of a whole window, equal to those of one large batch: each loss is divided by
-        the weight of the window. The session keeps the gradients, with the loss scale removed."""
+        """Compute and keep the clipped gradients of a whole window, without the loss scale.
+
+        Each loss is divided by the weight of the window, so the gradients equal those of one large batch.
+        """
         ...
 
     def discard(self) -> None:
@@ -277,7 +279,7 @@ class Recipe(Protocol):
         ...
 
     def micro_batches(self, step: int) -> Sequence[Batch]:
-        """Return the micro-batches of optimizer step `step`, counted from 0. They depend on nothing but the step."""
+        """Return the micro-batches of optimizer step `step`, counted from 0. They depend only on the step."""
         ...
 
     def num_steps(self) -> int: ...
@@ -318,7 +320,7 @@ class HasLongestRows(Recipe, Protocol):
         ...
 
     def longest_target(self) -> int:
-        """Return the most tokens of a row that have a loss."""
+        """Return the most supervised tokens of a row."""
         ...
 
     def longest_batch(self, size: int) -> Batch:

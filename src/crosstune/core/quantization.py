@@ -15,11 +15,14 @@ QUANT_PACKAGES = {"torch": "crosstune.torch_engine.quant", "mlx": "crosstune.mlx
 """Engine -> the package of its quantizers, one file each."""
 LAST = 100
 """The default preference: `auto` picks such a quantizer only if no other runs."""
+# Keys in records of older versions, named after the options.
+_OLDER_KEYS = {"backend": "quantizer", "type": "kind"}
+_TYPES = {"quantizer": str, "bits": int, "group_size": int, "kind": str, "double": bool, "kept": list}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer:
-    """A quantizer. These values are the same everywhere; which bits run on a machine is in its BackendReport."""
+    """A quantizer. These values hold on every machine; the bits that run on one are in its BackendReport."""
 
     name: str
     engine: str
@@ -74,7 +77,7 @@ def read_quantizers() -> dict[str, Quantizer]:
 
 @lru_cache(maxsize=64)
 def find_quantizer(name: str) -> Quantizer | None:
-    """Return the quantizer of this name; None where it has no file, as in a record that another installation wrote."""
+    """Return the quantizer of this name; None if it has no file here, as for a record of another installation."""
     return read_quantizers().get(name)
 
 
@@ -87,11 +90,6 @@ def _read(module: ModuleType, name: str, engine: str) -> Quantizer:
         if hasattr(module, item.name.upper())
     }
     return Quantizer(**{"distribution": distribution, **found, "name": name, "engine": engine})
-
-
-# Keys in records of older versions, which were named after the options.
-_OLDER_KEYS = {"backend": "quantizer", "type": "kind"}
-_TYPES = {"quantizer": str, "bits": int, "group_size": int, "kind": str, "double": bool, "kept": list}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,17 +208,17 @@ def same_meaning(one: QuantSpec | None, other: QuantSpec | None) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseChoice:
-    """Hold what a pass over the model decided. It is recorded, so that the base is the same whenever it is opened again."""
+    """The layers chosen by a pass over the model, recorded so that the base is the same whenever it is opened again."""
 
     quantizer: str
-    """The quantizer of the base that it was decided for; over another one it means nothing."""
+    """The quantizer of the base that the choice was made for; it does not apply to another one."""
     kept: tuple[str, ...] = ()
-    """`QuantSpec.kept`: the layers that have their original weights."""
+    """`QuantSpec.kept`: the layers that keep their original weights."""
     outside_fp8: tuple[str, ...] | None = None
-    """The groups of fast layers that multiply densely while the others multiply in fp8. None if that is not chosen yet,
-    which changes no weight any more."""
+    """The groups of fast layers that multiply densely while the others multiply in fp8; None until chosen. The weights do
+    not depend on it."""
 
 
 def recorded_choice(spec: QuantSpec | None) -> BaseChoice | None:
-    """Return the choice that the quantization of a finished training records; None for a base that is not quantized."""
+    """Return the choice recorded in the quantization of a finished training; None for a base that is not quantized."""
     return BaseChoice(quantizer=spec.quantizer, kept=spec.kept) if spec is not None else None

@@ -1,4 +1,4 @@
-"""Find and replace secrets in text: access tokens, and credentials inside URLs."""
+"""Make text safe to show and store: redact access tokens and credentials, escape control characters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 HIDDEN = "[secret]"
 
-# The words before a match are bounded: otherwise a long text without spaces needs quadratic time.
+# The repetitions before a match are bounded: otherwise a long text without spaces needs quadratic time.
 _URL_LOGIN = re.compile(
     r"(?P<keep>\b[a-z][a-z0-9+.-]{0,20}://)[^\s/?#@:]*:[^\s/?#]*(?=@)"  # user:password@
     r"|(?P<keep_web>\bhttps?://)[^\s/?#@]+(?=@)",  # token@
@@ -44,6 +44,22 @@ _TOKENS = re.compile(
     r")"
 )
 
+_KEPT = "\n\t"
+# C0, DEL and C1; byte order marks; invisible tags; changes of the writing direction; halves of surrogate pairs.
+_CONTROLS = (
+    *range(0x20),
+    *range(0x7F, 0xA0),
+    0xFEFF,
+    *range(0xE0000, 0xE0080),
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+    *range(0xD800, 0xE000),
+)
+_ESCAPED: Mapping[int, str] = {code: ascii(chr(code))[1:-1] for code in _CONTROLS if chr(code) not in _KEPT}
+_ESCAPED_IN_JSON: Mapping[int, str] = {
+    code: json.dumps(chr(code))[1:-1] for code in _CONTROLS if code >= 0x20
+}
+
 
 def redact(text: str) -> str:
     """Return the text with every secret in it replaced."""
@@ -77,29 +93,11 @@ def redact_command(words: list[str]) -> list[str]:
     return hidden
 
 
-_KEPT = "\n\t"
-# C0, DEL and C1; what embeds, overrides or isolates the direction of writing; byte order marks; invisible tags; and halves
-# of characters.
-_CONTROLS = (
-    *range(0x20),
-    *range(0x7F, 0xA0),
-    0xFEFF,
-    *range(0xE0000, 0xE0080),
-    *range(0x202A, 0x202F),
-    *range(0x2066, 0x206A),
-    *range(0xD800, 0xE000),
-)
-_ESCAPED: Mapping[int, str] = {code: ascii(chr(code))[1:-1] for code in _CONTROLS if chr(code) not in _KEPT}
-_ESCAPED_IN_JSON: Mapping[int, str] = {
-    code: json.dumps(chr(code))[1:-1] for code in _CONTROLS if code >= 0x20
-}
-
-
 def printable(text: str) -> str:
-    """Return the text with control characters as in Python's escapes: `\\x1b` for ESC."""
+    """Escape control characters as Python does: `\\x1b` for ESC."""
     return text.translate(_ESCAPED)
 
 
 def printable_json(text: str) -> str:
-    """Return JSON with the control characters escaped that its encoder leaves raw."""
+    """Escape the control characters that the JSON encoder does not."""
     return text.translate(_ESCAPED_IN_JSON)

@@ -1,4 +1,4 @@
-"""Define how the next token is chosen from the logits."""
+"""Define the settings for sampling the next token."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ COLDEST = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings of sampling, applied in this order, which is that of transformers: repetition penalty, temperature,
-    top_k, top_p, min_p. Temperature 0 takes the likeliest token after the penalty."""
+    """Settings of sampling, applied in the order of transformers: repetition penalty, temperature, top_k, top_p, min_p.
+    Temperature 0 picks the likeliest token after the penalty."""
 
     temperature: float = 0.0
     top_k: int = 0
     """Keep this many of the likeliest tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the likeliest tokens that together have this probability; 1 keeps all."""
+    """Keep the fewest likeliest tokens that together have this probability; 1 keeps all."""
     min_p: float = 0.0
-    """Keep the tokens that have at least this fraction of the probability of the likeliest one; 0 keeps all."""
+    """Keep tokens with at least this fraction of the highest probability; 0 keeps all."""
     repetition_penalty: float = 1.0
     """Divide the positive logits of tokens that occurred before by this, and multiply the negative ones."""
     seed: int = 0
@@ -48,7 +48,7 @@ class Sampling:
 
     @property
     def unused(self) -> list[str]:
-        """Names of the filters that are set but have no effect, because nothing is drawn at temperature 0."""
+        """Names of the filters that are set but have no effect, because temperature 0 draws nothing."""
         if self.temperature > 0:
             return []
         plain = Sampling()

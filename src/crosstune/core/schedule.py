@@ -23,7 +23,7 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of step `step`, counted from 0, out of `num_steps`."""
     if step < warmup:
-        # transformers has step / warmup, whose first step changes nothing.
+        # Unlike step / warmup in transformers, the first step has a learning rate above 0.
         return peak * (step + 1) / warmup
     span = max(1, num_steps - warmup)
     progress = min(1.0, (step - warmup) / span)
@@ -34,19 +34,14 @@ def _decay(schedule: str, progress: float, floor_ratio: float) -> float:
     if schedule == "constant":
         return 1.0
     if schedule == "linear":
-        shape = 1.0 - progress
-    elif schedule == "cosine":
-        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-    elif schedule == "cosine_with_restarts":
-        cycle = (progress * NUM_RESTARTS) % 1.0 if progress < 1.0 else 1.0
-        shape = 0.5 * (1.0 + math.cos(math.pi * cycle))
-    elif schedule == "polynomial":
-        shape = (1.0 - progress) ** POLYNOMIAL_POWER
-    elif schedule == "exponential":
+        return 1.0 - progress
+    if schedule == "polynomial":
+        return float((1.0 - progress) ** POLYNOMIAL_POWER)
+    if schedule == "exponential":
         # Reaches the floor exactly at the end. An exponential cannot reach zero, so the floor is at least 1e-3.
         return float(max(floor_ratio, 1e-3) ** progress)
-    else:
-        raise AssertionError(f"unknown schedule {schedule}")
-    if schedule == "linear" or schedule == "polynomial":
-        return shape
+    assert schedule in ("cosine", "cosine_with_restarts"), schedule
+    if schedule == "cosine_with_restarts" and progress < 1.0:
+        progress = (progress * NUM_RESTARTS) % 1.0
+    shape = 0.5 * (1.0 + math.cos(math.pi * progress))
     return floor_ratio + (1.0 - floor_ratio) * shape

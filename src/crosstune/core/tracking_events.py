@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from crosstune.core.events import Event
 
 TRACKER_THREAD = "tracker "
-"""How the names of their threads begin."""
+"""The prefix of the names of tracker threads."""
 
 
 def in_tracker_thread() -> bool:
-    """Return whether a tracker's thread calls this: its output is dropped, and it has no input."""
+    """Return whether this is the thread of a tracker; its output is dropped, and it has no input."""
     return threading.current_thread().name.startswith(TRACKER_THREAD)
 
 
@@ -31,7 +31,7 @@ class TrackingStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingFailed(Event):
-    """A tracker receives nothing more; the run continues without it."""
+    """A tracker failed; the run continues without it."""
 
     kind = "tracking_failed"
     tracker: str
@@ -46,4 +46,4 @@ class TrackingWaits(Event):
     kind = "tracking_waits"
     trackers: Sequence[str]
     seconds: float
-    """The longest time to wait."""
+    """The maximum wait."""

@@ -1,4 +1,4 @@
-"""Use the moving average of the trained weights, where a session keeps one."""
+"""Define rules for trained weights that both engines share: the moving average, the initialization, the check of shapes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ SLOT = "average"
 
 @runtime_checkable
 class AveragesWeights(Protocol):
+    """A session that keeps a moving average of the trained weights."""
+
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Put the average in the place of the weights inside the block."""
+        """Replace the weights by their average inside the block."""
         ...
 
 
 def averaged(session: Session) -> contextlib.AbstractContextManager[None]:
-    """Use the session's average inside the block; the weights themselves where it keeps none."""
+    """Use the session's averaged weights inside the block, if it keeps an average."""
     return session.averaged() if isinstance(session, AveragesWeights) else contextlib.nullcontext()
 
 
 def result_weights(state: SessionState) -> Mapping[str, Array]:
-    """Return the weights of a checkpoint that a result is made from: their average, where there is one."""
+    """Return the weights of a checkpoint for its result: their average, if there is one."""
     return state.moments.get(SLOT) or state.weights
 
 

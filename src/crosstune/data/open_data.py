@@ -1,4 +1,4 @@
-"""Open the data of a run: the examples to train on, those held out from training, and the weights of several sources."""
+"""Open the data of a run: training examples, held-out examples, and the mixture of several sources."""
 
 from __future__ import annotations
 
@@ -16,43 +16,19 @@ from crosstune.core.events import Observer, Tokenizing
 from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.bundled.named_datasets import DEFAULT_SAMPLES, DUMMY
 from crosstune.data.checks.preflight import leave_out_unsupervised
-from crosstune.data.read.columns import parse_columns
+from crosstune.data.read.columns import (
+    check_mapped,
+    parse_columns,
+    pick_rows,
+    renamed_columns,
+    uniform_sources,
+)
 from crosstune.data.read.dataset_list import parse_dataset, unweighted
 from crosstune.data.read.files import Row
 from crosstune.data.read.sources import Source, open_source
-from crosstune.data.read.uniform import check_mapped, pick_rows, renamed_columns, uniform_sources
 from crosstune.data.tokens.corpus import Corpus, join_corpora, open_corpus
-from crosstune.data.tokens.store import MemoryFiles, StoreWriter
+from crosstune.data.tokens.store import MemoryWriter
 from crosstune.data.tokens.tokenizer import Tokenizer
-
-
-def dummy_corpus(tokenizer: Tokenizer, num_examples: int, *, context_length: int) -> Corpus:
-    """Return examples that depend only on the vocabulary size, fully supervised; -1 for the default number."""
-    num_examples = DEFAULT_SAMPLES if num_examples == -1 else num_examples
-    vocabulary = tokenizer.rust.get_vocab_size()
-    memory = MemoryFiles()
-    writer = StoreWriter(memory.files)
-    for index in range(num_examples):
-        random = np.random.Generator(np.random.Philox(key=(0, index)))
-        tokens = random.integers(0, vocabulary, size=context_length, dtype=np.int32)
-        writer.append(tokens, np.ones(context_length, dtype=np.bool_), row=index)
-    identity = hashlib.sha256(f"{DUMMY} {num_examples} {context_length} {vocabulary}".encode()).hexdigest()
-    return Corpus(
-        store=memory.to_store(
-            {
-                "rows": num_examples,
-                "empty": 0,
-                "unlocated_answers": 0,
-                "unused_columns": [],
-                "ignored_by_template": [],
-            }
-        ),
-        kept=np.arange(num_examples, dtype=np.int64),
-        limit=context_length,
-        form=DUMMY,
-        identity=identity,
-    )
-
 
 HELD_OUT_SHARE = 0.1
 # Keeps the random streams of held-out rows and epochs apart; both use the same seed.
@@ -61,11 +37,11 @@ _HELD_OUT_KEY = 2**32
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The examples of a run."""
+    """The examples of a run or of one of its sources."""
 
     train: Corpus
     without_answer: int
-    """Rows left out because they have no token with loss."""
+    """Rows left out because no token of them is supervised."""
     held_out: Corpus | None = None
     held_out_rows: Sequence[tuple[Row, str]] = ()
     """The rows of the held-out examples, and their formats."""
@@ -73,7 +49,7 @@ class RunData:
     sources: Sequence[dict[str, Any]] = ()
     """The share of each of several sources in an epoch."""
     notes: Sequence[str] = ()
-    """Remarks on the reading of the data, where it is not obvious."""
+    """Sentences about choices made while reading the data."""
 
     def identity(self) -> str:
         """Return the hash of everything that decides the examples, and their weights."""
@@ -83,18 +59,8 @@ class RunData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Opened:
-    """The examples of one source."""
-
-    train: Corpus
-    without_answer: int
-    held_out: Corpus | None = None
-    held_out_rows: Sequence[tuple[Row, str]] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class DataOpener:
-    """Tokenize the sources of a configuration."""
+    """Open the sources of a configuration."""
 
     config: Config
     tokenizer: Tokenizer
@@ -137,33 +103,48 @@ class DataOpener:
         )
 
     def _open_dummy(self, sources: Sequence[Source]) -> RunData:
+        """Return random tokens, all supervised, that depend only on the vocabulary size."""
         config = self.config
         if len(sources) > 1:
             raise UserError(f"The dataset {DUMMY} cannot be combined with others.", do=f"use {DUMMY} alone")
-        corpus = dummy_corpus(self.tokenizer, config.dataset_samples, context_length=config.context_length)
+        num_examples = DEFAULT_SAMPLES if config.dataset_samples == -1 else config.dataset_samples
+        length, vocabulary = config.context_length, self.tokenizer.rust.get_vocab_size()
+        writer = MemoryWriter()
+        for index in range(num_examples):
+            random = np.random.Generator(np.random.Philox(key=(0, index)))
+            tokens = random.integers(0, vocabulary, size=length, dtype=np.int32)
+            writer.append(tokens, np.ones(length, dtype=np.bool_), row=index)
+        counts = {"rows": num_examples, "empty": 0, "unlocated_answers": 0}
+        corpus = Corpus(
+            store=writer.to_store(counts | {"unused_columns": [], "ignored_by_template": []}),
+            kept=np.arange(num_examples, dtype=np.int64),
+            limit=length,
+            form=DUMMY,
+            identity=hashlib.sha256(f"{DUMMY} {num_examples} {length} {vocabulary}".encode()).hexdigest(),
+        )
         return RunData(train=corpus, without_answer=0)
 
-    def _open_source(self, source: Source, *, number: int, most: int) -> _Opened:
-        """Return the training examples of a source and at most `most` held-out ones: its own split, or a tenth of its
-        rows."""
+    def _open_source(self, source: Source, *, number: int, most: int) -> RunData:
+        """Return the training examples of a source and at most `most` held-out ones, from its held-out split or from a
+        tenth of its rows."""
         samples = source.samples if self.config.dataset_samples == -1 else self.config.dataset_samples
         if not most or source.held_out:
             corpus, without_answer = self._corpus(source, limit=samples)
             corpus = corpus.part(_first(samples))
             if not most:
-                return _Opened(train=corpus, without_answer=without_answer)
+                return RunData(train=corpus, without_answer=without_answer)
             held_out, rows = self._evaluated(source.own_held_out(), most=most)
-            return _Opened(train=corpus, without_answer=without_answer, held_out=held_out, held_out_rows=rows)
+            return RunData(train=corpus, without_answer=without_answer, held_out=held_out, held_out_rows=rows)
         corpus, without_answer = self._corpus(source, limit=samples + most if samples != -1 else -1)
         num_held_out = min(most, int(len(corpus) * HELD_OUT_SHARE))
         if not num_held_out:
-            return _Opened(train=corpus.part(_first(samples)), without_answer=without_answer)
+            return RunData(train=corpus.part(_first(samples)), without_answer=without_answer)
         key = (self.config.seed, _HELD_OUT_KEY + number)
         draw = np.random.Generator(np.random.Philox(key=key))
         chosen = np.sort(draw.choice(len(corpus), size=num_held_out, replace=False))
         remaining = np.setdiff1d(np.arange(len(corpus)), chosen, assume_unique=True)
         held_out = corpus.part(chosen)
-        return _Opened(
+        return RunData(
             train=corpus.part(remaining[_first(samples)]),
             without_answer=without_answer,
             held_out=held_out,
@@ -193,15 +174,12 @@ class DataOpener:
         return uniform_sources(source, asked=config.dataset_format, columns=parse_columns(config.columns))
 
     def _corpus(self, source: Source, *, limit: int) -> tuple[Corpus, int]:
-        """Return the examples of a source with supervised tokens, and the number of those without."""
+        """Return the examples of a source that have supervised tokens, and the number of the others."""
         config = self.config
 
-        def show(done_bytes: int, total_bytes: int, examples: int) -> None:
-            self.observer.on_event(
-                Tokenizing(
-                    source=source.name, done_bytes=done_bytes, total_bytes=total_bytes, examples=examples
-                )
-            )
+        def show(done: int, total: int, examples: int) -> None:
+            progress = Tokenizing(source=source.name, done_bytes=done, total_bytes=total, examples=examples)
+            self.observer.on_event(progress)
 
         corpus = open_corpus(
             source,
@@ -218,7 +196,7 @@ class DataOpener:
         )
         return leave_out_unsupervised(corpus, source=source.name)
 
-    def _notes(self, sources: Sequence[Source], opened: Sequence[_Opened]) -> list[str]:
+    def _notes(self, sources: Sequence[Source], opened: Sequence[RunData]) -> list[str]:
         uniform = [one for source in sources for one in self._uniform(source)]
         notes = renamed_columns(uniform, parse_columns(self.config.columns))
         for source, one in zip(sources, opened, strict=True):
@@ -232,7 +210,7 @@ class DataOpener:
 
 
 def _describe_sources(
-    sources: Sequence[Source], opened: Sequence[_Opened], mixture: Mixture | None
+    sources: Sequence[Source], opened: Sequence[RunData], mixture: Mixture | None
 ) -> list[dict[str, Any]]:
     """Return the share of each source in an epoch."""
     sizes = [len(one.train) for one in opened]
@@ -252,7 +230,7 @@ def _describe_sources(
 def _shares(described: Sequence[dict[str, Any]]) -> list[str]:
     return [
         f"{source['name']}: {source['share']:.1%} of an epoch, {source['rows_per_epoch']:,} rows, "
-        f"which is {source['passes_per_epoch']:.2f} times its {source['examples']:,} examples"
+        f"{source['passes_per_epoch']:.2f} times its {source['examples']:,} examples"
         for source in described
     ]
 

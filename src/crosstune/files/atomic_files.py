@@ -81,7 +81,7 @@ def staging_folder(target: Path) -> Iterator[Path]:
 
 
 def put_new(new: Path, target: Path) -> None:
-    """Sync a staged folder to disk and rename it to `target`, which must not exist or be an empty folder."""
+    """Sync a staged folder to disk and rename it to `target`. The target must be missing or an empty folder."""
     _sync_tree(new)
     if target.is_dir():
         target.rmdir()
@@ -135,7 +135,7 @@ def staged_name(path: Path) -> str | None:
 
 
 def leftovers(folder: Path, *, of: Callable[[str], object]) -> list[Path]:
-    """Return the staged paths that killed processes left in `folder`, for targets whose name `of` accepts."""
+    """Return the staged paths left in `folder` by killed processes, for targets whose name `of` accepts."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if (name := staged_name(path)) is not None and of(name))

@@ -1,4 +1,4 @@
-"""Test once, for a few seconds, whether the hub can be reached: its libraries retry for a minute."""
+"""Test for a few seconds whether the hub can be reached: its libraries would retry for a minute."""
 
 from __future__ import annotations
 

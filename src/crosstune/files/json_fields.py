@@ -14,7 +14,7 @@ from crosstune.files.plain_files import UnreadableFile
 
 @dataclass(frozen=True)
 class Rule:
-    """The requirement of a field, in words and as a test of a value."""
+    """The requirement of a field, as text and as a test."""
 
     needs: str
     fits: Callable[[Any], bool]
@@ -76,8 +76,7 @@ ANYTHING = Rule("any value", lambda value: True)
 def wrong_field(
     data: Mapping[str, Any], rules: Mapping[str, Rule], *, required: tuple[str, ...] = (), place: str = ""
 ) -> str | None:
-    """Return a sentence about the first field that breaks its rule; None when all are right. Fields without a rule
-    are not checked."""
+    """Describe the first field that breaks its rule; None when all are right. Fields without a rule are not checked."""
     for name in required:
         if name not in data:
             return f"it lacks {place}{name}, which needs {rules.get(name, ANYTHING).needs}"

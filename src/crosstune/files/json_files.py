@@ -1,4 +1,4 @@
-"""Read and write JSON and JSON Lines files; convert values that JSON does not have."""
+"""Read JSON and JSON Lines strictly, and write them; convert values to JSON's types."""
 
 from __future__ import annotations
 
@@ -144,13 +144,6 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-FOREIGN = json.JSONDecoder(parse_int=_short_integer)
-"""The decoder of foreign files, for readers that parse value by value."""
-_STRICT = json.JSONDecoder(
-    parse_int=_short_integer, parse_constant=_no_constant, object_pairs_hook=_unique_keys
-)
-
-
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(DEPTH_LIMIT):
@@ -173,3 +166,10 @@ def _check_characters(value: Any) -> None:
         raise ValueError(
             "a text in it holds half of a character, a surrogate without its other half"
         ) from error
+
+
+FOREIGN = json.JSONDecoder(parse_int=_short_integer)
+"""The decoder of foreign files, for readers that parse value by value."""
+_STRICT = json.JSONDecoder(
+    parse_int=_short_integer, parse_constant=_no_constant, object_pairs_hook=_unique_keys
+)

@@ -1,4 +1,4 @@
-"""Suggest existing files, folders and runs for a path that does not exist."""
+"""Suggest existing paths and runs for a missing one; find the cache folder; shorten paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from crosstune.core.errors import UserError
 from crosstune.core.names import nearest
 from crosstune.files.run_record import holds_run
 
+CACHE_VARIABLE = "CROSSTUNE_CACHE"
 MOST_RUNS = 5
+"""The most runs in a suggestion."""
 
 
 def near_paths(path: str | Path) -> list[str]:
@@ -59,24 +61,6 @@ def missing_run(target: str | Path) -> UserError:
     )
 
 
-def _entries(folder: Path) -> Iterable[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return [entry for entry in entries if not entry.name.startswith(".")]
-    except OSError:  # missing or not readable: nothing to suggest
-        return []
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # it was removed just now
-        return 0.0
-
-
-CACHE_VARIABLE = "CROSSTUNE_CACHE"
-
-
 def check_home(words: Sequence[str]) -> None:
     """Raise a UserError when a path begins with ~ and the system does not know the home folder."""
     flag = ""
@@ -101,7 +85,7 @@ def cache_base(override: Path | None = None) -> Path:
         found = platformdirs.user_cache_path("crosstune")
     except RuntimeError:  # neither HOME nor an account, as in some containers
         found = Path("~")
-    if not found.is_absolute():  # what older versions of platformdirs return then
+    if not found.is_absolute():  # the result of older versions of platformdirs
         raise UserError(
             "The home folder of this user is not known, so there is no place for cached models.",
             why="the variable HOME is not set, and the system has no account for this user.",
@@ -115,3 +99,18 @@ def shown_path(path: str | Path) -> str:
     absolute = Path(path).absolute()
     here = Path.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
+
+
+def _entries(folder: Path) -> Iterable[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError:  # missing or not readable: nothing to suggest
+        return []
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed since it was listed
+        return 0.0

@@ -1,4 +1,4 @@
-"""Open files from outside: regular files only, never blocking, with a limit on their size."""
+"""Open files from outside (regular files only, without blocking, limited in size); measure files and disks."""
 
 from __future__ import annotations
 
@@ -15,32 +15,6 @@ from crosstune.core.errors import UserError
 # A quota or a file-size limit stops a write just as a full disk does.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BLOCK_BYTES = 2**20
-
-
-def free_space(folder: Path) -> int:
-    """Return the free bytes on the disk of `folder`, which need not exist yet."""
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    return shutil.disk_usage(existing).free
-
-
-def readable_bytes(count: int) -> str:
-    """Format a size for people."""
-    if count >= 10e9:
-        return f"{count / 1e9:,.1f} GB"
-    return f"{count / 1e6:,.0f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
-
-
-def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file, read in blocks."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -149,6 +123,30 @@ def check_regular_files(folder: Path) -> None:
             continue
         if not stat.S_ISDIR(found.st_mode):
             _check_regular(path, found)
+
+
+def free_space(folder: Path) -> int:
+    """Return the free bytes on the disk of `folder`, even before it exists."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+def readable_bytes(count: int) -> str:
+    """Format a size for people."""
+    if count >= 10e9:
+        return f"{count / 1e9:,.1f} GB"
+    return f"{count / 1e6:,.0f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
+
+
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file, read in blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _check_regular(path: Path, found: os.stat_result) -> None:

@@ -1,4 +1,4 @@
-"""Lock a run folder, so that one process at a time chooses its checkpoint and writes to it."""
+"""Lock a run folder: only one process at a time chooses its checkpoint and writes to it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class InUse(UserError):
 
 
 def cannot_write(folder: Path, error: OSError) -> UserError:
+    """Return the error for a run folder that cannot be written."""
     return UserError(
         f"Cannot write the run folder {folder}.",
         why=f"{error.strerror or error}: {_existing(folder.parent)}.",
@@ -41,7 +42,7 @@ def cannot_write(folder: Path, error: OSError) -> UserError:
 
 
 def check_place(folder: Path) -> None:
-    """Raise if a run folder cannot be made there; leave no trace."""
+    """Raise a UserError if a run folder cannot be made there; leave nothing behind."""
     try:
         with tempfile.TemporaryDirectory(prefix=".crosstune-", dir=_existing(folder.parent)):
             pass
@@ -56,9 +57,9 @@ def _existing(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder, which need not exist yet; raise InUse when another process holds it.
+    """Hold the lock of a run folder, even before it exists; raise InUse when another process holds it.
 
-    The system releases the lock when the process ends, however it ends. If no run folder was made, no trace is left.
+    The system releases the lock whenever the process ends. Without a run folder, the lock file is removed.
     """
     # Lock a link under its own name and its target's: a run may be moved aside under either.
     names = {folder.parent.resolve() / folder.name, folder.resolve()}
@@ -95,7 +96,7 @@ def _acquire(lock: FileLock, locks: Path) -> None:
             locks.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=_PATIENCE_S, poll_interval=_PATIENCE_S / 4)
             return
-        except FileNotFoundError:  # a process that made no run removed the folder just now
+        except FileNotFoundError:  # another process without a run removed the folder
             if attempt == 2:
                 raise
 

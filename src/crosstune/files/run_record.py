@@ -1,4 +1,4 @@
-"""Write the run folder: the request, the plan, every step, every event, and the summary."""
+"""Write the record of a run: the request, the plan, every step, every event, and the summary."""
 
 from __future__ import annotations
 
@@ -17,18 +17,6 @@ from crosstune.files.run_lock import cannot_write
 
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
 _KEPT_FOLDERS = ("checkpoints", "adapter", "model")
-
-
-def _end_line(path: Path) -> None:
-    """Remove a last line that a kill left incomplete."""
-    try:
-        with open_plain(path) as file:
-            written = file.read()
-    except MissingFile:
-        return
-    if written and not written.endswith(b"\n"):
-        with path.open("r+b") as opened:
-            opened.truncate(written.rfind(b"\n") + 1)
 
 
 def holds_record(folder: Path) -> bool:
@@ -54,8 +42,7 @@ def _is_without_steps(folder: Path) -> bool:
 
 
 def read_log(path: Path) -> dict[str, Any]:
-    """Return the contents of plan.json or summary.json; empty if it is missing or damaged, because a log must not stop a
-    run."""
+    """Return the contents of plan.json or summary.json; empty if missing or damaged, because a log must not stop a run."""
     try:
         return read_json(path)
     except UserError:
@@ -68,25 +55,17 @@ def check_free(folder: Path, *, resuming: bool = False) -> None:
     if not holds_run(folder):
         return
     if not resuming:
-        raise _taken(folder)
+        raise UserError(
+            f"{folder} already holds a run.",
+            why="a new run there would mix its records with the old ones.",
+            do="choose another --name, pass --resume auto to continue it, or --overwrite to move it aside first",
+        )
     if read_log(folder / "summary.json").get("status") == "finished":
-        raise _without_checkpoint(folder)
-
-
-def _without_checkpoint(folder: Path) -> UserError:
-    return UserError(
-        f"{folder} holds a finished run without a checkpoint.",
-        why="it ended before it wrote one, so there is nothing to continue from.",
-        do="pass --overwrite to move it aside and start over, or choose another --name",
-    )
-
-
-def _taken(folder: Path) -> UserError:
-    return UserError(
-        f"{folder} already holds a run.",
-        why="a new run there would mix its records with the old one's.",
-        do="choose another --name, pass --resume auto to continue it, or --overwrite to move it aside first",
-    )
+        raise UserError(
+            f"{folder} holds a finished run without a checkpoint.",
+            why="it ended before it wrote one, so there is nothing to continue from.",
+            do="pass --overwrite to move it aside and start over, or choose another --name",
+        )
 
 
 def move_aside(folder: Path) -> Path:
@@ -101,9 +80,13 @@ class RecordFailed(UserError):
     """The record of a run cannot be written: the disk is full, or gone."""
 
     def __init__(self, path: Path, error: OSError) -> None:
+        room = ""
+        if error.errno in NO_ROOM:
+            free = readable_bytes(free_space(path.parent))
+            room = f": {free} are free, and the records of a run need a few MB"
         super().__init__(
             f"The record of the run could not be written: {path}.",
-            why=f"{error.strerror or error}{_room(path, error)}. The checkpoints are unchanged.",
+            why=f"{error.strerror or error}{room}. The checkpoints are unchanged.",
             do="free space or repair the disk, then continue with --resume auto",
         )
 
@@ -113,13 +96,6 @@ class RecordFailedElsewhere(RecordFailed):
 
     def __init__(self, message: str, *, why: str, do: str) -> None:
         UserError.__init__(self, message, why=why, do=do)
-
-
-def _room(path: Path, error: OSError) -> str:
-    """Return the free space as text after a full disk."""
-    if error.errno not in NO_ROOM:
-        return ""
-    return f": {readable_bytes(free_space(path.parent))} are free, and the records of a run need a few MB"
 
 
 class Record:
@@ -269,3 +245,15 @@ class RunRecord(Record):
             file.flush()
         except OSError as error:
             raise RecordFailed(Path(file.name), error) from error
+
+
+def _end_line(path: Path) -> None:
+    """Remove a last line that a kill left incomplete."""
+    try:
+        with open_plain(path) as file:
+            written = file.read()
+    except MissingFile:
+        return
+    if written and not written.endswith(b"\n"):
+        with path.open("r+b") as opened:
+            opened.truncate(written.rfind(b"\n") + 1)

@@ -13,7 +13,7 @@ from crosstune.files.plain_files import UnreadableFile, read_plain_text
 YAML_LIMIT = 1 << 20
 DEPTH_LIMIT = 32
 VALUES_LIMIT = 20_000
-"""The most values in a document, with every alias counted as often as it is used."""
+"""The most values in a document; an alias counts at each use."""
 _LARGEST = 2**64
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 

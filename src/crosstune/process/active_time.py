@@ -1,6 +1,6 @@
-"""Measure time without the time in which this process was suspended (Ctrl-Z, SIGSTOP, a scheduler).
+"""Measure time without suspensions of this process (Ctrl-Z, SIGSTOP, a scheduler).
 
-Its users are time limits: a job that continues after a suspension must not be taken for one that hangs.
+Time limits use it: a job that continues after a suspension does not hang.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 
 GAP_S = 3.0
-"""A gap between two looks that is longer than this may be a suspension."""
+"""A longer gap between two readings may be a suspension."""
 _BUSY_SHARE = 0.1
 """A process that used this share of a gap as CPU time was not suspended: its threads waited for each other."""
 
 
 class ActiveClock:
-    """A clock that stands still while this process is suspended. Its users look at it every second or so."""
+    """A clock that stops while this process is suspended. Callers must read it about every second."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ActiveClock:
         self._lock = threading.Lock()
 
     def now(self) -> float:
-        """Return seconds since some moment."""
+        """Return seconds since an arbitrary moment."""
         with self._lock:
             wall, cpu = self._wall(), self._cpu()
             gap_s = wall - self._last_wall

@@ -9,7 +9,7 @@ import sys
 from crosstune.core.errors import UserError
 
 _WAIT_PER_CPU_SECOND = 10.0
-"""The wall time for a second of CPU time, on a machine that is busy with other work."""
+"""Allowed wall time for a second of CPU time, on a busy machine."""
 # The limits are set before anything is imported. Windows has none, and the parent's timeout holds there.
 _START = """
 import json, runpy, sys
@@ -27,7 +27,7 @@ runpy.run_module(module, run_name="__main__")
 
 
 class OverLimit(UserError):
-    """The child needed more time or memory than it may have, or failed."""
+    """The child exceeded its limit of time or memory, or failed."""
 
 
 def run_limited(
@@ -35,7 +35,7 @@ def run_limited(
 ) -> bytes:
     """Run `module` as the main program with `data` as its standard input; return its standard output.
 
-    Raise OverLimit with `what` cannot be done and what to `do` when it exceeds a limit or fails.
+    Raise OverLimit with the message `what` and the advice `do` when it exceeds a limit or fails.
     """
     limits = json.dumps([sys.path, cpu_seconds, memory_bytes, module])
     try:
@@ -53,7 +53,7 @@ def run_limited(
     if child.returncode:
         lines = child.stderr.decode(errors="replace").strip().splitlines()
         limit = (
-            f"it takes more than {cpu_seconds} seconds of CPU time or {memory_bytes >> 20:,} MiB of memory."
+            f"it needs more than {cpu_seconds} seconds of CPU time or {memory_bytes >> 20:,} MiB of memory."
         )
         raise OverLimit(what, why=lines[-1][:300] if lines and child.returncode > 0 else limit, do=do)
     return child.stdout

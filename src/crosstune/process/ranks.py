@@ -91,7 +91,7 @@ class RankState:
     rank: int
     host: str
     beat: int
-    """Grows with every post; a beat that stays the same means a stopped process."""
+    """Grows with every post; a constant beat means a stopped process."""
     doing: str
     at: str
     """The innermost place in the code."""
@@ -112,7 +112,7 @@ class RankState:
 
 
 class Board(Protocol):
-    """Where ranks post their state for the others."""
+    """A store in which ranks post their state for the others."""
 
     def post(self, state: RankState) -> None: ...
 
@@ -163,18 +163,18 @@ class Group:
         return [sum_exactly(column) for column in zip(*rows, strict=True)]
 
     def open_board(self) -> Board | None:
-        """Return the board that all ranks read; None where they have none."""
+        """Return the board of the group; None if it has none."""
         return None
 
     def remember(self, text: str) -> None:
-        """Keep a text for the next attempt, where another program than crosstune's launcher starts it."""
+        """Keep a text for the next attempt, if another program than crosstune's launcher starts it."""
 
     def recall(self) -> str:
         """Return the text that rank 0 kept in an earlier attempt; empty if none."""
         return ""
 
     def close(self) -> None:
-        """Leave the group, with no collective under way. Every rank calls this."""
+        """Leave the group. Every rank calls this, outside of collectives."""
 
 
 class SingleProcess(Group):

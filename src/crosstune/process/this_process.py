@@ -1,7 +1,8 @@
-"""End a process without Python's shutdown where that may hang or abort.
+"""Handle the stop signals, the output and the end of this process.
 
-A Python thread inside torch during interpreter shutdown aborts the process with SIGABRT, whatever its exit code. A process
-that left its group has no such thread; one that fails cannot leave, since others may wait for it in a collective.
+A Python thread inside torch during interpreter shutdown aborts the process with SIGABRT. A process that left its group has
+no such thread. One that fails cannot leave, since others may wait for it in a collective, and must end without Python's
+shutdown.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
+# SIGTERM: kill, schedulers. SIGHUP: a closed terminal or dropped connection. SIGUSR1: SLURM's `--signal=USR1@120` before a
+# preemption or time limit. Windows has only the first two.
+_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _CONNECTED = threading.Event()
 _UNFINISHED = threading.Event()
 
@@ -29,7 +33,7 @@ def note_left() -> None:
 
 
 def note_unfinished() -> None:
-    """Note that a library was given up: its threads and exit handlers may never end."""
+    """Note that threads and exit handlers of a library may never end."""
     _UNFINISHED.set()
 
 
@@ -39,20 +43,15 @@ def may_hang() -> bool:
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End this process with an exit code, after its output is written."""
+    """Write the output and end this process with an exit code, without Python's shutdown."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, or it was closed
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it was closed
             stream.flush()
     os._exit(code)
 
 
-# SIGTERM: kill, schedulers. SIGHUP: a closed terminal or dropped connection. SIGUSR1: SLURM's `--signal=USR1@120` before a
-# preemption or time limit. Windows has only the first two.
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
-
-
 def stop_signals() -> list[signal.Signals]:
-    return [signal.Signals[name] for name in _NAMES if hasattr(signal, name)]
+    return [signal.Signals[name] for name in _STOP_SIGNALS if hasattr(signal, name)]
 
 
 def taken_signals() -> list[signal.Signals]:

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from crosstune.data.batches.epoch_order import Mixture, epoch_order
 
 OPEN_ROWS = 64
-"""Number of rows filled at the same time. More rows pack better but move documents further from their order."""
+"""Rows filled at the same time. More rows pack better but move documents further from their order."""
 
 
 class Packer:
-    """Take documents one by one, and return rows as they are completed."""
+    """Accept documents one by one, and return the rows that they complete."""
 
     def __init__(self, *, capacity: int, num_open: int = OPEN_ROWS) -> None:
         self.capacity = capacity
@@ -101,17 +101,11 @@ class PackedOrder:
 
     def epoch(self, number: int) -> PackedRows:
         with self._lock:
-            return self._epoch(number)
-
-    def _epoch(self, number: int) -> PackedRows:
-        if number not in self._packed:
-            order = self._order(number)
-            packed = pack(order, self.lengths, capacity=self.capacity)
-            # A step needs at most the end of one epoch and the start of the next, unless epochs are tiny.
-            self._packed = {key: rows for key, rows in self._packed.items() if key >= number - 1} | {
-                number: packed
-            }
-        return self._packed[number]
+            if number not in self._packed:
+                # A step needs at most the end of one epoch and the start of the next, unless epochs are tiny.
+                self._packed = {key: rows for key, rows in self._packed.items() if key >= number - 1}
+                self._packed[number] = pack(self._order(number), self.lengths, capacity=self.capacity)
+            return self._packed[number]
 
     def num_rows(self, num_epochs: float, *, at_most: int | None = None) -> int:
         """Return the number of rows in `num_epochs` epochs; stop counting at `at_most`."""

@@ -1,13 +1,14 @@
-"""Compute the rows of a step, packed or not, for any recipe over a list of examples."""
+"""Compute the rows of a step from the seed and the step number, packed or not, for any number of devices."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from crosstune.config.schema import Config
-from crosstune.data.batches.epoch_order import Mixture, rows_in_epochs, rows_of_step, steps_of_rows
+from crosstune.data.batches.epoch_order import Mixture, epoch_order
 from crosstune.data.batches.packing import PackedOrder
 
 
@@ -46,27 +47,27 @@ class RowOrder:
         )
 
     def num_steps(self) -> int:
-        return steps_of_rows(
-            self._num_rows(),
-            rows_per_step=self.rows_per_step,
-            num_epochs=self.num_epochs,
-            max_steps=self.max_steps,
-        )
+        """Return the number of steps for all epochs, at most max_steps; the last step may have fewer rows."""
+        by_epochs = math.ceil(self._num_rows() / self.rows_per_step)
+        if self.max_steps == -1:
+            return by_epochs
+        return self.max_steps if self.num_epochs == 0 else min(self.max_steps, by_epochs)
 
     def rows(self, step: int) -> list[list[int]]:
-        """Return the example indices of each row of step `step`, counted from 0; one per row unless rows are packed."""
+        """Return the example indices of each row of step `step`, counted from 0; one per row unless rows are packed.
+
+        A step may span two epochs.
+        """
         first = step * self.rows_per_step
+        last = min(first + self.rows_per_step, self._num_rows() or first + self.rows_per_step)
         if self.packed is not None:
-            last = min(first + self.rows_per_step, self._num_rows() or first + self.rows_per_step)
             return [row.tolist() for row in self.packed.rows(first, last)]
-        indices = rows_of_step(
-            step,
-            num_examples=self.num_examples,
-            rows_per_step=self.rows_per_step,
-            num_rows_in_all=self._num_rows() or self.max_steps * self.rows_per_step,
-            seed=self.seed,
-            mixture=self.mixture,
-        )
+        indices: list[int] = []
+        while first < last:
+            epoch, place = divmod(first, self.num_examples)
+            order = epoch_order(self.num_examples, seed=self.seed, epoch=epoch, mixture=self.mixture)
+            indices += order[place : place + last - first].tolist()
+            first = min(last, (epoch + 1) * self.num_examples)
         return [[index] for index in indices]
 
     def position(self, step: int) -> dict[str, int]:
@@ -76,7 +77,7 @@ class RowOrder:
         return {"rows_done": done, "epoch": epoch, "row_in_epoch": row}
 
     def identity(self) -> Mapping[str, Any]:
-        """Return what decides the examples of a step, except the examples themselves."""
+        """Return everything, except the examples, that decides which examples a step has."""
         found = {
             "seed": self.seed,
             "rows_per_step": self.rows_per_step,
@@ -85,9 +86,9 @@ class RowOrder:
         return found | ({"mixture": self.mixture.identity()} if self.mixture is not None else {})
 
     def _num_rows(self) -> int:
-        """Return the number of rows of all epochs; 0 where only --max_steps limits them."""
+        """Return the number of rows of all epochs, the last possibly partial; 0 if only --max_steps limits them."""
         if self.packed is None:
-            return rows_in_epochs(self.num_examples, self.num_epochs)
+            return math.ceil(round(self.num_examples * self.num_epochs, 6))
         most = None if self.max_steps == -1 else self.max_steps * self.rows_per_step
         return self.packed.num_rows(self.num_epochs, at_most=most)
 
@@ -98,5 +99,7 @@ def rows_per_evaluation(config: Config, *, at_least: int = 1) -> int:
 
 
 def rows_per_step(config: Config) -> int:
-    in_all = config.batch_size * config.gradient_accumulation_steps * max(1, config.world_size)
-    return config.rows_per_step or in_all
+    """Return the number of rows of an optimizer step, over all ranks."""
+    return config.rows_per_step or (
+        config.batch_size * config.gradient_accumulation_steps * max(1, config.world_size)
+    )

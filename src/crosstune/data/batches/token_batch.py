@@ -1,15 +1,18 @@
-"""Turn examples into rectangular batches of numpy arrays."""
+"""Collate examples into rectangular batches of numpy arrays, padded or packed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 IGNORED = -100
 """The target of a position without loss."""
+
+LENGTH_STEP = 8
+"""Rows are padded to a multiple of this, so that compiled and cached kernels see few shapes."""
 
 IntArray = NDArray[np.int32]
 
@@ -54,7 +57,7 @@ class TokenBatch:
 
 
 def number_answers(batch: TokenBatch) -> NDArray[np.int64]:
-    """Return for each supervised token, row by row, the number of its document among those with supervised tokens."""
+    """Number the documents with supervised tokens; return the number for each supervised token, row by row."""
     row, column = (batch.targets != IGNORED).nonzero()
     segment = batch.segments[row, column]
     begins = (np.diff(row, prepend=-1) != 0) | (np.diff(segment, prepend=-1) != 0)
@@ -62,7 +65,7 @@ def number_answers(batch: TokenBatch) -> NDArray[np.int64]:
 
 
 def without_padding(batch: TokenBatch) -> TokenBatch:
-    """Return all documents of a batch in one row, in the same order. The targets stay those within each document."""
+    """Return all documents of a batch in one row, in the same order and with the same targets."""
     real = batch.segments > 0
     starts = np.ones_like(real)
     starts[:, 1:] = batch.segments[:, 1:] != batch.segments[:, :-1]
@@ -74,25 +77,11 @@ def without_padding(batch: TokenBatch) -> TokenBatch:
     )
 
 
-# Rows are padded to a multiple of this, so that compiled and cached kernels see few shapes.
-LENGTH_STEP = 8
-
-
 def pad_rows(examples: Sequence[Example], *, pad_id: int) -> TokenBatch:
     """Make one row per example, padded on the right to the longest."""
-    longest = max(len(example.tokens) for example in examples)
-    width = -(-longest // LENGTH_STEP) * LENGTH_STEP
-    shape = (len(examples), width)
-    input_ids = np.full(shape, pad_id, dtype=np.int32)
-    targets = np.full(shape, IGNORED, dtype=np.int32)
-    segments = np.zeros(shape, dtype=np.int32)
-    for row, example in enumerate(examples):
-        length = len(example.tokens)
-        input_ids[row, :length] = example.tokens
-        targets[row, : length - 1] = np.where(example.supervised[1:], example.tokens[1:], IGNORED)
-        segments[row, :length] = 1
-    positions = np.broadcast_to(np.arange(width, dtype=np.int32), shape).copy()
-    return TokenBatch(input_ids=input_ids, targets=targets, segments=segments, positions=positions)
+    batch = pack_rows([[example] for example in examples], pad_id=pad_id)
+    positions = np.arange(batch.input_ids.shape[1], dtype=np.int32)
+    return replace(batch, positions=np.broadcast_to(positions, batch.input_ids.shape).copy())
 
 
 def pack_rows(rows: Sequence[Sequence[Example]], *, pad_id: int) -> TokenBatch:
@@ -125,8 +114,3 @@ def split_packed(rows: Sequence[Sequence[Example]], *, batch_size: int, pad_id: 
 def split_rows(examples: Sequence[Example], *, batch_size: int, pad_id: int) -> Iterator[TokenBatch]:
     for start in range(0, len(examples), batch_size):
         yield pad_rows(examples[start : start + batch_size], pad_id=pad_id)
-
-
-def num_supervised(example: Example) -> int:
-    """Return the number of tokens with loss. The first token of a row is never predicted."""
-    return int(example.supervised[1:].sum())

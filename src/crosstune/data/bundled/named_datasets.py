@@ -1,4 +1,4 @@
-"""List the datasets that have a short name: the bundled one, the generated one, and some of the hub."""
+"""List the datasets with a short name: bundled, generated, and some of the hub."""
 
 from __future__ import annotations
 

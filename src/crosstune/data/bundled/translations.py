@@ -105,7 +105,7 @@ PENALTIES: Mapping[str, int] = {
 BEST_SCORE = 10
 NUM_SENTENCES: Mapping[str, int] = {"train": 1000, "val": 75, "test": 75}
 VARIANTS = (0, 1, 2, 4)
-"""How many errors the translations of a sentence have; the last one is drawn around its number."""
+"""The number of errors in each translation of a sentence; the last one varies around its number."""
 _SEED = 20
 
 
@@ -142,13 +142,8 @@ def make_pairs(split: str) -> list[dict[str, Any]]:
         group = rows[start : start + len(VARIANTS)]
         draw.shuffle(group)
         for first, second in (group[:2], group[2:]):
-            winner = (
-                "tie"
-                if first["score"] == second["score"]
-                else "A"
-                if first["score"] > second["score"]
-                else "B"
-            )
+            lead = first["score"] - second["score"]
+            winner = "A" if lead > 0 else "B" if lead < 0 else "tie"
             shared = {name: first[name] for name in ("group", "task", "reference")}
             pairs.append(
                 {
@@ -170,7 +165,7 @@ def make_pairs(split: str) -> list[dict[str, Any]]:
 
 
 def _sentences(split: str) -> list[tuple[int, Sentence]]:
-    """Return the sentences of a split; no sentence is in two of them, in whatever language."""
+    """Return the sentences of a split. No sentence is in two splits, not even in another language."""
     draw = random.Random(_SEED)
     total, seen, found = sum(NUM_SENTENCES.values()), set[Any](), list[Sentence]()
     while len(found) < total:
@@ -225,7 +220,7 @@ def _is_possible(
     if kind == "wrong word":
         return slot != "number"
     if kind == "wrong order":
-        # One at most, of two parts that have no other error: otherwise the errors could not be told apart.
+        # At most one, of two parts without another error: otherwise the errors could not be told apart.
         others = free[: len(errors)]
         return not swaps and place + 1 < len(sentence.slots) and not {place, place + 1} & set(others)
     return not (kind == "missing part" and sum(each == kind for each, _ in errors) >= 2)

@@ -14,7 +14,7 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 
 MOST_BINS = 24
 MOST_CHARACTERS = 4000
-"""Characters of the example; the middle of a longer one is left out."""
+"""The most characters of the example; the middle of a longer one is omitted."""
 
 
 def portrait(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def marked_pieces(example: Example, tokenizer: Tokenizer) -> list[tuple[str, boo
 
 
 def _cut(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Leave out the middle of an example that is too long for a page."""
+    """Omit the middle of an example that is too long for a page."""
     left_out = sum(len(text) for text, _ in pieces) - MOST_CHARACTERS
     if left_out <= 0:
         return pieces

@@ -1,4 +1,4 @@
-"""Check the data before training and report what looks wrong."""
+"""Check the data before training, and warn about likely mistakes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import numpy as np
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY
-from crosstune.data.read.columns import Columns
+from crosstune.data.read.columns import Columns, check_mapped, uniform_sources
 from crosstune.data.read.dataset_list import parse_dataset, unweighted
 from crosstune.data.read.formats import has_empty_answer, to_conversation
 from crosstune.data.read.sources import Source, open_source
-from crosstune.data.read.uniform import check_mapped, uniform_sources
 from crosstune.data.render.rendering import encode_conversation
 from crosstune.data.tokens.corpus import Corpus
 from crosstune.data.tokens.encode import Encoder, check_any_answer, located
 from crosstune.data.tokens.tokenizer import Tokenizer
 
-# Below this share of supervised tokens, most of the compute is spent on prompts.
 LOW_SUPERVISED_SHARE = 0.01
-# What looks like a special token in a template: <|im_start|>, <end_of_turn>, [INST].
+"""Below this share of supervised tokens, most of the compute is spent on prompts."""
+MOST_BYTES = 64 << 20
+"""Rows beyond this are not checked before training reads them."""
+# Special tokens in a template: <|im_start|>, <end_of_turn>, [INST].
 _MARK = re.compile(r"<\|\w+\|>|<\w+>|\[/?[A-Z_]+\]")
 
 
@@ -47,7 +48,7 @@ def num_shared(train: Corpus, held_out: Corpus) -> int:
 
 
 def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Sequence[str]:
-    """Return warnings about what the tokenizer lacks for this format, and about options without effect."""
+    """Return warnings about tokens that the tokenizer lacks for this format, and about options without effect."""
     if form == DUMMY:
         return []
     plain = form == "text"
@@ -80,7 +81,7 @@ def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Seque
 
 
 def _unending(tokenizer: Tokenizer) -> str:
-    """Return the last token of an answer if the model does not stop at it, or else an empty string."""
+    """Return the last token of an answer if the model does not stop at it, otherwise an empty string."""
     last = _last_token(tokenizer)
     if last is None or last in tokenizer.stop_ids:
         return ""
@@ -88,7 +89,7 @@ def _unending(tokenizer: Tokenizer) -> str:
 
 
 def _missing_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Return the marks of a chat template that look like special tokens and are none."""
+    """Return the special tokens in the chat template that the tokenizer does not have."""
     marks = dict.fromkeys(_MARK.findall(tokenizer.chat_template or ""))
     return [mark for mark in marks if tokenizer.rust.token_to_id(mark) is None]
 
@@ -156,10 +157,6 @@ def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
         ),
     )
     return [f"{sentence}." for holds, sentence in rows if holds]
-
-
-MOST_BYTES = 64 << 20
-"""Rows beyond this are checked by the training itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

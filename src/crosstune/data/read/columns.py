@@ -1,14 +1,17 @@
-"""Map the columns of a dataset to those of a format: by --columns, or by common names."""
+"""Find the format of each part of a source, and map its columns to those of the format: by --columns or by common names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
+from crosstune.data.read.files import FilePart
+from crosstune.data.read.files import Row as FileRow
 from crosstune.data.read.formats import COLUMNS, OPTIONAL_COLUMNS, Row, fitting_formats, recognise
-from crosstune.data.read.sources import Part, rename
+from crosstune.data.read.sources import Part, Source, rename
 
 TARGETS = tuple(dict.fromkeys([*(name for names in COLUMNS.values() for name in names), *OPTIONAL_COLUMNS]))
 """The columns that a format reads."""
@@ -24,13 +27,13 @@ Columns = Mapping[str, str]
 
 
 def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict[str, str]:
-    """Read `query=prompt,reply=completion`. The name of a column may have commas and equals signs in it.
+    """Parse `query=prompt,reply=completion`. Names of columns may contain commas and equals signs.
 
     `targets` are the columns that a recipe reads.
     """
     found: dict[str, str] = {}
     held = ""
-    for piece in (text or "").split(",") if text else ():
+    for piece in text.split(",") if text else ():
         source, equals, target = f"{held}{piece}".rpartition("=")
         if not equals:
             held += f"{piece},"
@@ -51,9 +54,7 @@ def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict
         if not source or source in found or target in found.values():
             raise UserError(
                 f"--columns cannot be '{text}'.",
-                why=f"{source or 'a column without a name'} or {target} occurs twice."
-                if source
-                else "a column has no name.",
+                why=f"{source} or {target} occurs twice." if source else "a column has no name.",
                 do="name each column once, as in --columns query=prompt,reply=completion",
             )
         found[source] = target
@@ -66,7 +67,77 @@ def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict
     return found
 
 
-def read_part(part: Part, *, asked: str, columns: Columns, source: str) -> tuple[str, Columns] | None:
+def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Source]:
+    """Divide a source into sources of one format each, in the order of their first parts, and set the columns to rename.
+
+    The format is the requested one, or follows from the source's name or from each part's first row.
+    """
+    if asked == "auto":
+        asked = source.form
+    groups: dict[tuple[str, Sequence[tuple[str, str]], bool], list[Part]] = {}
+    for part in source.parts:
+        name = part.name if len(source.parts) > 1 else source.name
+        found = _read_part(part, asked=asked, columns=columns, source=name)
+        if found is not None:
+            form, used = found
+            splits = isinstance(part, FilePart) and part.is_text
+            groups.setdefault((form, tuple(used.items()), splits), []).append(part)
+    if not groups:
+        raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
+    return [
+        replace(source, parts=tuple(parts), held_out=(), form=form, columns=tuple(renames), splits=splits)
+        for (form, renames, splits), parts in groups.items()
+    ]
+
+
+def pick_rows(sources: Sequence[Source], indices: Collection[int]) -> list[tuple[FileRow, str]]:
+    """Return the rows with these indices, counted over all sources, and their formats. Stop after the last of them."""
+    wanted, last = set(indices), max(indices, default=-1)
+    picked: list[tuple[FileRow, str]] = []
+    index = 0
+    for source in sources:
+        for _, found, _ in source.rows():
+            if index > last:
+                return picked
+            if index in wanted:
+                picked.append((found.row, source.form))
+            index += 1
+    return picked
+
+
+def renamed_columns(sources: Sequence[Source], asked: Columns) -> list[str]:
+    """Return a sentence for each source whose columns were renamed."""
+    sentences = []
+    for source in sources:
+        if source.columns:
+            hint = "" if asked else "; --columns chooses others"
+            names = [part.name for part in source.parts]
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            sentences.append(f"{names[0]}{more}: {_describe_columns(dict(source.columns))}{hint}")
+    return list(dict.fromkeys(sentences))
+
+
+def check_columns(parts: list[Part], columns: Columns, *, source: str) -> None:
+    """Raise a UserError for a column of --columns that is in none of the parts."""
+    if not columns:
+        return
+    rows = (found.row for part in parts for found in islice(part.rows(), _ROWS_LOOKED_AT))
+    present = dict.fromkeys(str(name) for row in rows for name in row)
+    for name in columns:
+        if name not in present:
+            raise UserError(
+                f"{source} has no column '{name}', which --columns maps to {columns[name]}.",
+                do=f"{did_you_mean(name, present)}its columns are: {', '.join(present)}",
+            )
+
+
+def check_mapped(sources: Sequence[Source], columns: Columns) -> None:
+    """Raise a UserError for a column of --columns that no source has."""
+    parts = [part for source in sources for part in source.parts]
+    check_columns(parts, columns, source=" and ".join(source.name for source in sources))
+
+
+def _read_part(part: Part, *, asked: str, columns: Columns, source: str) -> tuple[str, Columns] | None:
     """Return the format of a part and the columns to rename; None for a part without rows."""
     # The first row decides the format, but it may lack an optional column of --columns.
     rows = [found.row for found in islice(part.rows(), _ROWS_LOOKED_AT if columns else 1)]
@@ -86,21 +157,7 @@ def read_part(part: Part, *, asked: str, columns: Columns, source: str) -> tuple
     return recognise(first, asked="auto", source=source), used
 
 
-def check_columns(parts: list[Part], columns: Columns, *, source: str) -> None:
-    """Raise a UserError for a column of --columns that is in none of the parts."""
-    present: dict[str, None] = {}
-    for part in parts:
-        for found in islice(part.rows(), _ROWS_LOOKED_AT):
-            present |= dict.fromkeys(map(str, found.row))
-    for name in columns:
-        if name not in present:
-            raise UserError(
-                f"{source} has no column '{name}', which --columns maps to {columns[name]}.",
-                do=f"{did_you_mean(name, present)}its columns are: {', '.join(present)}",
-            )
-
-
-def describe_columns(columns: Columns) -> str:
+def _describe_columns(columns: Columns) -> str:
     return ", ".join(f"{source} as {target}" for source, target in columns.items())
 
 
@@ -118,7 +175,7 @@ def _format_of_targets(first: Row, used: Columns, *, source: str) -> str:
         if any(target in names for target in used.values())
     ]
     raise UserError(
-        f"--columns does not give all columns of a format: {describe_columns(used)}.",
+        f"--columns does not give all columns of a format: {_describe_columns(used)}.",
         why=f"{'; '.join(needs) or 'no format can be recognised'}. The columns of {source} are then: "
         f"{', '.join(map(str, first))}.",
         do="map the missing column too",

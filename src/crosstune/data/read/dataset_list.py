@@ -1,4 +1,4 @@
-"""Read the value of --dataset: one source, or several with or without weights."""
+"""Parse --dataset: one source, or several with or without weights."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from crosstune.data.read.sources import is_known
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetEntry:
+    """A source and its weight in the mixture."""
+
     name: str
     weight: float | None = None
 
@@ -21,7 +23,7 @@ class DatasetEntry:
 
 
 def parse_dataset(text: str) -> list[DatasetEntry]:
-    """Read `a.jsonl`, `a.jsonl,b.jsonl` or `a.jsonl:0.7,b.jsonl:0.3`.
+    """Parse `a.jsonl`, `a.jsonl,b.jsonl` or `a.jsonl:0.7,b.jsonl:0.3`.
 
     An existing path is never split at its commas and colons.
     """
@@ -36,7 +38,7 @@ def parse_dataset(text: str) -> list[DatasetEntry]:
 
 
 def unweighted(text: str, *, option: str) -> list[DatasetEntry]:
-    """Read a list of sources that may have no weights."""
+    """Parse a list of sources; raise a UserError if one has a weight."""
     entries = parse_dataset(text)
     if weighted := [entry for entry in entries if entry.weight is not None]:
         raise UserError(

@@ -138,7 +138,8 @@ def _hint(path: Path, number: int) -> str:
 
 def _read_json(path: Path, file: BinaryIO) -> Iterator[Found]:
     """Read an array of rows in chunks; a file that starts with an object is read as JSON Lines."""
-    first = _first_character(file)
+    first = file.read(_CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1].decode("latin-1")
+    file.seek(0)
     if first == "{":
         return _read_lines(path, file)
     if first and first != "[":
@@ -146,21 +147,18 @@ def _read_json(path: Path, file: BinaryIO) -> Iterator[Found]:
     return _read_array(path, file) if first else iter(())
 
 
-def _first_character(file: BinaryIO) -> str:
-    start = file.read(_CHUNK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
-    file.seek(0)
-    return start[:1].decode("latin-1")
-
-
 def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
     file = io.TextIOWrapper(raw, encoding="utf-8-sig")
-    text, number, need, ended = "", 0, _CHUNK_BYTES, False
-    place, opened = 0, False
+    text, number, place = "", 0, 0
+    opened = ended = False
     while True:
         place = _skip(text, place, ",[" if not opened else ",")
         opened = opened or place > 0
         if place < len(text) and text[place] == "]":
-            _check_rest(path, text[place + 1 :])
+            if rest := text[place + 1 :].strip():
+                raise UserError(
+                    f"{path} is not JSON.", why=f"text follows the end of the list: {rest[:40]!r}"
+                )
             return
         try:
             row, end = FOREIGN.raw_decode(text, place)
@@ -175,7 +173,7 @@ def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
             if len(text) > LARGEST_ROW_BYTES:
                 raise _too_large(f"Row {number + 1} of {path}") from error
             # Double the chunk each time, so that a large row is not parsed many times.
-            more = _read_text(path, file, max(need, len(text)))
+            more = _read_text(path, file, max(_CHUNK_BYTES, len(text)))
             ended = not more
             text += more
             continue
@@ -196,13 +194,6 @@ def _skip(text: str, place: int, also: str) -> int:
     while place < len(text) and (text[place].isspace() or text[place] in also):
         place += 1
     return place
-
-
-def _check_rest(path: Path, rest: str) -> None:
-    if rest.strip():
-        raise UserError(
-            f"{path} is not JSON.", why=f"something follows the end of the list: {rest.strip()[:40]!r}"
-        )
 
 
 def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:

@@ -51,6 +51,7 @@ ROLE_ALIASES: Mapping[str, str] = {
     "observation": "tool",
 }
 _IMAGE_COLUMNS = ("image", "images", "pixel_values", "video", "audio")
+_NAME_COLUMNS = "name the columns to read with --columns, as in --columns query=prompt,reply=completion"
 _GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
 
 
@@ -190,7 +191,7 @@ def _check_order(roles: list[str]) -> None:
             )
         if role == "assistant" and "user" not in roles[:place]:
             raise UserError(
-                f"The roles are out of order: the assistant answers in turn {place + 1} before anyone has asked.",
+                f"The roles are out of order: the assistant answers in turn {place + 1} before any question.",
                 do="begin the conversation with a user turn",
             )
 
@@ -205,9 +206,7 @@ def _check_columns(row: Row, form: str) -> None:
     raise UserError(
         f"It has no column {' or '.join(missing)}.",
         why=f"rows of the format {form} need {', '.join(needed)}; it has {', '.join(map(str, row)) or 'none'}.{mixed}",
-        do=""
-        if others
-        else "name the columns to read with --columns, as in --columns query=prompt,reply=completion",
+        do="" if others else _NAME_COLUMNS,
     )
 
 
@@ -246,19 +245,13 @@ def _how_to_read(row: Row) -> dict[str, str]:
     close = next((cs for cs in COLUMNS.values() if all(column in lower for column in cs)), ())
     if close:
         return {"do": f"--columns {','.join(f'{lower[column]}={column}' for column in close)}"}
-    return {
-        "do": "name the columns to read with --columns, as in --columns query=prompt,reply=completion; the formats are: "
-        f"{known_columns()}"
-    }
+    known = "; ".join(f"{' + '.join(columns)} ({name})" for name, columns in COLUMNS.items())
+    return {"do": f"{_NAME_COLUMNS}; the formats are: {known}"}
 
 
 def fitting_formats(row: Row) -> list[str]:
     """Return the formats whose columns the row has, the preferred one first."""
     return [name for name, columns in COLUMNS.items() if all(column in row for column in columns)]
-
-
-def known_columns() -> str:
-    return "; ".join(f"{' + '.join(columns)} ({name})" for name, columns in COLUMNS.items())
 
 
 def _one_turn(prompt: str, answer: str) -> list[Turn]:
@@ -285,7 +278,7 @@ def _prompt_and_completion(row: Row) -> list[Turn]:
 
 
 def _listed(value: Any) -> Any:
-    """Parse a list of messages that is given as JSON text; return any other text as it is."""
+    """Parse a list of messages given as JSON text; return any other value unchanged."""
     if not (isinstance(value, str) and value.lstrip().startswith("[")):
         return value
     try:
@@ -310,7 +303,7 @@ def _guanaco_turns(text: str) -> list[Turn]:
 
 
 def _parsed(value: Any) -> Any:
-    """Parse a list that is given as JSON text, since CSV has no lists."""
+    """Parse a list given as JSON text, since CSV has no lists."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return parse_json(value, foreign=True)

@@ -53,7 +53,7 @@ class HubPart:
 
 
 def open_hub(repo: str, *, known: str) -> dict[str, HubPart]:
-    """Return split name -> its rows. `known` lists the names outside the hub, for the error about an unknown id."""
+    """Return split name -> rows. `known` lists the known names, for the error about an unknown id."""
     data = _load(repo, known=known)
     parts = {}
     for split, rows in data.items():
@@ -97,7 +97,7 @@ def _load(repo: str, *, known: str) -> DatasetDict:
 
 @contextlib.contextmanager
 def _offline_if_unreachable() -> Iterator[str | None]:
-    """Let `datasets` read only its cache if the hub cannot be reached, and yield why."""
+    """Restrict `datasets` to its cache inside the block if the hub cannot be reached; yield why."""
     import datasets
 
     with offline_if_unreachable() as reason:

@@ -100,8 +100,9 @@ def _plain(value: Any) -> Any:
 
 def _are_rows(data: object) -> bool:
     """Return whether `data` is a sequence or a `datasets.Dataset`: it has a length and can be read again."""
-    is_sequence = isinstance(data, Sequence) and not isinstance(data, (str, bytes))
-    return is_sequence or _is_dataset(data)
+    if isinstance(data, Sequence):
+        return not isinstance(data, (str, bytes))
+    return isinstance(getattr(data, "column_names", None), list) and hasattr(data, "__len__")
 
 
 def _is_split(data: Any) -> bool:
@@ -109,17 +110,12 @@ def _is_split(data: Any) -> bool:
     return _are_rows(data) and isinstance(next(iter(data), {}), Mapping)
 
 
-def _is_dataset(data: object) -> bool:
-    return isinstance(getattr(data, "column_names", None), list) and hasattr(data, "__len__")
-
-
 def _check_rows(data: Any, *, option: str) -> Iterable[Any]:
     if not _are_rows(data):
         raise _refused(data, option=option)
     if not len(data):
         raise UserError(f"{option} has no rows.", do=_SHAPES)
-    rows: Iterable[Any] = data
-    return rows
+    return data
 
 
 def _refused(data: object, *, option: str) -> UserError:

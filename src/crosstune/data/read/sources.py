@@ -1,4 +1,4 @@
-"""Open the source of rows: a known name, a file, a folder of files, or a hub dataset."""
+"""Open a source of rows: a known name, a file, a folder of files, or a hub dataset."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SHARD = re.compile(r"([-_. ]\d+([-_. ]of[-_. ]\d+)?)+$")
 _NAME_ENDS = re.compile(r"[-_. ]+")
 _TRAINING_WORDS = ("train", "training")
 _ABOUT_DATA = ("readme", "license", "licence", "notice", "copying", "citation", "changelog", "requirements")
-_SYSTEMS_OWN = "lost+found"
-"""A folder in the root of a disk that only the administrator can read."""
+_SYSTEM_FOLDER = "lost+found"
+"""In the root of a disk, readable only by the administrator."""
 MOST_FILES = 50_000
-"""Files and folders below a folder of data."""
+"""The most files and folders below a folder of data."""
 
 
 class Part(Protocol):
@@ -93,9 +93,9 @@ class Source:
 
 
 def open_source(name: str, *, needs_training: bool = True) -> Source:
-    """Open one source that --dataset names; raise a UserError with the known names when it is unknown.
+    """Open one source of --dataset; raise a UserError with the known names when it is unknown.
 
-    A folder needs files to train on, unless it is opened for evaluation alone.
+    A folder needs files to train on, unless it is opened only for evaluation.
     """
     with naming("dataset" if needs_training else "eval_dataset"):
         try:
@@ -129,7 +129,7 @@ def _open(name: str, *, needs_training: bool) -> Source:
 
 
 def check_name(name: str) -> None:
-    """Raise a UserError when a name cannot be a dataset, without opening it: before a model is downloaded."""
+    """Raise a UserError when a name cannot be a dataset, without opening it. Runs before a model is downloaded."""
     path = Path(name).expanduser()
     if not (is_known(name) or path.exists() or _may_be_hub_id(name)):
         raise _unknown(name)
@@ -159,7 +159,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
     def refuse(error: OSError) -> None:
         place = Path(error.filename)
-        if not _is_hidden(place, folder) and place.name != _SYSTEMS_OWN:
+        if not _is_hidden(place, folder) and place.name != _SYSTEM_FOLDER:
             raise error
 
     num_found = 0
@@ -174,7 +174,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _open_folder(name: str, folder: Path, *, needs_training: bool) -> Source:
-    """Open all data files of a folder, sorted by name; those named after a held-out split are never trained on."""
+    """Open all data files of a folder, sorted by name; files named after a held-out split are never trained on."""
     files = sorted(path for path in _files_below(folder) if _is_data(path, folder) and path.is_file())
     if not files:
         raise UserError(

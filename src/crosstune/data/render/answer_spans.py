@@ -1,4 +1,4 @@
-"""Render conversations to text and find the exact character spans of the assistant's answers, for `rendering`."""
+"""Render conversations to text, and find the exact character spans of the assistant's answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from crosstune.data.render.types import (
     Message,
     Span,
     Tools,
-    template_error,
 )
 
 # Where a generation prompt opens or skips the reasoning. Both carry loss, as in TRL.
@@ -52,9 +51,7 @@ def render_text(
             **dict(tokenizer.named_tokens),
         )
     except (*FAULTS, Refused, OverLimit) as error:
-        raise template_error(
-            tokenizer.template_file, "render this conversation", why=_reason(error)
-        ) from error
+        raise _template_error(tokenizer, "render this conversation", error) from error
 
 
 def locate_answers(
@@ -85,7 +82,7 @@ def effective_extras(
         left_out = REASONING_KEYS if extra in REASONING_KEYS else (extra,)
         without = [{key: value for key, value in turn.items() if key not in left_out} for turn in messages]
         fewer = None if extra == "tools" else tools
-        # Without the key the template may refuse the conversation: a tool answers that was not called.
+        # Without the key, the template may refuse the conversation, such as the result of a tool that was not called.
         if text != _render_part(without, tokenizer, add_generation_prompt=False, tools=fewer)[0]:
             found.add(extra)
     return frozenset(found)
@@ -113,19 +110,23 @@ def _template(tokenizer: ChatTokens) -> ChatTemplate:
     try:
         return load_template(tokenizer.chat_template or PLAIN_TEMPLATE)
     except (*FAULTS, OverLimit) as error:
-        raise template_error(tokenizer.template_file, "be read", why=_reason(error)) from error
+        raise _template_error(tokenizer, "be read", error) from error
 
 
-def _reason(error: Exception) -> str:
+def _template_error(tokenizer: ChatTokens, verb: str, error: Exception) -> UserError:
     kind = "" if isinstance(error, (Refused, OverLimit)) else f"{type(error).__name__}: "
-    return f"{kind}{' '.join(str(error).split())[:300]}"
+    return UserError(
+        f"The chat template {tokenizer.template_file or 'of this model'} cannot {verb}.",
+        why=f"{kind}{' '.join(str(error).split())[:300]}",
+        do="check the conversation, and repair or replace the template",
+    )
 
 
 def _locate(
     messages: Sequence[Message], place: int, text: str, marks: Marks, tokenizer: ChatTokens, tools: Tools
 ) -> list[Span]:
-    """Return the spans of an answer: what the template writes for this message, without the header that the prompt
-    already has, up to the end token.
+    """Return the spans of an answer: the text of its message, without the header that the prompt already has, up to the
+    end token.
 
     There are several spans if the template writes other messages in between. If the loops of a template cannot be marked,
     it is rendered again with a placeholder, and the text that changes is the answer.
@@ -163,7 +164,7 @@ def _usual_header(tokenizer: ChatTokens) -> str | None:
     if turn is None:
         return None
     header, found, _ = text[turn[0] : turn[1]].partition(_placeholder([]))
-    # White space before the answer is for the model to write.
+    # The model itself writes white space before the answer.
     return (header if header.strip() else "") if found else None
 
 
@@ -222,11 +223,9 @@ def _around(
 
 
 def _placeholder(messages: Sequence[Message]) -> str:
-    for number in count():
-        text = f"StandIn{number}Answer"
-        if not any(text in message["content"] for message in messages):
-            return text
-    raise AssertionError("count() does not end")
+    """Return a word that no message contains."""
+    words = (f"StandIn{number}Answer" for number in count())
+    return next(word for word in words if not any(word in message["content"] for message in messages))
 
 
 def _end_of(text: str, span: Span, tokenizer: ChatTokens, *, is_last: bool) -> int:

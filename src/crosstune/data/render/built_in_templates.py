@@ -1,4 +1,4 @@
-"""Define the built-in chat templates, and find the one of --chat_template by name or as a Jinja file."""
+"""Define the built-in chat templates, and read --chat_template: a built-in name or a Jinja file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crosstune.data.tokens.tokenizer import TEMPLATE_LIMIT
 from crosstune.data.tokens.trials import try_template
 from crosstune.files.plain_files import UnreadableFile, read_plain_text
 
-# The instructions of the system go before the first turn of the user, for formats without a turn for them.
+# For formats without a system turn: write the system's instructions at the start of the next user turn.
 _SYSTEM_FIRST = (
     "{% set told = namespace(text='') %}{% for m in messages %}"
     "{% if m.role in ('system', 'developer') %}{% set told.text = m.content + '\n\n' %}"

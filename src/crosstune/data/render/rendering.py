@@ -72,12 +72,12 @@ def encode_conversation(
 
 
 def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: Tools = None) -> list[int]:
-    """Return the tokens of a conversation with the generation prompt."""
+    """Tokenize a conversation with the generation prompt."""
     return list(tokenizer.encode(render(messages, tokenizer, add_generation_prompt=True, tools=tools)).ids)
 
 
 def check_characters(text: str) -> None:
-    """Raise a UserError for half of a surrogate pair, which no tokenizer can encode."""
+    """Raise a UserError for half of a surrogate pair: no tokenizer can encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -120,7 +120,7 @@ def _starts_before(encoding: Encoding, token: int, end: int) -> bool:
 
 
 def _plain(values: list[Any]) -> Any:
-    """Return values in JSON's types, others (such as dates from Parquet) as text: a template gets no Python objects."""
+    """Convert values to JSON's types, others (such as dates from Parquet) to text: a template gets no Python objects."""
     try:
         return json.loads(json.dumps(values, ensure_ascii=False, default=str))
     except RecursionError as error:

@@ -16,12 +16,11 @@ from crosstune.data.render.types import Message
 
 LONGEST_TEMPLATE = 256 << 10
 """In characters; templates of published models have a few thousand, the longest about 30,000."""
-# The date for templates: the tokens of a run must not depend on the day.
 DAY = datetime(2025, 1, 1)
-
-# The names under which data sets keep the reasoning of an answer; most templates read the first one.
+"""The date for templates: the tokens of a run must not depend on the day."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# Errors that the code of a template can raise, and jinja's own.
+"""The names under which data sets keep the reasoning of an answer; most templates read the first one."""
+# Errors of jinja and of the code in a template.
 FAULTS = (
     TemplateError,
     ArithmeticError,
@@ -54,7 +53,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     environment.globals.pop("lipsum")
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _format_day
+    environment.globals["strftime_now"] = DAY.strftime
     return environment
 
 
@@ -97,11 +96,8 @@ def load_template(source: str) -> ChatTemplate:
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
     """Return a copy of the message with its reasoning under the names that templates read, as in transformers."""
-    for key in REASONING_KEYS:
-        if message.get(key) is not None:
-            reasoning = message[key]
-            break
-    else:
+    reasoning = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+    if reasoning is None:
         return dict(message)
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -121,7 +117,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> None:
     raise Refused(message)
-
-
-def _format_day(form: str) -> str:
-    return DAY.strftime(form)

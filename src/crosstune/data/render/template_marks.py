@@ -40,7 +40,7 @@ class Marks:
 
     @property
     def end(self) -> int:
-        """Return where the text of the last message ends."""
+        """The end of the last message's text."""
         return max((spans[-1][1] for spans in self.turns.values()), default=0)
 
 
@@ -141,7 +141,7 @@ class Generation(Extension):
 
     def mark_loops(self, tree: nodes.Template) -> nodes.Template:
         """Return the template with marks at every iteration of its loops."""
-        # Filters, since the sandbox checks every function call, at a higher cost than the mark.
+        # Use filters: the sandbox checks every function call, and that costs more than the mark.
         self.environment.filters |= {_TURN: self.marker.turn, _CLOSE: self.marker.close}
         marked: nodes.Template = _MarkLoops().visit(tree)
         marked.set_environment(self.environment)
@@ -151,7 +151,7 @@ class Generation(Extension):
 class _MarkLoops(NodeTransformer):
     """Insert marks into loops that write to the output.
 
-    Loops whose text is captured stay as they are: the template could measure, trim or split the marks with the text.
+    Loops whose text is captured are not marked: the template could measure, trim or split the marks with the text.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class _MarkLoops(NodeTransformer):
         self.num_loops += 1
         self.generic_visit(node)
         node.body.insert(0, _write(item, _TURN, loop, node.lineno))
-        # Of a variable, since jinja would apply the filter to a constant when it compiles.
+        # Filter a variable: jinja applies a filter to a constant while it compiles.
         return [node, _write(nodes.Name("messages", "load"), _CLOSE, loop, node.lineno)]
 
     def _keep(self, node: nodes.Node) -> nodes.Node:
@@ -179,7 +179,7 @@ def _write(value: nodes.Expr, name: str, loop: nodes.Const, line: int) -> nodes.
 
 
 def _item_of(loop: nodes.For) -> nodes.Expr | None:
-    """Return the expression for what a loop is at: its variable, or the element of a list if it counts through one."""
+    """Return the expression for the current item of a loop: its variable, or `values[index]` in a loop over a range."""
     if not isinstance(loop.target, nodes.Name):
         return None
     name = loop.target.name

@@ -1,4 +1,4 @@
-"""Define what rendering a conversation needs, and what it returns."""
+"""Define the inputs and the result of rendering a conversation."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from crosstune.core.errors import UserError
-
 Message = Mapping[str, Any]
 Tools = Sequence[Any] | None
 Span = tuple[int, int]
 
 NO_LOSS = "no_loss"
 """Set in an assistant's turn that is part of a prompt."""
+PLAIN_TEMPLATE = (
+    "{{ leading_bos }}{% for m in messages %}"
+    "{% if m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}\n"
+    "{% else %}{{ m.role | capitalize }}: {{ m.content }}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""For models without a chat template: a line for each turn, the end token after each answer."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,29 +39,11 @@ class ChatTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """A text and the spans of it that carry loss."""
+    """A rendered text and its supervised spans."""
 
     text: str
     spans: Sequence[Span]
     num_unlocated: int = 0
-    """Number of answers that cannot be found because the template changes them; they carry no loss."""
+    """Answers that cannot be found because the template changes them; they carry no loss."""
     effective_extras: frozenset[str] = frozenset()
     """The tested extra keys that change the text."""
-
-
-def template_error(template_file: str, verb: str, *, why: str) -> UserError:
-    """Return the error for a template that cannot be read or rendered."""
-    return UserError(
-        f"The chat template {template_file or 'of this model'} cannot {verb}.",
-        why=why,
-        do="check the conversation, and repair or replace the template",
-    )
-
-
-# For models without a chat template: each turn on its own line, the end token after each answer.
-PLAIN_TEMPLATE = (
-    "{{ leading_bos }}{% for m in messages %}"
-    "{% if m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}\n"
-    "{% else %}{{ m.role | capitalize }}: {{ m.content }}\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
-)

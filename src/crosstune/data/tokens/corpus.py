@@ -1,4 +1,4 @@
-"""Define a tokenized dataset that fits the context, with its statistics and identity."""
+"""Open a tokenized dataset, fit it to the context, and compute its statistics and identity."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import Example
-from crosstune.data.read.columns import Columns
+from crosstune.data.read.columns import Columns, uniform_sources
 from crosstune.data.read.formats import WITHOUT_TURNS
 from crosstune.data.read.sources import Source
-from crosstune.data.read.uniform import uniform_sources
 from crosstune.data.tokens.encode import IN_MEMORY_BYTES, Encoder, OnProgress, digest, tokenize_source
-from crosstune.data.tokens.store import (
-    JoinedStore,
-    TokenStore,
-)
+from crosstune.data.tokens.store import JoinedStore, TokenStore
 from crosstune.data.tokens.tokenizer import Tokenizer
 
 PERCENTILES = (50, 90, 99)
@@ -63,7 +59,7 @@ class Corpus:
 
     @cached_property
     def stats(self) -> dict[str, Any]:
-        """Return the statistics for the screen and plan.json."""
+        """The statistics for the screen and plan.json."""
         full, lengths = self.full_lengths(), self.lengths()
         tokens, supervised = int(lengths.sum()), int(self.num_supervised.sum())
         cut = int((full > self.limit).sum())
@@ -94,7 +90,7 @@ class Corpus:
 
     @cached_property
     def num_supervised(self) -> NDArray[np.int64]:
-        """The number of tokens with loss in each example."""
+        """The number of supervised tokens in each example."""
         counts = self.store.num_supervised_within(self.limit)[self.kept]
         # Texts carry loss everywhere, except on the first token of each piece.
         return counts if self.pieces is None else np.where(self.pieces < 0, counts, self.lengths() - 1)
@@ -143,17 +139,15 @@ def open_corpus(
             in_memory_bytes=in_memory_bytes,
             progress=progress,
         )
-        is_split = uniform.form in WITHOUT_TURNS and (
-            truncation == "split" or (uniform.splits and truncation == "error")
-        )
-        decides |= {"context": context_length, "truncation": "split" if is_split else truncation}
+        is_split = uniform.form in WITHOUT_TURNS and uniform.splits and truncation == "error"
+        used = "split" if is_split else truncation
         fitted = fit_context(
             store,
             source=source.name,
             context_length=context_length,
-            truncation="split" if is_split else truncation,
+            truncation=used,
             form=uniform.form,
-            identity=digest(decides),
+            identity=digest(decides | {"context": context_length, "truncation": used}),
             model_limit=model_limit,
         )
         corpora.append(fitted)
@@ -161,7 +155,7 @@ def open_corpus(
 
 
 def join_corpora(corpora: Sequence[Corpus]) -> Corpus:
-    """Return the examples of several corpora, one after another; a single one is returned as it is."""
+    """Join several corpora in order."""
     if len(corpora) == 1:
         return corpora[0]
     starts = np.cumsum([0, *(len(corpus.store) for corpus in corpora)])
@@ -211,14 +205,13 @@ def fit_context(
                 f"Every example of {source} is longer than {context_length} tokens.",
                 do=_how_to_fit(int(lengths.min()), model_limit, form=form),
             )
-    dropped = len(store) - len(kept) if pieces is None else 0
     return Corpus(
         store=store,
         kept=kept,
         limit=context_length,
         form=form,
         identity=identity,
-        dropped=dropped,
+        dropped=len(store) - len(kept) if pieces is None else 0,
         pieces=pieces,
     )
 

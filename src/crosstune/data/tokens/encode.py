@@ -1,4 +1,4 @@
-"""Read, render and tokenize the rows of a source in one pass, and write them to a store."""
+"""Read, render and tokenize the rows of a source in one pass, into memory or into a cached store on disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,14 @@ from crosstune.data.read.formats import (
 from crosstune.data.read.sources import Part, Source
 from crosstune.data.render.rendering import check_characters, mask_of, render_conversation
 from crosstune.data.render.types import Rendered
-from crosstune.data.tokens.store import ARRAYS, DiskFiles, MemoryFiles, StoreWriter, TokenStore, open_store
+from crosstune.data.tokens.store import (
+    MemoryWriter,
+    StoreWriter,
+    TokenStore,
+    open_store,
+    store_sizes,
+    write_store,
+)
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.atomic_files import clear_leftovers, put_in_place, staging_folder
 from crosstune.files.json_files import read_object, write_json
@@ -41,7 +48,13 @@ from crosstune.files.plain_files import NO_ROOM, UnreadableFile
 OnProgress = Callable[[int, int, int], None]
 """Receives the bytes read, the total bytes, and the number of examples so far."""
 
-# Large enough to keep all cores busy, small enough that the token offsets take a few dozen megabytes.
+LAYOUT = 3
+"""Increase when rows are tokenized differently, so that cached stores are made again."""
+IN_MEMORY_BYTES = 64 << 20
+"""Larger sources are tokenized to disk."""
+MARKER = "store.json"
+
+# Large enough to keep all cores busy, small enough that the token offsets need only a few dozen megabytes.
 _BATCH_CHARACTERS = 256 << 10
 _BATCH_TEXTS = 512
 _SECONDS_BETWEEN_REPORTS = 0.2
@@ -58,7 +71,7 @@ class Encoder:
     whole: bool
 
     def render(self, conversation: Conversation, row: Row, *, extras: Sequence[str] = ()) -> Rendered:
-        """Return the text of a row, the spans with loss, and the `extras` that change the text."""
+        """Return the text of a row, its supervised spans, and the `extras` that change the text."""
         if isinstance(conversation, str):
             check_characters(conversation)
             return Rendered(text=conversation, spans=[(0, len(conversation))])
@@ -121,7 +134,7 @@ class _Pass:
             self.flush()
 
     def _extras_to_try(self, row: Row, conversation: Conversation) -> list[str]:
-        """Return the extra keys of a row that the template is not known to render or ignore."""
+        """Return the extra keys of a row for which it is unknown whether the template renders them."""
         if isinstance(conversation, str):
             return []
         extras = turn_keys(conversation) | ({TOOLS_COLUMN} if tools_of(row) else set())
@@ -137,6 +150,7 @@ class _Pass:
         self.texts, self.characters = [], 0
 
     def finish(self) -> None:
+        """Write the submitted batch."""
         if self.pending is None:
             return
         batch, encoded = self.pending
@@ -190,12 +204,6 @@ def check_any_answer(source: str, form: str, *, num_rows: int, num_empty: int) -
         )
 
 
-LAYOUT = 3
-"""Increase when rows are tokenized differently, so that cached stores are made again."""
-IN_MEMORY_BYTES = 64 << 20
-MARKER = "store.json"
-
-
 def tokenize_source(
     source: Source,
     encoder: Encoder,
@@ -205,7 +213,7 @@ def tokenize_source(
     in_memory_bytes: int,
     progress: OnProgress | None,
 ) -> tuple[TokenStore, dict[str, Any]]:
-    """Tokenize a source of one format; return its tokens, and everything that decides them."""
+    """Tokenize a source of one format, or open its cached tokens; return them with everything that decides them."""
     tokenizer = encoder.tokenizer
     decides = {
         "layout": LAYOUT,
@@ -218,15 +226,16 @@ def tokenize_source(
         "rows": limit,
     }
     if source.size_bytes <= in_memory_bytes:
-        memory = MemoryFiles()
-        facts = encode_source(source, encoder, StoreWriter(memory.files), limit=limit, progress=progress)
-        return memory.to_store(facts), decides
+        memory = MemoryWriter()
+        return memory.to_store(
+            encode_source(source, encoder, memory, limit=limit, progress=progress)
+        ), decides
     key = digest(decides)
     return _cached_store(source, encoder, key=key, limit=limit, cache=cache, progress=progress), decides
 
 
 def cache_folder(cache: Path | None) -> Path:
-    """Return the folder for the tokens of large datasets."""
+    """Return the folder for tokens of large datasets and rows from memory."""
     return cache_base(cache) / "data"
 
 
@@ -263,11 +272,10 @@ def _cached_store(
 def _write_store(
     source: Source, encoder: Encoder, folder: Path, *, limit: int, progress: OnProgress | None
 ) -> dict[str, Any]:
-    with DiskFiles(folder) as files:
-        facts = encode_source(source, encoder, StoreWriter(files.files), limit=limit, progress=progress)
-    write_json(
-        folder / MARKER, {"layout": LAYOUT, "source": source.name, "facts": facts, "bytes": files.sizes()}
-    )
+    with write_store(folder) as writer:
+        facts = encode_source(source, encoder, writer, limit=limit, progress=progress)
+    marker = {"layout": LAYOUT, "source": source.name, "facts": facts, "bytes": store_sizes(folder)}
+    write_json(folder / MARKER, marker)
     return facts
 
 
@@ -275,7 +283,7 @@ def _read_facts(folder: Path) -> dict[str, Any] | None:
     """Return the facts of a complete store; None when it is missing or damaged."""
     try:
         marker = read_object(folder / MARKER)
-        sizes = {name: (folder / f"{name}.bin").stat().st_size for name in ARRAYS}
+        sizes = store_sizes(folder)
     except (OSError, UnreadableFile):
         return None
     is_valid = marker.get("layout") == LAYOUT and marker.get("bytes") == sizes
@@ -283,5 +291,5 @@ def _read_facts(folder: Path) -> dict[str, Any] | None:
 
 
 def digest(value: Any) -> str:
-    """Return the sha256 of a value that JSON can hold."""
+    """Return the sha256 of a value in JSON's types."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,6 +44,8 @@ class FileArray:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStore:
+    """The tokens of a dataset and their loss mask."""
+
     tokens: IntArray | FileArray
     supervised: NDArray[np.bool_] | FileArray
     ends: NDArray[np.int64]
@@ -51,7 +53,7 @@ class TokenStore:
     """The index of each example's row in the source."""
     hashes: NDArray[np.uint64]
     num_supervised: NDArray[np.int32]
-    """Number of tokens with loss. The first token of an example is never predicted."""
+    """Supervised tokens of each example, without its first token, which is never predicted."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Counts from writing: rows read, rows left out."""
 
@@ -62,7 +64,7 @@ class TokenStore:
         return np.diff(self.ends, prepend=0)
 
     def num_supervised_within(self, limit: int) -> NDArray[np.int64]:
-        """Return the number of tokens with loss among the first `limit` of each example."""
+        """Return the number of supervised tokens among the first `limit` of each example."""
         counts = np.array(self.num_supervised, dtype=np.int64)
         lengths = self.lengths()
         for first in range(0, len(self), _BLOCK_EXAMPLES):
@@ -122,7 +124,7 @@ def _sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class StoreWriter:
-    """Append examples to the files of a store."""
+    """Append examples to the open files of a store."""
 
     def __init__(self, files: Mapping[str, BinaryIO]) -> None:
         self.files = files
@@ -141,38 +143,31 @@ class StoreWriter:
         self.files["num_supervised"].write(int(supervised[1:].sum()).to_bytes(4, "little"))
 
 
-class MemoryFiles:
-    """The files of a store in memory."""
+class MemoryWriter(StoreWriter):
+    """Write a store in memory."""
 
     def __init__(self) -> None:
-        self.files: dict[str, BinaryIO] = {name: io.BytesIO() for name in ARRAYS}
+        self._buffers = {name: io.BytesIO() for name in ARRAYS}
+        super().__init__(self._buffers)
 
     def to_store(self, facts: Mapping[str, Any]) -> TokenStore:
         arrays: dict[str, Any] = {
-            name: np.frombuffer(file.getbuffer(), dtype=ARRAYS[name])  # type: ignore[attr-defined]
-            for name, file in self.files.items()
+            name: np.frombuffer(buffer.getbuffer(), dtype=ARRAYS[name])
+            for name, buffer in self._buffers.items()
         }
         return TokenStore(**arrays, facts=facts)
 
 
-class DiskFiles:
-    """The files of a store in a folder, open inside a `with` block."""
+@contextmanager
+def write_store(folder: Path) -> Iterator[StoreWriter]:
+    """Yield a writer of a store in a folder."""
+    with ExitStack() as files:
+        yield StoreWriter({name: files.enter_context((folder / f"{name}.bin").open("wb")) for name in ARRAYS})
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.files: dict[str, BinaryIO] = {}
-        self._open = ExitStack()
 
-    def __enter__(self) -> DiskFiles:
-        for name in ARRAYS:
-            self.files[name] = self._open.enter_context((self.folder / f"{name}.bin").open("wb"))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def sizes(self) -> dict[str, int]:
-        return {name: (self.folder / f"{name}.bin").stat().st_size for name in ARRAYS}
+def store_sizes(folder: Path) -> dict[str, int]:
+    """Return the file size of each array of a store in a folder."""
+    return {name: (folder / f"{name}.bin").stat().st_size for name in ARRAYS}
 
 
 def open_store(folder: Path, facts: Mapping[str, Any]) -> TokenStore:

@@ -52,6 +52,8 @@ _NAMES = ("unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
+    """The tokenizer of a model: its chat template, its special tokens and the library's tokenizer."""
+
     rust: RustTokenizer
     chat_template: str | None
     bos_token: str | None
@@ -94,7 +96,9 @@ class Tokenizer:
             bos_token=bos,
             eos_token=eos,
             pad_id=(rust.token_to_id(pad) if pad else None) or 0,
-            stop_ids=_stop_ids(_generation_folder(folder, model), rust, eos),
+            stop_ids=_stop_ids(
+                folder if model is None or (folder / GENERATION).exists() else model, rust, eos
+            ),
             special=tuple(t.content for t in rust.get_added_tokens_decoder().values() if t.special),
             adds_bos=bos is not None and starts_with == [rust.token_to_id(bos)],
             other_named=tuple((name, text) for name in _NAMES if (text := _token_text(tokens.get(name)))),
@@ -152,8 +156,8 @@ class Tokenizer:
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of plain texts, each with one BOS token if the tokenizer adds it, and one EOS token.
 
-        The tokenizer adds the BOS token itself: as text, it would take the first word's place at the beginning, and some
-        tokenizers mark the first word.
+        The library adds the BOS token: some tokenizers mark the first word, and a BOS token written as text would move it
+        from the first place.
         """
         bos, eos = (
             self.rust.token_to_id(text) if text else None for text in (self.bos_token, self.eos_token)
@@ -163,7 +167,7 @@ class Tokenizer:
         found = []
         for encoding in encodings:
             ids = list(encoding.ids)
-            # The text may have them already.
+            # The text may contain them already.
             if ids[:2] == [bos, bos]:
                 del ids[0]
             if ids[-2:] == [eos, eos]:
@@ -233,7 +237,7 @@ def _open(raw: bytes, path: Path) -> RustTokenizer:
 
 @contextlib.contextmanager
 def _readable_panics(what: str) -> Iterator[None]:
-    """Turn a panic of the tokenizers library into a UserError. Its class is no `Exception` and cannot be imported."""
+    """Turn a panic of the tokenizers library into a UserError. Its class is not an `Exception` and cannot be imported."""
     try:
         yield
     except BaseException as error:
@@ -270,10 +274,6 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     return template
-
-
-def _generation_folder(folder: Path, model: Path | None) -> Path:
-    return folder if model is None or (folder / GENERATION).exists() else model
 
 
 def _num_rows(path: Path) -> int | None:

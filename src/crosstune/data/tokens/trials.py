@@ -14,7 +14,7 @@ from crosstune.process.limited_child import run_limited
 _VERSION = 1
 """Increase when a trial changes, so that everything is tried again."""
 _LENGTH = 3000
-"""The length of a trial text, as long as a usual row: a pattern that needs quadratic time on it is too slow."""
+"""Characters of a trial text, as in a usual row: a pattern that needs quadratic time on it is too slow."""
 
 
 def try_tokenizer(raw: bytes, *, path: Path, cache: Path | None) -> None:
@@ -56,7 +56,7 @@ def _verdict(kind: str, digest: str, cache: Path | None) -> Path | None:
 
 
 def trial_texts() -> list[str]:
-    """Return texts on which patterns are slow: long runs of one kind of character, and what follows them."""
+    """Return texts on which patterns are slow: long runs of one kind of character, with and without a different end."""
     words = "The quick brown fox, 12 times; isn't it?\n\tNaïve café — 東京タワー 🙂 "
     runs = [
         (run * _LENGTH)[:_LENGTH]
@@ -74,7 +74,7 @@ def _encode_texts(raw: bytes) -> None:
 
 
 def _render_conversations(raw: bytes) -> None:
-    """Render short and long conversations. A template may reject some of them; the rows of the data show that."""
+    """Render short and long conversations. A template may reject some of them; reading the data reports that."""
     from crosstune.data.render.answer_spans import render_text
     from crosstune.data.render.types import ChatTokens, Message
 
@@ -90,7 +90,7 @@ def _render_conversations(raw: bytes) -> None:
                 render_text(messages, tokens, add_generation_prompt=len(messages) == 1, tools=tools)
             except UserError as error:
                 if isinstance(error.__cause__, MemoryError):
-                    sys.exit("it takes too much memory.")
+                    sys.exit("it needs too much memory.")
 
 
 def main() -> None:
