@@ -91,49 +91,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def end_quietly(run: Callable[[], int], *, is_process: bool) -> int:
-    """Return the exit code of `run`, or that of a Ctrl-C; ignore each one that follows.
+class _Interrupts:
+    """The handler of Ctrl-C: raise KeyboardInterrupt until `ignored` is set.
 
-    With `is_process` they stay ignored until the process has ended, as Python prints a traceback for one that arrives
-    while it shuts down.
+    Python can raise one at every call, also at the call that would ignore the signal, but not while it sets an attribute.
     """
-    before = signal.getsignal(signal.SIGINT)
+
+    ignored = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        if not self.ignored:
+            raise KeyboardInterrupt
+
+
+def end_quietly(run: Callable[[], int], *, is_process: bool) -> int:
+    """Return the exit code of `run`, or 130 after a Ctrl-C; ignore further ones, with `is_process` until the process ends."""
+    before, interrupts = signal.getsignal(signal.SIGINT), _Interrupts()
+    if before is signal.default_int_handler or (is_process and callable(before)):
+        _handle_interrupts(interrupts)
     try:
         try:
             return run()
-        except KeyboardInterrupt:
-            return _stop()
-    except KeyboardInterrupt:  # it was pressed again before the next ones were ignored
-        return _stop()
+        finally:
+            interrupts.ignored = True
+    except KeyboardInterrupt:
+        return _stopped()
     except Exception as error:
         if not _comes_from_ctrl_c(error):
             raise
-        return _stop()
+        return _stopped()
     finally:
-        if not is_process:
-            _handle_interrupts(before)
+        _handle_interrupts(signal.SIG_IGN if is_process else before)
 
 
-def _comes_from_ctrl_c(error: BaseException) -> bool:
+def _comes_from_ctrl_c(error: BaseException | None) -> bool:
     """Return whether a Ctrl-C came out of an import as another error, as from libraries with native parts."""
-    chain: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in chain:
-        chain.append(following)
-        following = following.__cause__ or following.__context__
-    return any(isinstance(link, KeyboardInterrupt) for link in chain)
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return any(isinstance(link, KeyboardInterrupt) for link in seen)
 
 
-def _stop() -> int:
-    _handle_interrupts(signal.SIG_IGN)
+def _stopped() -> int:
     print("\ncrosstune: stopped.", file=sys.stderr)
     return EXIT_AT_ONCE
 
 
-def _handle_interrupts(handler: object) -> None:
-    # Python sets handlers in the main thread only, and one that was not set in Python is None.
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, handler)  # type: ignore[arg-type]
+def _handle_interrupts(handler: Any) -> None:
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        return  # the handler was not set in Python, or Python does not set one in this thread
+    if handler is signal.SIG_IGN and hasattr(signal, "pthread_sigmask"):
+        # Python prints an error for a signal that arrives just before it is ignored.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGINT, handler)
 
 
 def _run_and_drain(words: list[str]) -> int:
