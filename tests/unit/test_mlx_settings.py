@@ -79,7 +79,7 @@ def test_yaml_and_alpha_are_read_too(tmp_path: Path) -> None:
         ({"batch_size": 0}, "batch_size cannot be 0"),
         ({"lora_parameters": 3}, "lora_parameters cannot be 3"),
         ({"lora_parameters": [1]}, "it takes `key: value` lines"),
-        ({"optimizer": "muon"}, "It is one of: adamw"),
+        ({"optimizer": "muon"}, "Choices: adamw"),
         ({"resume_adapter_file": "adapters.safetensors"}, "--base_adapter"),
         ({"lr_schedule": {"name": "cosine_decay"}}, "--lr_scheduler"),
         ({"optimizer": "adamw", "optimizer_config": {"adamw": {"weight_decay": 0.1}}}, "--wd"),

@@ -15,7 +15,7 @@ from crosstune.config.mmdit_file import is_mmdit, translate
 from crosstune.config.option_names import find_option
 from crosstune.config.peer_names import SECTIONS
 from crosstune.config.schema import Config, option_list, options_by_name
-from crosstune.config.values import convert_value, expectation, wrong_path
+from crosstune.config.values import accepted_values, convert_value, wrong_path
 from crosstune.core.backend import BackendSpec, backend_specs
 from crosstune.core.errors import UserError, raise_all, shown
 from crosstune.files.yaml_files import read_yaml
@@ -263,7 +263,7 @@ def _add(
         if found is None:
             return
         if is_bare and not found.is_switch:
-            raise UserError(f"--{key} needs a value.", do=expectation(found.option))
+            raise UserError(f"--{key} needs a value.", do=f"expected {accepted_values(found.option)}")
         raw = found.value(True if is_bare else raw, source)
     except UserError as error:
         problems.append(error)
