@@ -145,7 +145,7 @@ def test_processes_that_were_started_are_the_world() -> None:
     assert not [a for a in plan.adjustments if a.option == "world_size" and a.kind == "warning"]
     with pytest.raises(ConfigError, match="is 2, but 3 processes were started"):
         plan_on("apple-m2-max-64gb", backend="mlx", world_size=2, ranks=ranks)
-    with pytest.raises(ConfigError, match="--backend mps is not for them"):
+    with pytest.raises(ConfigError, match="--backend mps uses torch"):
         plan_on("apple-m2-max-64gb", backend="mps", ranks=ranks)
 
 
