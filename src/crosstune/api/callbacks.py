@@ -60,7 +60,7 @@ class Callbacks:
         self._members = [_functions(callback) for callback in callbacks]
 
     def on_step(self, metrics: StepMetrics) -> None:
-        self._call("on_step", metrics)
+        self._call("on_step", metrics.copy())  # a callback may change it
 
     def on_event(self, event: Event) -> None:
         self._call("on_event", event)
