@@ -1,4 +1,4 @@
-"""Train language models on whatever machine is there, and move the run to another."""
+"""Train language models on any machine, and move the run to another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "__version__",
 ]
 
-# Public name -> the module that has it, imported on first use: `import crosstune` stays light.
+# Public name -> its module, imported on first use to keep `import crosstune` light.
 _HOMES = {
     "train": "crosstune.api.train",
     "plan": "crosstune.api.plan",

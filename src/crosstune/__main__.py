@@ -6,18 +6,15 @@ import sys
 from typing import NoReturn
 
 _AT_ONCE = 130
-"""`core.errors.EXIT_AT_ONCE`, which is not imported yet."""
+"""`core.errors.EXIT_AT_ONCE`, not imported yet."""
 
 
 def start() -> int:
     """Run the command line of this process and return its exit code."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _stop)
     from crosstune.cli.main import main
 
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, before)
     return main()
 
 

@@ -351,4 +351,4 @@ def test_wandb_without_a_key_asks_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     done = subprocess.run(
         [sys.executable, "-c", NO_KEY, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert "there is no valid key for it" in done.stdout and "WANDB_MODE=offline" in done.stdout
+    assert "it has no valid key" in done.stdout and "WANDB_MODE=offline" in done.stdout

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.cli.terminal.event_lines import LINES
-from crosstune.cli.terminal.screen import NOT_SHOWN, Screen
+from crosstune.cli.terminal.screen import Screen
 from crosstune.config.resolve.plan import Adjustment
 from crosstune.core import events, tracking_events
-from crosstune.core.events import Event
+from crosstune.core.events import Event, Failed, Interrupted
 from crosstune.core.loss_measurement import Comparison, LossMeasurement
 from crosstune.files.json_files import read_jsonl
 from crosstune.files.run_record import RunRecord
 from crosstune.loop.profile_result import PhaseClock, profile_result
 from crosstune.report.tables import NOTABLE_KINDS
 
+NOT_SHOWN = (Failed, Interrupted)
+"""The command prints the error that ended the run."""
 MEASURED_ROW: dict[str, Any] = {
     "step": 4,
     "first_step": 4,

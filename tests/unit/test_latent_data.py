@@ -375,8 +375,8 @@ def test_a_plan_tells_what_the_shape_says_and_what_is_not_known(
     assert found["parameters"] == settings.num_parameters()
     assert found["state_bytes"] == 16 * found["parameters"], "weights, gradients and two moments in fp32"
     assert rows["steps"] == str(found["num_steps"]) == str(-(-len(open_pairs(pairs).splits["train"]) // 10))
-    assert "for weights, gradients and optimizer" in rows["memory"] and "not known" in rows["memory"]
-    assert "not known" in rows["time"] and "not known" in rows["cost"]
+    assert "for weights, gradients and optimizer" in rows["memory"] and "unknown" in rows["memory"]
+    assert "unknown" in rows["time"] and "unknown" in rows["cost"]
     assert main([*asked, str(tmp_path / "elsewhere" / "pairs")]) == 0
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert rows["memory"].startswith("not known") and "not known" in rows["cost"]
+    assert rows["memory"].startswith("unknown") and "unknown" in rows["cost"]

@@ -171,7 +171,7 @@ def test_a_price_without_a_number_of_steps_or_a_known_device_says_what_is_missin
     for machine, said in (("h100", "--max_steps"), ("cpu-laptop", "for this device")):
         plan = plan_on(machine)
         rows = dict(figure_rows(plan, predict(plan, price_per_hour=3.0)))
-        assert said in rows["time"] and "not known" in rows["cost"]
+        assert said in rows["time"] and "unknown" in rows["cost"]
         assert "cost" not in dict(figure_rows(plan, predict(plan)))
 
 

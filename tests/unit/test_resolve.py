@@ -133,7 +133,7 @@ def test_mlx_trains_in_several_processes_and_says_when_they_share_a_gpu() -> Non
     plan = plan_on("apple-m2-max-64gb", backend="mlx", world_size=2, sharding_strategy="full_shard")
     assert (plan.world_size, plan.collective) == (2, "ring")
     assert "share its GPU" in adjustment(plan, "world_size", "warning").reason
-    assert "each process has the whole model" in adjustment(plan, "sharding_strategy", "warning").reason
+    assert "replicates the model" in adjustment(plan, "sharding_strategy", "warning").reason
     assert plan_on("apple-m2-max-64gb", backend="mlx").world_size == 1
 
 
@@ -145,7 +145,7 @@ def test_processes_that_were_started_are_the_world() -> None:
     assert not [a for a in plan.adjustments if a.option == "world_size" and a.kind == "warning"]
     with pytest.raises(ConfigError, match="is 2, but 3 processes were started"):
         plan_on("apple-m2-max-64gb", backend="mlx", world_size=2, ranks=ranks)
-    with pytest.raises(ConfigError, match="--backend mps is not for them"):
+    with pytest.raises(ConfigError, match="--backend mps uses torch"):
         plan_on("apple-m2-max-64gb", backend="mps", ranks=ranks)
 
 

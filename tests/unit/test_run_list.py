@@ -131,7 +131,7 @@ def test_the_command_says_what_is_left_out(tmp_path: Path, capsys: Captured) -> 
     assert main(["runs", "--output_dir", str(tmp_path), "--last", "2"]) == 0
     out = capsys.readouterr().out
     assert out.index("run-2") < out.index("run-1") and "run-0" not in out
-    assert "2 of 3 runs; --all lists every one" in out
+    assert "2 of 3 runs; --all lists all" in out
     assert main(["runs", "--output_dir", str(tmp_path), "--status", "finished", "--json"]) == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["run-0"]
     assert main(["runs", "--output_dir", str(tmp_path), "--status", "running"]) == 0

@@ -29,7 +29,7 @@ def test_the_heartbeat_is_never_shorter_than_a_collective() -> None:
     config = make_config(collective_timeout="30m", heartbeat_timeout="10m")
     assert limits_of(config).heartbeat_s == 1800.0
     [warning] = limit_warnings(config, {})
-    assert "heartbeat_timeout is 600 s, shorter than collective_timeout (1800 s)" in warning
+    assert "heartbeat_timeout is 600 s, shorter than collective_timeout" in warning
     assert limits_of(make_config(collective_timeout="2h")).heartbeat_s == 7200.0
 
 
@@ -47,8 +47,8 @@ def test_the_heartbeat_is_never_shorter_than_a_collective() -> None:
         ),
         ({}, {"NCCL_BLOCKING_WAIT": "1"}, "NCCL_BLOCKING_WAIT is 1"),
         ({}, {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "so 0 is used"),
-        ({}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "would never be ended"),
-        ({}, {"TORCH_NCCL_ENABLE_MONITORING": "0"}, "would never be noticed"),
+        ({}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "would never abort"),
+        ({}, {"TORCH_NCCL_ENABLE_MONITORING": "0"}, "would go unnoticed"),
     ],
 )
 def test_values_that_cannot_be_meant_are_warned_of(

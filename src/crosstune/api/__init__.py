@@ -1,1 +1,1 @@
-"""The Python interface: train, plan and load, with what they return and the callbacks they take."""
+"""The Python interface: train, plan and load, their results, and callbacks."""

@@ -1,4 +1,4 @@
-"""Turn the arguments of a Python program into the configuration that the same flags give."""
+"""Turn Python arguments into a configuration, and errors about flags into errors about arguments."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from crosstune.files.atomic_files import put_in_place, staging_folder
 _COMMAND = (
     r"`[^`]*`|\b(?:crosstune (?=[a-z])|pip install|hf |mlx_lm\.|mlx\.launch|torchrun|python )[^`;,)\n]*"
 )
-"""A command to run in a shell, whose flags stay as they are."""
+"""A shell command; its flags keep their dashes."""
 _FLAG = re.compile(rf"(?P<command>{_COMMAND})|--(?P<name>[a-z][a-z0-9_]*)")
 
 Written = dict[str, str]
-"""Path of a file that was written for an argument -> the argument."""
+"""File written for an in-memory argument -> the argument's name."""
 
 
 @contextlib.contextmanager
 def python_words(written: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Word the errors raised in the block for a Python program."""
+    """Rephrase errors raised in the block for a Python program."""
     try:
         yield
     except UserError as error:
@@ -39,7 +39,7 @@ def python_words(written: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 def put_into_python(error: UserError, written: Mapping[str, str]) -> None:
-    """Change the words of an error, and of every problem in it."""
+    """Rephrase an error, and every problem in it, for a Python program."""
     if isinstance(error, ConfigError):
         for problem in error.problems:
             put_into_python(problem, written)
@@ -50,7 +50,7 @@ def put_into_python(error: UserError, written: Mapping[str, str]) -> None:
 
 
 def _arguments(text: str, written: Mapping[str, str]) -> str:
-    """Name the argument instead of the file that its rows were written to, and a row instead of a line."""
+    """Replace the path of a written file by its argument, and its line numbers by row numbers."""
     for path, argument in written.items():
         text = re.sub(rf"{re.escape(path)}/(\w+)\.jsonl", rf'{argument}["\1"]', text)
         text = text.replace(path, argument)
@@ -60,7 +60,7 @@ def _arguments(text: str, written: Mapping[str, str]) -> str:
 
 PathLike: TypeAlias = str | os.PathLike[str]
 OptionValue: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str] | None
-"""The value of an option; `crosstune options` lists what each one takes."""
+"""The value of an option; `crosstune options NAME` lists the accepted values."""
 
 
 class Table(Protocol):
@@ -73,23 +73,23 @@ class Table(Protocol):
 
 
 class SavesTokenizer(Protocol):
-    """A fast tokenizer of transformers."""
+    """A fast transformers tokenizer."""
 
     def save_pretrained(self, save_directory: str, /) -> Any: ...
 
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]] | Table
 Data: TypeAlias = PathLike | Rows | Mapping[str, Rows]
-"""A path, a name or a hub id; rows in memory; or rows by the name of their split."""
+"""A path, a name or a hub id; rows in memory; or split name -> rows."""
 
 
 def read_config(
     options: Mapping[str, Any], *, written: Written | None = None, **objects: Data | SavesTokenizer | None
 ) -> Config:
-    """Make a configuration of options and of `objects`: options that may be in memory, None where they are not set.
+    """Make a configuration from options and `objects`, options that may be in memory (None: not set).
 
-    Rows and tokenizers in memory are written to the cache, after all problems with names and values were raised; the
-    paths are added to `written`.
+    In-memory rows and tokenizers are written to the cache, once all names and values are valid; their paths are added to
+    `written`.
     """
     values, in_memory = dict[str, Any](), dict[str, Any]()
     given = {name: value for name, value in objects.items() if value is not None}
@@ -112,14 +112,14 @@ def read_config(
 
 
 def _object_problem(name: str, value: Any) -> UserError | None:
-    """Return the error for a model object where the name or the folder of a model belongs."""
+    """Return the error for a model object passed instead of a model's name or folder."""
     option = options_by_name().get(name)
     is_model = option is not None and option.name in ("model_name", "base_adapter")
     if not is_model or isinstance(value, (str, int, float, type(None))):
         return None
     return UserError(
         f"{name} cannot be a {type(value).__qualname__} object.",
-        why="a run reads weights from files, so that it can record which model it trains and be resumed.",
+        why="a run reads weights from files, to record the model and to resume.",
         do=f'save model and tokenizer with save_pretrained("my-model"), and pass {name}="my-model"',
     )
 
@@ -129,11 +129,11 @@ def _write_data(data: object, option: str) -> Path:
 
 
 def _write_tokenizer(tokenizer: Any, option: str) -> Path:
-    """Save a tokenizer of transformers to a folder in the cache, named by its contents."""
+    """Save a transformers tokenizer to a cache folder named by its hash."""
     if not callable(getattr(tokenizer, "save_pretrained", None)):
         raise UserError(
             f"{option} cannot be a {type(tokenizer).__qualname__} object.",
-            do="pass a fast tokenizer of transformers, as AutoTokenizer.from_pretrained returns it, or a folder with its files",
+            do="pass a fast transformers tokenizer, as returned by AutoTokenizer.from_pretrained, or a folder with its files",
         )
     root = cache_folder(cache_override()) / "tokenizers"
     root.mkdir(parents=True, exist_ok=True)
@@ -161,4 +161,4 @@ _WRITERS: Mapping[str, Callable[[Any, str], Path]] = {
     "eval_dataset": _write_data,
     "tokenizer": _write_tokenizer,
 }
-"""Option whose value may be in memory -> function that writes it and returns the path."""
+"""Option that may be in memory -> function that writes the value and returns its path."""

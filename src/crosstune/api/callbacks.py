@@ -1,4 +1,4 @@
-"""Pass the steps and events of a run to a program's callbacks, which can stop it."""
+"""Call the program's callbacks for steps and events; a callback can stop the run."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class ObservesEvents(Protocol):
 
 
 Callback: TypeAlias = ObservesSteps | ObservesEvents | Callable[[Any], object]
-"""An object with `on_step(metrics)`, `on_event(event)` or both, or a function that is called with the metrics of each
-step. Metrics are a `StepMetrics`, an event is one of the classes in `crosstune.core.events`."""
+"""An object with `on_step(metrics)`, `on_event(event)` or both, or a function of the metrics of each step.
+
+Metrics are a `StepMetrics`; events are the classes in `crosstune.core.events`."""
 
 _METHODS = ("on_step", "on_event")
 
 Functions = dict[str, Callable[[Any], object]]
-"""Name of an observer's method -> what it calls."""
+"""Observer method -> function of a callback."""
 
 
 class Callbacks:
-    """An observer that calls the callbacks of a program.
+    """An observer that calls the program's callbacks.
 
-    An error in one of them must not cost steps: the run stops after the current step and saves a checkpoint, and the
-    error is raised when it has ended.
+    After an error in a callback, the run stops at the end of the step and saves a checkpoint; then the error is raised.
     """
 
     def __init__(self, callbacks: Sequence[Callback], stop: StopSignal) -> None:
@@ -60,15 +60,10 @@ class Callbacks:
         self._members = [_functions(callback) for callback in callbacks]
 
     def on_step(self, metrics: StepMetrics) -> None:
-        self._call("on_step", dict(metrics))
+        self._call("on_step", metrics.copy())  # a callback may change it
 
     def on_event(self, event: Event) -> None:
         self._call("on_event", event)
-
-    def raise_error(self) -> None:
-        """Raise the error of a callback, if there was one."""
-        if self.error is not None:
-            raise self.error
 
     def _call(self, name: str, argument: StepMetrics | Event) -> None:
         called = [member for member in self._members if name in member]
@@ -81,14 +76,14 @@ class Callbacks:
                         self.stop.request("a callback")
                 except StopTraining as request:
                     self.stop.request(str(request) or "a callback")
-                except (Exception, SystemExit) as error:  # noqa: BLE001 (raised by `raise_error`)
+                except (Exception, SystemExit) as error:  # noqa: BLE001 (raised at the end of the run)
                     self._members.remove(member)
                     self.error = self.error or error
                     self.stop.request(f"{type(error).__name__} in a callback: {error}")
 
 
 def _functions(callback: Any) -> Functions:
-    """Return the functions of a callback by the name of the observer's method that calls them."""
+    """Return the functions of a callback by observer method."""
     if not isinstance(callback, type):
         methods = {name: getattr(callback, name, None) for name in _METHODS}
         if found := {name: method for name, method in methods.items() if callable(method)}:
@@ -98,14 +93,14 @@ def _functions(callback: Any) -> Functions:
     kind = f"the class {callback.__qualname__}" if isinstance(callback, type) else f"{callback!r:.80}"
     raise UserError(
         f"{kind} is not a callback.",
-        why="a callback is an object with a method on_step(metrics) or on_event(event), or a function of the metrics.",
+        why="a callback is a function of the metrics, or an object with on_step(metrics) or on_event(event).",
         do="pass an instance of the class" if isinstance(callback, type) else "give it one of these methods",
     )
 
 
 @contextlib.contextmanager
 def keep_process_state() -> Iterator[None]:
-    """Put the random state of the loaded frameworks back afterwards."""
+    """Restore the random state of the loaded frameworks afterwards."""
     with contextlib.ExitStack() as stack:
         for framework, engine in (("torch", "torch"), ("mlx.core", "mlx")):
             if framework in sys.modules:

@@ -27,7 +27,7 @@ _TOGETHER = 16
 
 
 class Model:
-    """A trained run, an adapter over its base, or a model. The weights are read when they are first needed."""
+    """A trained run, an adapter on its base, or a model. Weights are loaded on first use."""
 
     def __init__(self, target: str, *, backend: str, precision: str, observer: Observer) -> None:
         self.target, self.backend, self.precision = target, backend, precision
@@ -65,10 +65,10 @@ class Model:
         on_text: Callable[[str], None] | None = None,
         **sampling: float,
     ) -> str | list[str]:
-        """Answer a prompt, or several together, each as the first message of a chat.
+        """Answer one prompt or a list of prompts, each as the first message of a chat.
 
-        `sampling` is temperature, top_k, top_p, min_p, repetition_penalty and seed; by default the likeliest token is taken.
-        `on_text` receives the answer to a single prompt as it is generated.
+        `sampling`: temperature, top_k, top_p, min_p, repetition_penalty, seed; greedy by default. `on_text` receives the
+        answer to a single prompt while it is generated.
         """
         start = [{"role": "system", "content": system}] * bool(system)
         if isinstance(prompt, str):
@@ -94,7 +94,7 @@ class Model:
         on_text: Callable[[str], None] | None = None,
         **sampling: float,
     ) -> str:
-        """Return the model's next turn of a conversation: dicts with `role` and `content`."""
+        """Return the model's next turn in a conversation of dicts with `role` and `content`."""
         with python_words():
             settings = _read_sampling(sampling, max_new_tokens)
             return self._chat_model().answer(
@@ -105,7 +105,7 @@ class Model:
             )
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Return the logits after each of these tokens, as an array of (tokens, vocabulary)."""
+        """Return the logits after each token, shape (tokens, vocabulary)."""
         session: Any = self._chat_model().session
         [found] = session.logits([list(tokens)])
         logits: NDArray[np.float32] = found
@@ -125,7 +125,7 @@ class Model:
         base: str | None = None,
         force: bool = False,
     ) -> Path:
-        """Merge the adapter into its base as `crosstune merge` does; return the new model folder."""
+        """Merge the adapter into its base like `crosstune merge`; return the model folder."""
         from crosstune.results.merge import merge
 
         with python_words():
@@ -144,7 +144,7 @@ class Model:
         base: str | None = None,
         force: bool = False,
     ) -> Path:
-        """Write the model for other tools as `crosstune export` does, to `hf`, `mlx` or `gguf`; return its folder."""
+        """Export the model like `crosstune export`, to `hf`, `mlx` or `gguf`; return its folder."""
         from crosstune.results.export import FORMATS, Form, export
 
         if to not in FORMATS:
@@ -157,7 +157,7 @@ class Model:
             return self._written(export(request, form, observer=self._observer))
 
     def close(self) -> None:
-        """Release the weights; they are read again when they are needed."""
+        """Release the weights; the next use loads them again."""
         self._opened = None
         gc.collect()  # a session holds reference cycles
 
@@ -179,7 +179,7 @@ class Model:
     ) -> Request:
         from crosstune.results.opened import Request
 
-        self.close()  # merging and exporting read the weights themselves
+        self.close()  # merging and exporting load the weights themselves
         return Request(
             target=self.target,
             out=Path(out).expanduser().absolute() if out is not None else None,
@@ -199,7 +199,7 @@ class Model:
 def load(target: PathLike, *, backend: str = "auto", precision: str = "auto", progress: bool = True) -> Model:
     """Open a run folder, an adapter folder, or a model: a folder, a .gguf file, a hub id or a bundled name.
 
-    A model that is not on this machine is fetched. With `progress=False`, nothing is printed.
+    A model that is not on this machine is downloaded. `progress=False` prints nothing.
     """
     from crosstune.cli.terminal.screen import Screen
     from crosstune.config.load import make_config
@@ -209,7 +209,7 @@ def load(target: PathLike, *, backend: str = "auto", precision: str = "auto", pr
     if not isinstance(target, (str, os.PathLike)):
         raise UserError(
             f"A {type(target).__qualname__} cannot be loaded.",
-            do="pass the folder of a run, an adapter or a model, or the name of a model; a model object is loaded already",
+            do="pass the folder of a run, an adapter or a model, or the name of a model; a model object is already loaded",
         )
     observer: Observer = Screen(live=True) if progress else Observers()
     name = os.fspath(target)

@@ -1,4 +1,4 @@
-"""`crosstune.plan`: what `train` would do with the same arguments, without doing it."""
+"""`crosstune.plan`: show what `train` would do with the same arguments, without doing it."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from crosstune.runs.check_request import RequestCheck, check_plan
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMemory:
-    """The memory of a training step, as estimated, and that of the device."""
+    """Estimated memory of a training step, and total memory of the device."""
 
     estimated_bytes: int | None
-    """None when the shape of the model is not known."""
+    """None if the shape of the model is unknown."""
     total_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanReport:
-    """A plan for a machine, and what is wrong with it. It prints as `crosstune plan` does."""
+    """A plan for a machine with its problems; prints like `crosstune plan`."""
 
     plan: Plan
     checked: RequestCheck
 
     @property
     def prediction(self) -> Prediction | None:
-        """Parameters, memory by part, speed and time; None when the shape of the model is not known."""
+        """Parameters, memory by part, speed and time; None if the shape of the model is unknown."""
         return predict(self.plan, data=self.checked.data)
 
     @property
     def problems(self) -> Sequence[UserError]:
-        """The errors with which `train` would refuse the request; empty when it would not."""
+        """The errors that `train` would raise for this request."""
         return tuple(self.checked.problems)
 
     @property
@@ -66,7 +66,7 @@ class PlanReport:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options as they would be used, with those that were chosen or changed."""
+        """The resolved options."""
         return self.plan.config.options()
 
     @property
@@ -89,7 +89,7 @@ def plan(
     machine: PathLike | None = None,
     **options: OptionValue,
 ) -> PlanReport:
-    """Plan a training with the arguments of `train`, on this machine or on `machine`, a profile or a doctor's report."""
+    """Plan a training with the arguments of `train`, for this machine or for `machine`: a profile or a doctor report."""
     from crosstune.distributed.environment import read_ranks
     from crosstune.machines.probe import load_machine
 
@@ -100,7 +100,7 @@ def plan(
         if config.emulate is not None:
             raise UserError("plan does not emulate.", do="use the command: crosstune plan --emulate")
         if machine is None:
-            read_ranks(config)  # refuses what train refuses
+            read_ranks(config)  # refuse what train refuses
         where = load_machine(str(machine)) if machine is not None else None
         found, checked = check_plan(config, machine=where)
     for problem in checked.problems:

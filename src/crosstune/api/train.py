@@ -33,31 +33,31 @@ class Run:
         self.summary: dict[str, Any] = (
             summary if summary is not None else read_json(self.folder / "summary.json")
         )
-        """The contents of summary.json; empty for a run that is still going on or was killed."""
+        """The contents of summary.json; empty for a run that is running or was killed."""
 
     @property
     def status(self) -> str:
-        """`finished`, `stopped` or `failed`; `unfinished` for a run that is still going on or was killed."""
+        """`finished`, `stopped` or `failed`; `unfinished` for a run that is running or was killed."""
         return str(self.summary.get("status", "unfinished"))
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason of a stop: a signal, the time limit, or the reason that a callback gave."""
+        """Why the run stopped: a signal, the time limit, or a callback's reason."""
         return self.summary.get("stop_reason")
 
     @property
     def result(self) -> Path | None:
         """The folder of the trained adapter or model."""
-        return _path(self.summary.get("result"))
+        return Path(name) if (name := self.summary.get("result")) else None
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint of the run."""
-        return _path(self.summary.get("checkpoint"))
+        """The newest checkpoint."""
+        return Path(name) if (name := self.summary.get("checkpoint")) else None
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl, one for each step."""
+        """The rows of metrics.jsonl, one per step."""
         return read_jsonl(self.folder / "metrics.jsonl")
 
     @property
@@ -88,7 +88,7 @@ class Run:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> str:
-        """Answer a prompt with the trained model, which stays loaded; `load()` gives more control."""
+        """Answer a prompt with the trained model and keep it loaded; `load()` gives more control."""
         return self._model.generate(
             prompt, system=system, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
         )
@@ -101,10 +101,6 @@ class Run:
         return f"Run({str(self.folder)!r}, {', '.join(facts)})"
 
 
-def _path(name: str | None) -> Path | None:
-    return Path(name) if name else None
-
-
 def train(
     *,
     dataset: Data | None = None,
@@ -114,11 +110,10 @@ def train(
     progress: bool = True,
     **options: OptionValue,
 ) -> Run:
-    """Fine-tune a model. The options are those of `crosstune train`, as `crosstune options` lists them.
+    """Fine-tune a model. `options` are the options of `crosstune train`; `crosstune options` lists them.
 
-    A data set is a path, a name, a list of rows, or a `datasets.Dataset`; a tokenizer is a folder or a fast tokenizer of
-    transformers. Ctrl-C and callbacks stop the run after the current step, with a checkpoint. With `progress=False`,
-    nothing is printed.
+    A dataset is a path, a name, a list of rows, or a `datasets.Dataset`; a tokenizer is a folder or a fast transformers
+    tokenizer. Ctrl-C and callbacks stop the run after the current step, with a checkpoint. `progress=False` prints nothing.
     """
     from crosstune.distributed.environment import read_ranks
     from crosstune.distributed.group import connected, naming_rank
@@ -139,5 +134,6 @@ def train(
                 if called.error is not None:
                     raise called.error from error
                 raise
-    called.raise_error()
+    if called.error is not None:
+        raise called.error
     return Run(result.folder, summary=result.summary)

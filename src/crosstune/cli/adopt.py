@@ -1,4 +1,4 @@
-"""`crosstune adopt`: write thin entry files at the paths of the guides, so that old commands keep working."""
+"""`crosstune adopt`: write entry scripts at the paths in the guides, so that old commands keep working."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A file at a path of the guides, and the command that it runs."""
+    """A script at a path in the guides, and the command that it runs."""
 
     path: str
-    """Relative to the folder of the project."""
+    """Relative to the project folder."""
     about: str
     command: tuple[str, ...]
     backends: tuple[str, ...] = ()
-    """Backends to train on without --backend: the first one that is available here."""
+    """Defaults of --backend: the first one available here."""
     output_dir: str | None = None
-    """The folder of its runs without --output_dir. A run is named for its model, and its result is also copied to
-    NAME_final beside it, the folder that the guide moves to another machine and loads with PEFT."""
+    """Default of --output_dir. The run is named after its model, and its result is copied to NAME_final, the folder that
+    the guide moves to another machine and loads with PEFT."""
     script: str = ""
-    """The text of the file, if it does more than pass its command line on."""
+    """The text of the file, if not the usual Python script."""
 
     @property
     def name(self) -> str:
@@ -38,7 +38,7 @@ class Entry:
 
 
 _L2T_SCRIPT = r"""#!/usr/bin/env bash
-# Train latent diffusion with crosstune. Every variable may be set from outside, as in
+# Train latent diffusion with crosstune. Set any variable from outside, as in
 #   NNODES=1 NPROC_PER_NODE=2 L2T_BASE_STEPS=100 L2T_TRAIN_BS=4 bash scripts/training/train_qwen_english_l2t_stable.sh
 set -euo pipefail
 
@@ -56,7 +56,7 @@ L2T_BASE_SAVE_FREQ="${L2T_BASE_SAVE_FREQ:-50000}"
 L2T_BASE_LOG_FREQ="${L2T_BASE_LOG_FREQ:-10}"
 L2T_BASE_EVAL_FREQ="${L2T_BASE_EVAL_FREQ:-10000}"
 
-# A number of steps for BASE_WORLD_SIZE devices, on the devices there are.
+# Scale a number of steps for BASE_WORLD_SIZE devices to the devices in use.
 scaled() { echo $((($1 * BASE_WORLD_SIZE + WORLD - 1) / WORLD)); }
 
 FLAGS=(--recipe latent_diffusion --loss_type l2t --log_to stdout)
@@ -79,7 +79,7 @@ if [ -n "${DATA_WORKERS:-}" ]; then echo "DATA_WORKERS=$DATA_WORKERS: a thread p
 if [ "${L2T_COMPILE:-0}" != 0 ]; then FLAGS+=(--torch_compile true); fi
 if [ "$WORLD" -gt 1 ]; then FLAGS+=(--world_size "$WORLD"); fi
 
-# The original's token and latent files are imported once; without them, L2T_PAIRS or generated sentences are used.
+# Import the original token and latent files once; without them, use L2T_PAIRS or generated sentences.
 PAIRS="${L2T_PAIRS:-}"
 if [ -z "$PAIRS" ] && [ -n "${TOKEN_DIR:-}" ] && [ -n "${LATENT_DIR:-}" ]; then
   PAIRS="$(dirname "$TOKEN_DIR")/crosstune-pairs"
@@ -116,9 +116,9 @@ ENTRIES = (
         script=_L2T_SCRIPT,
     ),
 )
-"""The entries that the guides name."""
+"""The scripts named in the guides."""
 
-_PYTHON = '''"""{about} Written by `crosstune adopt`; the options are those of `crosstune {command}`."""
+_PYTHON = '''"""{about} Written by `crosstune adopt`; it accepts the options of `crosstune {command}`."""
 
 import sys
 
@@ -133,11 +133,11 @@ def make_parser() -> Parser:
     listed = "\n".join(f"  {entry.path:<40} {entry.about}" for entry in ENTRIES)
     parser = Parser(
         "adopt",
-        description=f"Write small files that run crosstune at the paths of the guides:\n\n{listed}",
+        description=f"Write scripts that run crosstune at the paths in the guides:\n\n{listed}",
         epilog=EXAMPLES,
     )
-    parser.add_argument("folder", type=read_path, metavar="DIR", help="folder of the project")
-    parser.add_argument("--force", action="store_true", help="replace files that are there already")
+    parser.add_argument("folder", type=read_path, metavar="DIR", help="project folder")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
     return parser
 
 
@@ -149,7 +149,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def adopt(folder: Path, *, force: bool = False) -> list[Path]:
-    """Write all entries into a folder; raise before writing if a file exists that is not ours."""
+    """Write all entries into a folder; raise a UserError first if a file exists that crosstune did not write."""
     texts = {folder / entry.path: entry_text(entry) for entry in ENTRIES}
     taken = [path for path, text in texts.items() if path.exists() and _read(path) != text]
     if taken and not force:
@@ -172,7 +172,7 @@ def entry_text(entry: Entry) -> str:
 
 
 def run_entry(name: str, words: Sequence[str]) -> int:
-    """Run the command of an entry with the words of its command line."""
+    """Run the command of an entry with these arguments."""
     from crosstune.cli.main import main
 
     entry = next(entry for entry in ENTRIES if entry.name == name)
@@ -184,7 +184,7 @@ def run_entry(name: str, words: Sequence[str]) -> int:
 
 
 def entry_words(entry: Entry, words: Sequence[str]) -> list[str]:
-    """Return the command line with the options that the entry adds."""
+    """Return the arguments with the options that the entry adds."""
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--")}
     added: list[str] = []
     if given & {"help", "h"} or "-h" in words:
@@ -211,13 +211,13 @@ def _available(backends: Sequence[str]) -> str:
 
 
 def _say_fallback(entry: Entry, backend: str) -> None:
-    """Warn if an entry does not train on the device that it is named for."""
+    """Warn if an entry does not train on the device in its name."""
     if backend != entry.backends[0]:
         from crosstune.cli.terminal.output import WARNING, Output
 
         Output().line(
-            f"warning  {entry.name}.py: there is no {entry.backends[0].upper()} device here, so this trains on "
-            f"{backend} with the model, precision and optimizer of the preset for {backend}; `crosstune doctor` says why",
+            f"warning  {entry.name}.py: no {entry.backends[0].upper()} device here; training on {backend} with the preset for "
+            f"{backend} (model, precision, optimizer); see `crosstune doctor`",
             style=WARNING,
         )
 
@@ -230,7 +230,7 @@ def _preset_model(backend: str | None) -> str:
 
 
 def _publish(folder: Path, name: str | None) -> None:
-    """Copy the result of a finished run to NAME_final beside it, replacing an older one."""
+    """Copy the result of a finished run to NAME_final, replacing an older one."""
     from crosstune.files import atomic_files
     from crosstune.files.json_files import read_json
     from crosstune.models.identity import RECORD
@@ -241,7 +241,10 @@ def _publish(folder: Path, name: str | None) -> None:
     if name is None or summary.get("status") != "finished" or not result.is_dir():
         return
     if target.exists() and not (target / RECORD).is_file():
-        print(f"kept     {atomic_files.set_aside(target)}, which is not the result of a run", file=sys.stderr)
+        print(
+            f"kept     {atomic_files.set_aside(target)}, because it is not the result of a run",
+            file=sys.stderr,
+        )
     with atomic_files.staging_folder(target) as staging:
         shutil.copytree(result, staging / "new")
         atomic_files.put_in_place(staging / "new", target, aside=staging / "old")

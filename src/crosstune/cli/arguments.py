@@ -1,8 +1,9 @@
-"""Parse the arguments of a subcommand, and print its result as JSON."""
+"""Parse the arguments of a subcommand, and print its result as text or JSON."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         epilog: str = "",
         json: str | None = "print the result as JSON",
     ) -> None:
-        """`json` is the help of --json; None for a command without it."""
+        """`json` is the help text of --json; None for a command without it."""
         super().__init__(
             prog=f"crosstune {command}",
             description=description,
@@ -48,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
-        """Raise the error for arguments that the command does not have."""
+        """Raise a UserError for unknown arguments."""
         word = next((word for word in words if word.startswith("-")), words[0])
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         close = nearest(word.partition("=")[0].replace("-", "_"), [flag.replace("-", "_") for flag in flags])
@@ -71,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Return the subcommand's own arguments, and the run configuration made from the remaining ones."""
+    """Return the subcommand's own arguments, and the configuration from the other ones."""
     parser.add_argument("--config", type=read_path, metavar="FILE", help="YAML file with options")
     if "-h" in words or "--help" in words:
         from crosstune.config.table import help_text
@@ -89,42 +90,39 @@ def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespa
 
 
 def read_path(text: str) -> Path:
-    """Return a path, as an argparse type; refuse what cannot be one."""
+    """Argparse type of a path."""
     return Path(read_path_or_name(text)).expanduser()
 
 
 def read_path_or_name(text: str) -> str:
-    """Return a path, or a name such as that of a model, as an argparse type; refuse what cannot be a path."""
-    wrong = "give it a value" if not text.strip() else wrong_path(text)
+    """Argparse type of a path or a name, such as a model's."""
+    wrong = "give a value" if not text.strip() else wrong_path(text)
     if wrong is not None:
         raise argparse.ArgumentTypeError(f"it cannot be {shown(text)}: {wrong}")
     return text
 
 
 def at_least(low: int | float) -> Callable[[str], int | float]:
-    """Return an argparse type: a number of the type of `low` that is at least `low` and fits into 63 bits."""
+    """Return an argparse type: a number of the type of `low`, at least `low` and below 2**63."""
 
     def read(text: str) -> int | float:
         kind = "an integer" if isinstance(low, int) else "a number"
-        try:
-            value = type(low)(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not {kind} of at least {low:g}") from None
-        if value >= 2**63:
-            raise argparse.ArgumentTypeError(f"{shown(text)} is too large")
-        if not low <= value:
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not {kind} of at least {low:g}")
-        return value
+        with contextlib.suppress(ValueError):
+            if low <= (value := type(low)(text)) < 2**63:
+                return value
+            if value >= 2**63:
+                raise argparse.ArgumentTypeError(f"{shown(text)} is too large")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not {kind} of at least {low:g}")
 
     return read
 
 
 Line: TypeAlias = str | tuple[str, str | None]
-"""A line to print, or a line and its style."""
+"""A line, or a line and its style."""
 
 
 def print_result(data: object, lines: Iterable[Line], *, as_json: bool) -> int:
-    """Print the result of a command, as JSON or as lines, and return its exit code."""
+    """Print the result of a command as JSON or as lines, and return the exit code."""
     if as_json:
         print_json(data)
         return EXIT_DONE
@@ -137,7 +135,7 @@ def print_result(data: object, lines: Iterable[Line], *, as_json: bool) -> int:
 
 
 def print_json(data: object) -> None:
-    """Print data as JSON, with null for non-finite numbers."""
+    """Print data as JSON, non-finite numbers as null."""
     from crosstune.files.json_files import to_json
 
     print(to_json(data, indent=2))

@@ -20,29 +20,28 @@ from crosstune.process.this_process import end_at_once, may_hang
 COMMANDS = {
     "train": "fine-tune a model",
     "launch": "start a training on several machines: SLURM, Kubernetes, Ray or ssh",
-    "ladder": "try optimisations of a training one after the other, measure each, and keep what helps",
+    "ladder": "try optimizations of a training one by one, measure each, and keep what helps",
     "plan": "show what train would do, here or on another machine, without doing it",
     "judge": "train, test and use a model that scores or compares answers",
-    "data": "check a data set: counts, lengths, and examples with the supervised part marked",
+    "data": "check a dataset: counts, lengths, and examples with the supervised part marked",
     "doctor": "check this machine: backends, memory, and a three-step training job on each backend",
     "generate": "answer a prompt with a model or a trained run",
     "chat": "chat with a model or a trained run",
-    "latents": "build pairs of texts and sentence vectors; decode, encode, sample and evaluate with a latent-diffusion model",
+    "latents": "build text-vector pairs; decode, encode, sample and evaluate with a latent-diffusion model",
     "merge": "merge a trained adapter into the weights of its base model",
-    "export": "write a trained run or a model for other tools: Hugging Face, MLX, GGUF",
+    "export": "export a trained run or a model for other tools: Hugging Face, MLX, GGUF",
     "convert": "change how the weights of a model folder are quantized",
     "move": "pack a run into one archive to continue it on another machine or backend",
     "checkpoint": "list, verify, prune and export the checkpoints of a run",
     "report": "write the HTML page of a run",
-    "runs": "list past and running runs with their figures",
-    "compare": "show what differs between runs: options, results, curves",
-    "adopt": "write entry files at the paths of guides, so that old commands keep working",
+    "runs": "list runs with their status and metrics",
+    "compare": "compare the options, results and curves of runs",
+    "adopt": "write entry scripts at the paths in the guides, so that old commands keep working",
     "models": "list, download and remove models in the cache",
     "options": "list every option of train, or explain one",
     "completion": "print a script that completes commands and options in a shell",
 }
-
-"""Subcommand -> its one-line help. Its code is imported on use, see `load_command`."""
+"""Subcommand -> one-line help. `load_command` imports its code on use."""
 _PACKAGE = "crosstune.cli.commands"
 _FAMILIES = {
     "merge": "results",
@@ -51,11 +50,11 @@ _FAMILIES = {
     "compare": "runs",
     "report": "runs",
     "chat": "generate",
-    "adopt": "crosstune.cli.adopt",  # the files that it writes import it from there
+    "adopt": "crosstune.cli.adopt",  # the files it writes import it from there
 }
-"""Subcommand -> its module, where that is not _PACKAGE.NAME."""
+"""Subcommand -> module, if not _PACKAGE.NAME."""
 
-HELP = """crosstune: train language models on whatever machine you have.
+HELP = """crosstune: train language models on any machine.
 
 usage: crosstune COMMAND [options]
 
@@ -67,12 +66,12 @@ examples:
   crosstune plan --machine apple-m1-16gb --train_type qlora
   crosstune generate runs/NAME --prompt "Turn off the attic fan in 20 minutes."
 
-Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal error, 2 the request has to be changed,
-3 stopped by a signal or a time limit after saving a checkpoint, 130 stopped immediately."""
+Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal error, 2 invalid request, 3 stopped
+by a signal or a time limit after saving a checkpoint, 130 stopped immediately."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, by default that of this process, and return its exit code."""
+    """Run a command line, by default this process's, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     wrap_output()
     if argv is not None:
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdin.reconfigure(errors="replace")
     try:
         code = end_quietly(lambda: _run_and_drain(words), is_process=True)
-    except Exception:  # printed as always; only the way in which the process ends differs
+    except Exception:  # printed as usual, but a process that may hang ends at once
         if not may_hang():
             raise
         sys.excepthook(*sys.exc_info())
@@ -91,49 +90,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def end_quietly(run: Callable[[], int], *, is_process: bool) -> int:
-    """Return the exit code of `run`, or that of a Ctrl-C; ignore each one that follows.
+class _Interrupts:
+    """The handler of Ctrl-C: raise KeyboardInterrupt until `ignored` is set.
 
-    With `is_process` they stay ignored until the process has ended, as Python prints a traceback for one that arrives
-    while it shuts down.
+    Python can raise one at every call, also at the call that would ignore the signal, but not while it sets an attribute.
     """
-    before = signal.getsignal(signal.SIGINT)
+
+    ignored = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        if not self.ignored:
+            raise KeyboardInterrupt
+
+
+def end_quietly(run: Callable[[], int], *, is_process: bool) -> int:
+    """Return the exit code of `run`, or 130 after a Ctrl-C; ignore further ones, with `is_process` until the process ends."""
+    before, interrupts = signal.getsignal(signal.SIGINT), _Interrupts()
+    if before is signal.default_int_handler or (is_process and callable(before)):
+        _handle_interrupts(interrupts)
     try:
         try:
             return run()
-        except KeyboardInterrupt:
-            return _stop()
-    except KeyboardInterrupt:  # it was pressed again before the next ones were ignored
-        return _stop()
+        finally:
+            interrupts.ignored = True
+    except KeyboardInterrupt:
+        return _stopped()
     except Exception as error:
         if not _comes_from_ctrl_c(error):
             raise
-        return _stop()
+        return _stopped()
     finally:
-        if not is_process:
-            _handle_interrupts(before)
+        _handle_interrupts(signal.SIG_IGN if is_process else before)
 
 
-def _comes_from_ctrl_c(error: BaseException) -> bool:
+def _comes_from_ctrl_c(error: BaseException | None) -> bool:
     """Return whether a Ctrl-C came out of an import as another error, as from libraries with native parts."""
-    chain: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in chain:
-        chain.append(following)
-        following = following.__cause__ or following.__context__
-    return any(isinstance(link, KeyboardInterrupt) for link in chain)
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return any(isinstance(link, KeyboardInterrupt) for link in seen)
 
 
-def _stop() -> int:
-    _handle_interrupts(signal.SIG_IGN)
+def _stopped() -> int:
     print("\ncrosstune: stopped.", file=sys.stderr)
     return EXIT_AT_ONCE
 
 
-def _handle_interrupts(handler: object) -> None:
-    # Python sets handlers in the main thread only, and one that was not set in Python is None.
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, handler)  # type: ignore[arg-type]
+def _handle_interrupts(handler: Any) -> None:
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        return  # the handler was not set in Python, or Python does not set one in this thread
+    if handler is signal.SIG_IGN and hasattr(signal, "pthread_sigmask"):
+        # Python prints an error for a signal that arrives just before it is ignored.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGINT, handler)
 
 
 def _run_and_drain(words: list[str]) -> int:
@@ -169,24 +179,24 @@ def _run(command: str, words: list[str]) -> int:
             return int(load_command(command, "run")(words))
     except UserError as error:
         if isinstance(error, OutOfMemory):
-            # Libraries that clean up when the process ends have no memory either, and would print tracebacks.
+            # Libraries that clean up at exit also run out of memory and would print tracebacks.
             sys.unraisablehook = lambda _: None
         return _report(error)
     except OSError as error:
         if error.filename is None:
             raise
-        # Whatever the system refuses about a file is for the user to mend: its name, its rights, its disk.
+        # The user can fix a file error: its name, its permissions, its disk.
         return _report(
             UserError(
                 f"{error.filename} cannot be read or written.",
                 why=f"{error.strerror}.",
-                do="check that its folder exists, and that you may use it",
+                do="check that its folder exists and that you have access",
             )
         )
 
 
 def load_command(command: str, name: str) -> Callable[..., Any]:
-    """Return a function of a subcommand: `run` or `make_parser`, in a module with others `run_COMMAND`."""
+    """Return the function `run` or `make_parser` of a subcommand; `run_COMMAND` in a module of several."""
     place = _FAMILIES.get(command, command)
     module = importlib.import_module(place if "." in place else f"{_PACKAGE}.{place}")
     function: Callable[..., Any] = getattr(module, f"{name}_{command}", None) or getattr(module, name)
@@ -201,7 +211,7 @@ def _report(error: UserError) -> int:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Raise a UserError for a word that is not text: bytes that are not UTF-8, or a NUL character."""
+    """Raise a UserError for an argument that is not UTF-8 or contains a NUL character."""
     for place, word in enumerate(words):
         is_text = not any(0xD800 <= ord(char) <= 0xDFFF for char in word)
         if is_text and "\0" not in word:
@@ -210,6 +220,6 @@ def check_words(words: Sequence[str]) -> None:
         name = word.partition("=")[0] if word.startswith("--") else before if before.startswith("--") else ""
         raise UserError(
             f"{name or 'an argument'} cannot be {shown(word.removeprefix(name).removeprefix('='))}.",
-            why="it holds a NUL character." if is_text else "it is not text in UTF-8.",
-            do="rename the file if it is the name of one",
+            why="it contains a NUL character." if is_text else "it is not UTF-8 text.",
+            do="if it is a file name, rename the file",
         )

@@ -1,4 +1,4 @@
-"""Define when an option has an effect, and the warning for an option that has none."""
+"""Define the conditions for options to have an effect, and parse the options that conditions read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crosstune.core.quantization import Quantizer
 TRACKERS_PACKAGE = "crosstune.tracking.trackers"
 SCREENS = ("tqdm", "stdout")
 NONE = "none"
-"""No tracker, as other trainers write it."""
+"""No tracker; the name in other trainers."""
 
 
 def targets_in(value: str) -> list[str]:
@@ -25,22 +25,22 @@ def trackers_in(value: str) -> list[str]:
 
 
 def screen_in(value: str) -> str:
-    """Return how to show progress; a progress bar where only trackers are named."""
+    """Return the progress display; a bar if only trackers are named."""
     return next((name for name in targets_in(value) if name in SCREENS), SCREENS[0])
 
 
 def check_targets(value: str) -> str | None:
-    """Return what --log_to takes if a value is wrong."""
+    """Return the accepted values of --log_to if a value is invalid."""
     names, known = targets_in(value), [*SCREENS, *plugin_names(TRACKERS_PACKAGE), NONE]
-    takes = f"one or more of {', '.join(known)}, with commas between them"
+    accepted = f"one or more of {', '.join(known)}, separated by commas"
     for name in names:
         if name not in known:
-            return f"{takes}; {did_you_mean(name, known)}".rstrip("; ")
+            return f"{accepted}; {did_you_mean(name, known)}".rstrip("; ")
     if set(SCREENS) <= set(names):
         return "either tqdm or stdout, and any trackers"
     if NONE in names and trackers_in(value):
-        return f"{NONE} alone, or the names of trackers"
-    return None if names else takes
+        return f"either {NONE} or trackers"
+    return None if names else accepted
 
 
 TRAIN_TYPE_PARTS: Mapping[str, tuple[str, str]] = {
@@ -62,13 +62,13 @@ TRAIN_TYPE_PARTS: Mapping[str, tuple[str, str]] = {
 
 ADAPTER_METHODS = ("lora", "dora")
 REPLICATED = ("ddp", "no_shard")
-"""Values of --sharding_strategy with which every process holds the whole model."""
+"""Values of --sharding_strategy that replicate the model in every process."""
 _SCHEDULES_WITH_FLOOR = ("cosine", "cosine_with_restarts", "exponential")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptions:
-    """The resolved options, and the decisions of a plan that conditions depend on."""
+    """The resolved options and the decisions of a plan."""
 
     options: Mapping[str, Any]
     engine: str
@@ -78,7 +78,7 @@ class ResolvedOptions:
     world_size: int
 
     def values(self) -> dict[str, Any]:
-        """Return the values for the placeholders of messages."""
+        """Return the values for placeholders in messages."""
         quantizer = self.quantizer.name if self.quantizer is not None else "none"
         decisions = {"engine": self.engine, "method": self.method, "world_size": self.world_size}
         return {**self.options, **decisions, "quantizer": quantizer, "n_bits": self.n_bits}
@@ -86,13 +86,15 @@ class ResolvedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
+    """A condition for an option to have an effect."""
+
     summary: str
-    """For the table of options, after "only with"; empty when the option's own text says it."""
+    """Text after "only with" in the options page; empty if the option's help text says it."""
     holds: Callable[[ResolvedOptions], bool]
     otherwise: str = ""
-    """The reason that the option has no effect; a template for `ResolvedOptions.values`. By default it names the summary."""
+    """Reason for no effect, a template for `ResolvedOptions.values`; by default made from the summary."""
     recipe: str = ""
-    """The only recipe that has the option, if it is one recipe's."""
+    """The recipe that the option belongs to, if only one."""
 
     def reason(self, resolved: ResolvedOptions) -> str:
         plain = self.summary.replace("`", "")
@@ -100,18 +102,18 @@ class Condition:
 
 
 def shards_weights(strategy: str) -> bool:
-    """Return whether a value of --sharding_strategy divides the weights over the processes."""
+    """Return whether a value of --sharding_strategy shards the weights."""
     return strategy not in REPLICATED
 
 
 def idle_reason(needs: Sequence[Condition], resolved: ResolvedOptions) -> str | None:
-    """Return the reason of the first condition that does not hold, or None if all hold."""
+    """Return the reason of the first unmet condition, or None."""
     failing = next((condition for condition in needs if not condition.holds(resolved)), None)
     return failing.reason(resolved) if failing is not None else None
 
 
 def _with_trackers(*names: str) -> Condition:
-    """Return the condition that one of these trackers is in --log_to."""
+    """Require one of these trackers in --log_to."""
     flags = [f"--log_to {name}" for name in names]
     return Condition(
         summary=" or ".join(f"`{flag}`" for flag in flags),
@@ -129,7 +131,7 @@ def _with_recipe(name: str) -> Condition:
 
 
 def _with_option(*names: str) -> Condition:
-    """Return the condition that one of these options is set to something else than 0 or false."""
+    """Require one of these options to be neither 0 nor false."""
     return Condition(
         summary=" or ".join(f"`--{name}`" for name in names),
         holds=lambda now: any(now.options[name] for name in names),
@@ -149,7 +151,7 @@ LLAMA_PRO = Condition(
 BLOCKS_TO_ADD = Condition(
     summary="",
     holds=lambda now: not now.options["llama_pro_path"],
-    otherwise="has no effect with --llama_pro_path, whose model has its new blocks already",
+    otherwise="has no effect with --llama_pro_path: its model is already expanded",
 )
 QUANTIZED_BASE = Condition(
     summary="a quantized base",
@@ -163,7 +165,7 @@ QUANTIZING_TRAIN_TYPE = Condition(
 SCALES_BY_GROUP = Condition(
     summary="",
     holds=lambda now: now.quantizer is not None and now.n_bits not in now.quantizer.bits_by_row,
-    otherwise="has no effect with {quantizer} and {n_bits} bits, which use one scale per row",
+    otherwise="has no effect with {quantizer} and {n_bits} bits: they use one scale per row",
 )
 DOUBLE_QUANT = Condition(
     summary="",
@@ -182,7 +184,7 @@ TORCH_ENGINE = Condition(
 MLX_ENGINE = Condition(
     summary="",
     holds=lambda now: now.engine == "mlx",
-    otherwise="its memory limits and compile have no effect outside the MLX engine; its other settings do",
+    otherwise="its memory limits and `compile` have no effect outside the MLX engine; its other settings have",
 )
 LATENT_DIFFUSION = _with_recipe("latent_diffusion")
 SEVERAL_DEVICES = Condition(
@@ -193,17 +195,17 @@ SEVERAL_DEVICES = Condition(
 SHARDED_MODEL = Condition(
     summary="",
     holds=lambda now: now.engine != "mlx",
-    otherwise="has no effect on MLX: each process has the whole model",
+    otherwise="has no effect on MLX, which replicates the model",
 )
 SHARDED_WEIGHTS = Condition(
     summary="a strategy that shards",
     holds=lambda now: shards_weights(now.options["sharding_strategy"]),
-    otherwise="has no effect with --sharding_strategy {sharding_strategy}: each process has the whole model",
+    otherwise="has no effect with --sharding_strategy {sharding_strategy}, which replicates the model",
 )
 DEVICE_MEMORY = Condition(
-    summary="a device with memory of its own",
+    summary="a device with dedicated memory",
     holds=lambda now: now.options["backend"] != "cpu",
-    otherwise="has no effect on a CPU, whose activations are in host memory",
+    otherwise="has no effect on a CPU: activations are already in host memory",
 )
 RECOMPUTATION = _with_option("use_gradient_checkpointing")
 CLIPPING = _with_option("apply_gradient_clipping")

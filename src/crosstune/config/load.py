@@ -1,4 +1,4 @@
-"""Read a Config from flags, environment and file, in that order of precedence, and report all problems at once."""
+"""Read a Config from flags, environment and file, in that order of precedence; read and set environment variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crosstune.config.mmdit_file import is_mmdit, translate
 from crosstune.config.option_names import find_option
 from crosstune.config.peer_names import SECTIONS
 from crosstune.config.schema import Config, option_list, options_by_name
-from crosstune.config.values import convert_value, expectation, wrong_path
+from crosstune.config.values import accepted_values, convert_value, wrong_path
 from crosstune.core.backend import BackendSpec, backend_specs
 from crosstune.core.errors import UserError, raise_all, shown
 from crosstune.files.yaml_files import read_yaml
@@ -28,13 +28,13 @@ class Setting:
     raw: Any
     source: str
     where: str = ""
-    """The name it was given under and the source, for errors."""
+    """Name and source, for errors."""
     peers_name: str = ""
-    """The name it was given under, if that is another trainer's."""
+    """The other trainer's name under which it was given, if any."""
 
 
 Given = dict[str, Setting]
-"""Option name -> the value given for it."""
+"""Option name -> given value."""
 
 
 def load_config(
@@ -51,7 +51,7 @@ def load_config(
 
 
 def make_config(**values: Any) -> Config:
-    """Make a configuration in Python: `make_config(model_name=..., lr=1e-4)`. Values are checked like flags."""
+    """Make a configuration from keywords, such as `make_config(model_name=..., lr=1e-4)`, checked like flags."""
     problems: list[UserError] = []
     given: Given = {}
     for key, value in values.items():
@@ -60,29 +60,29 @@ def make_config(**values: Any) -> Config:
 
 
 def cache_override(environment: Mapping[str, str] | None = None) -> Path | None:
-    """Return the model cache folder set by CROSSTUNE_CACHE, if any."""
+    """Return the cache folder set by CROSSTUNE_CACHE, if any."""
     value = (os.environ if environment is None else environment).get("CROSSTUNE_CACHE")
     if not value:
         return None
-    wrong = "it takes text in UTF-8" if not value.isprintable() else wrong_path(value)
+    wrong = "use printable UTF-8 text" if not value.isprintable() else wrong_path(value)
     if wrong is not None:
         raise UserError(f"CROSSTUNE_CACHE cannot be {shown(value)}.", do=wrong)
     return Path(value).expanduser()
 
 
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child process: that of this process, and the added variables."""
+    """Return the environment of this process with added variables, for a child process."""
     return {**os.environ, **added}
 
 
 def add_environment(spec: BackendSpec) -> None:
-    """Set the environment variables of a backend, before its engine starts; keep the user's values."""
+    """Set the environment variables of a backend before its engine starts; keep the user's values."""
     spec.check_environment(os.environ)
     os.environ.update(spec.missing_environment(os.environ))
 
 
 def add_variables(variables: Mapping[str, str], *, over: bool = False) -> list[str]:
-    """Set environment variables for libraries, and return their names; without `over` keep those that the user set."""
+    """Set environment variables and return their names; without `over`, keep existing ones."""
     added = {name: value for name, value in variables.items() if over or name not in os.environ}
     os.environ.update(added)
     return list(added)
@@ -99,20 +99,20 @@ def launch_variables() -> Mapping[str, str]:
 
 
 def backend_variables() -> dict[str, str]:
-    """Return the environment variables of all backends that are set."""
+    """Return the backends' environment variables that are set."""
     names = {name for spec in backend_specs().values() for name in spec.wanted_environment()}
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
 def environment_of(spec: BackendSpec, *, system: str | None = None) -> dict[str, str]:
-    """Return the variables of a backend as a run from this shell would have them, on this system or on `system`."""
+    """Return a backend's variables for a run started from this shell, on this system or on `system`."""
     spec.check_environment(os.environ)
     full = {**os.environ, **spec.missing_environment(os.environ, system=system)}
     return {name: full[name] for name in spec.wanted_environment(system)}
 
 
 def to_yaml(config: Config) -> str:
-    """Return the options that were set, as YAML that `--config` reads."""
+    """Return the options set by the user as YAML for `--config`."""
     return yaml.safe_dump(config.options_asked(), sort_keys=False, allow_unicode=True)
 
 
@@ -127,9 +127,9 @@ def _build(given: Given, problems: list[UserError]) -> Config:
     if _counts_micro_batches(given) and values.get("gradient_accumulation_steps", 1) != 1:
         problems.append(
             UserError(
-                "iters does not go with gradient_accumulation_steps.",
-                why="iters counts micro-batches, and an optimizer step has several of them.",
-                do="use --max_steps, the number of optimizer steps",
+                "iters cannot be combined with gradient_accumulation_steps.",
+                why="iters counts micro-batches, and an optimizer step has several.",
+                do="use --max_steps to count optimizer steps",
             )
         )
     raise_all(problems)
@@ -145,7 +145,7 @@ def _counts_micro_batches(given: Given) -> bool:
 
 
 def _add_mlx_settings(given: Given, problems: list[UserError]) -> Given:
-    """Add the options in the file of --mlx_config; everything else that was given wins over them."""
+    """Add the options in the --mlx_config file; other sources override them."""
     if "mlx_config" not in given:
         return given
     setting, option = given["mlx_config"], options_by_name()["mlx_config"]
@@ -179,7 +179,9 @@ def _read_file(path: Path, problems: list[UserError]) -> Given:
         problems.append(UserError(f"Cannot read the configuration file {path}.", why=error.why, do=error.do))
         return given
     if data is not None and not isinstance(data, dict):
-        problems.append(UserError(f"{path} has no options.", why="it must consist of `option: value` lines."))
+        problems.append(
+            UserError(f"{path} has no options.", why="it must be a list of `option: value` lines.")
+        )
         return given
     if isinstance(data, dict) and is_mmdit(data):
         data = translate(data, path, problems)
@@ -191,7 +193,7 @@ def _read_file(path: Path, problems: list[UserError]) -> Given:
 
 
 def _flat(data: Mapping[Any, Any], path: Path, problems: list[UserError]) -> Iterator[tuple[str, str, Any]]:
-    """Yield section (empty without one), name and value of each option in a file."""
+    """Yield section (or ""), name and value of each option in a file."""
     for key, value in data.items():
         name = str(key) if isinstance(key, (str, int, float)) else shown(key)
         if not isinstance(value, dict) or _is_value(name, value):
@@ -200,7 +202,7 @@ def _flat(data: Mapping[Any, Any], path: Path, problems: list[UserError]) -> Ite
             problems.append(
                 UserError(
                     f"{shown(name)} in {path} is not a section of options.",
-                    do=f"write its options as `option: value` lines of their own; sections are: {', '.join(SECTIONS)}",
+                    do=f"write its options as `option: value` lines; known sections: {', '.join(SECTIONS)}",
                 )
             )
         else:
@@ -208,7 +210,7 @@ def _flat(data: Mapping[Any, Any], path: Path, problems: list[UserError]) -> Ite
 
 
 def _is_value(name: str, value: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping is the value of an option, such as data sources with their weights, not a section."""
+    """Return whether a mapping is the value of an option, such as data sources with weights, and not a section."""
     names = options_by_name()
     option = names.get(name.replace("-", "_"))
     takes_items = option is not None and bool(option.joins_items)
@@ -254,23 +256,23 @@ def _add(
     section: str = "",
     is_flag: bool = False,
 ) -> None:
-    """Add a value under a name that was used for it. A flag without a value is a switch."""
+    """Add a value given under a name; a flag without a value is a switch."""
     is_bare = is_flag and raw is None
     try:
         if section not in ("", *SECTIONS):
-            raise UserError(f"Unknown option: {where}.", do=f"leave out {shown(section)} and the dot")
+            raise UserError(f"Unknown option: {where}.", do=f"omit {shown(section)} and the dot")
         found = find_option(key, where, section=section, raw=True if is_bare else raw)
         if found is None:
             return
         if is_bare and not found.is_switch:
-            raise UserError(f"--{key} needs a value.", do=expectation(found.option))
+            raise UserError(f"--{key} needs a value.", do=f"expected {accepted_values(found.option)}")
         raw = found.value(True if is_bare else raw, source)
     except UserError as error:
         problems.append(error)
         return
     name = found.option.name
     before = given.get(name)
-    # A flag that is repeated counts by its last value, as in scripts that append to a command.
+    # The last of repeated flags counts, for scripts that append to a command.
     if before is not None and not (is_flag and before.source == source):
         problems.append(
             UserError(f"{name} is given twice: {where}, and {before.where}.", do="keep one of them")

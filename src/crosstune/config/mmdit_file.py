@@ -35,7 +35,7 @@ OPTIONS: Mapping[str, str] = {
     "optimizer.weight_decay": "wd",
     "optimizer.grad_clip_norm": "grad_norm",
 }
-"""Key of the original -> option."""
+"""Original key -> option."""
 
 _UNUSED = {
     # Batches are prepared from a folder of pairs by a thread.
@@ -61,7 +61,7 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "loss.use_cross_entropy": (True,),
     "loss.text_kl_weight": (0, None),
 }
-"""Key of the original -> values that match this recipe."""
+"""Original key -> values that this recipe supports."""
 
 
 def is_mmdit(data: Any) -> bool:
@@ -70,7 +70,7 @@ def is_mmdit(data: Any) -> bool:
 
 
 def translate(data: Mapping[Any, Any], path: Any, problems: list[UserError]) -> dict[str, Any]:
-    """Return the options of a file; add a problem for each key that is unknown or not supported."""
+    """Return the options of a file; add a problem for each unknown or unsupported key."""
     found: dict[str, Any] = {"recipe": "latent_diffusion", "train_type": "full"}
     for section, keys in data.items():
         if not isinstance(keys, dict):
@@ -114,7 +114,7 @@ def _add(found: dict[str, Any], key: str, value: Any, path: Any, problems: list[
 
 
 def _dataset(data: Any) -> str | None:
-    """Return the data folder, which `crosstune latents build` imports."""
+    """Return the data folder, to import with `crosstune latents build`."""
     if not isinstance(data, dict):
         return None
     if isinstance(data.get("data_dir"), str):

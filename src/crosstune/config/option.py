@@ -1,4 +1,4 @@
-"""Declare an option: its default and help text, when it has an effect, and what a change means on resume."""
+"""Declare an option: default, help text, conditions, and the effect of a change on resume."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from crosstune.core.durations import parse_duration
 
 Choices = Sequence[str] | Callable[[], Sequence[str]]
 Check = Callable[[Any], str | None]
-"""Returns what the option takes if a value of its type is wrong, otherwise None."""
+"""Return the accepted values if a value of the right type is invalid, otherwise None."""
 
 
 class Holds(Enum):
-    """The content of an option's string."""
+    """The kind of text that a string option holds."""
 
     WORDS = auto()
     PATH = auto()
-    """A file or folder; some options also take names."""
+    """A file or folder; some options also accept names."""
     FOLDER_NAME = auto()
-    """The name of one folder, without its parents."""
+    """The name of a folder, without its parents."""
 
 
 class OnResume(Flag):
     """The effect of a changed option on a resumed run."""
 
     REPORTED = 0
-    """The option affects what is learned: a change is allowed and reported."""
+    """The option affects the training: a change is allowed and reported."""
     FREE = auto()
-    """The option does not affect the training: where it runs, what it prints, which files it keeps."""
+    """The option does not affect the training: its location, output, or files to keep."""
     ONE_START = auto()
-    """The option applies to one start: the run does not keep it, and a change is not reported."""
+    """The option applies to one start only and is not recorded."""
     OWN_MACHINE = auto()
-    """The option is chosen per machine: it is not taken over from a checkpoint of another machine."""
+    """The option is chosen per machine: a checkpoint from another machine does not set it."""
     DIVIDES_DATA = auto()
-    """The option decides which rows of a dataset are trained on."""
+    """The option determines the training rows."""
     ADAPTER = auto()
-    """The option decides the shape or the scale of an adapter."""
+    """The option determines the shape or scale of adapters."""
     NEW_BLOCKS = auto()
-    """The option decides which blocks are trained."""
+    """The option determines the trained blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,24 +59,24 @@ class Option:
     aliases: Sequence[str] = ()
     low: float | None = None
     high: float | None = None
-    """The limits of a number."""
+    """Bounds of a number."""
     holds: Holds = Holds.WORDS
     check: Check | None = None
-    """Refuses values of the right type."""
+    """Validates a value of the right type."""
     env: str | None = None
-    """The environment variable that sets it."""
+    """Environment variable that sets the option."""
     needs: Sequence[Condition] = ()
-    """The conditions under which it has an effect."""
+    """Conditions for the option to have an effect."""
     on_resume: OnResume = OnResume.REPORTED
     joins_items: str | None = None
-    """Set if a file or Python may give a list, which is joined by commas: the text between key and value of a mapping's
-    items, or an empty string if it takes no mapping."""
+    """Separator of key and value if files and Python may give a mapping, "" if only a list; None if neither. Items are
+    joined with commas."""
     all_choices: Choices | None = None
     auto: int | None = None
-    """The value that stands for the word `auto`, outside of its limits; None if it does not take the word."""
+    """Value that represents the word `auto`, outside the bounds; None if the word is not accepted."""
 
     def written(self, value: Any) -> Any:
-        """Return a value as people write it."""
+        """Return the value as the user writes it."""
         return "auto" if self.auto is not None and value == self.auto else value
 
     @property
@@ -87,17 +87,17 @@ class Option:
 
 
 def option(default: Any, text: str, *, choices: Choices | None = None, **facts: Any) -> Any:
-    """Declare an option as a field of a dataclass; `facts` are fields of `Option`."""
+    """Declare an option as a dataclass field; `facts` are fields of `Option`."""
     return field(default=default, metadata={"text": text, "all_choices": choices, **facts})
 
 
 def not_zero(value: int) -> str | None:
-    """Refuse 0, for an option where -1 is for all."""
-    return "-1 for all, or an integer from 1 up" if value == 0 else None
+    """Reject 0 for an option where -1 means all."""
+    return "-1 for all, or an integer of 1 or more" if value == 0 else None
 
 
 def check_duration(value: str) -> str | None:
-    """Refuse a text that is no duration."""
+    """Reject text that is not a duration."""
     try:
         parse_duration(value)
     except ValueError as error:
@@ -106,7 +106,7 @@ def check_duration(value: str) -> str | None:
 
 
 def read_option(item: Field[Any], *, hint: Any, group: str) -> Option:
-    """Return the declaration behind a field."""
+    """Return the option that a dataclass field declares."""
     optional = typing.get_origin(hint) in (types.UnionType, Union)
     kind = next(arg for arg in typing.get_args(hint) if arg is not type(None)) if optional else hint
     assert item.default is not MISSING, item.name

@@ -1,4 +1,4 @@
-"""Find the option behind a name: its own, an alias, or that of another trainer; suggest near names for an unknown one."""
+"""Find an option by name, alias or another trainer's name; suggest similar names for an unknown one."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ _NEGATIONS = {"no", "not", "skip", "without", "disable", "un"}
 
 @dataclass(frozen=True)
 class Named:
-    """An option found by a name."""
+    """An option and the name it was found by."""
 
     option: Option
     name: str
-    """The name that was used."""
     is_peers: bool = False
     """True for another trainer's name."""
 
     @property
     def is_switch(self) -> bool:
-        """True if a flag of this name may stand without a value."""
+        """True if a flag of this name needs no value."""
         if self.name in SAME_FOR_VALUES:
             return "true" in SAME_FOR_VALUES[self.name][1]
         return self.option.type is bool
 
     def value(self, raw: Any, source: str) -> Any:
-        """Return the raw value under this name as a value of the option."""
+        """Translate a raw value given under this name."""
         text = str(raw).lower() if isinstance(raw, (str, bool)) else ""
         if self.name in SAME_FOR_VALUES:
             _, values, instead = SAME_FOR_VALUES[self.name]
@@ -53,9 +52,9 @@ class Named:
 
 
 def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> Named | None:
-    """Return the option of a name; None for a switch of another trainer or an earlier version that is off. Raise a UserError for other names.
+    """Return the option for a name; None for a switch of another trainer or an earlier version that is off.
 
-    `section` is the section of a file that the name is in, and `raw` the value it has there.
+    `section` is the section of the file that contains the name, `raw` its value. Raise a UserError for an unknown name.
     """
     name = key.replace("-", "_")
     options = options_by_name()
@@ -66,7 +65,7 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
     if name.lower() in options:
         return Named(options[name.lower()], key)
     peers = SAME.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
-    if peers and raw is None:  # their files have null for what is not set
+    if peers and raw is None:  # null in other trainers' files means not set
         return None
     if peers:
         return Named(options[peers], name, is_peers=True)
@@ -90,7 +89,7 @@ def unknown_option(key: str, where: str) -> UserError:
 
 
 def suggestions(key: str) -> list[str]:
-    """Return up to three options whose names are near; never one with the opposite meaning."""
+    """Return up to three options with similar names, but never one with the opposite meaning."""
     name = key.replace("-", "_").lower()[:100]
     options = options_by_name()
     known = {**dict.fromkeys(options, ""), **SAME}
@@ -111,7 +110,7 @@ def suggestions(key: str) -> list[str]:
 
 
 def names_of(option: Option) -> list[str]:
-    """Return the names that other trainers have for an option."""
+    """Return the other trainers' names for an option."""
     exact = [name for name, other in SAME.items() if other == option.name]
     return exact + [name for name, (other, _, _) in SAME_FOR_VALUES.items() if other == option.name]
 

@@ -1,8 +1,8 @@
 """Map the option names of other trainers to options here: transformers and TRL, PEFT, Unsloth, axolotl, LLaMA-Factory,
 torchtune and mlx-lm.
 
-A name with exactly the meaning of an option is another name for it. Any other name gets an explanation of what to use
-instead, since reading it as something similar would change the training without a word.
+A name with exactly the same meaning is accepted as an alias. For any other name, an error says what to use instead: a
+merely similar meaning would silently change the training.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SAME: Mapping[str, str] = {
     "wandb_entity": "entity",
     "wandb_group": "tracker_group",
 }
-"""Their name -> the option that means the same."""
+"""Their name -> option with the same meaning."""
 
 SAME_FOR_VALUES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "mask_prompt": ("train_on_prompt", {"true": False, "false": True}, "--train_on_prompt"),
@@ -81,7 +81,7 @@ SAME_FOR_VALUES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "fine_tune_type": ("train_type", {"lora": "lora", "dora": "dora", "full": "full"}, "--train_type"),
     "adapter": ("train_type", {"lora": "lora", "qlora": "qlora"}, "--train_type, or --base_adapter FOLDER"),
 }
-"""Their name -> (the option, its value for each of theirs, what to use for any other value)."""
+"""Their name -> (option, their value -> our value, advice for any other value)."""
 
 SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
@@ -92,23 +92,19 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "lora_target_modules": {"all-linear": "all"},
 }
-"""Option -> its value for a value of theirs that means the same."""
+"""Option -> their value -> our value."""
 
-_AUTO_PRECISION = "by default crosstune takes the best format that works on the machine"
-_LOGIN = (
-    "log in with `hf auth login`, or set HF_TOKEN in the environment; a token in a command stays in files"
-)
+_AUTO_PRECISION = "by default crosstune uses the best format that works on the machine"
+_LOGIN = "log in with `hf auth login`, or set HF_TOKEN in the environment; a token in a command would be saved in files"
 _FIXED_ADAM = "the betas and epsilon of the optimizer are fixed at torch's defaults"
-_SEVERAL = (
-    "--sharding_strategy full_shard --world_size N trains on N devices and divides the model among them"
-)
-_BEST = "--eval_steps N with --result best makes the result from the best evaluation"
-_TEMPLATE = "--chat_template takes a name or a Jinja file; unset, the model's own template is used"
+_SEVERAL = "--sharding_strategy full_shard --world_size N shards the model over N devices"
+_BEST = "--eval_steps N --result best saves the weights of the best evaluation"
+_TEMPLATE = "--chat_template with a name or a Jinja file; by default the model's template is used"
 _MASKING = "loss is computed on answers only; --train_on_prompt computes it on prompts too"
 
 DIFFERENT: Mapping[str, str] = {
-    "load_in_4bit": "--train_type qlora trains adapters over a base of 4 bits",
-    "load_in_8bit": "--train_type qlora --n_bits 8 trains adapters over a base of 8 bits",
+    "load_in_4bit": "--train_type qlora trains adapters on a 4-bit base",
+    "load_in_8bit": "--train_type qlora --n_bits 8 trains adapters on an 8-bit base",
     "load_in_16bit": f"--precision bf16 or fp16; {_AUTO_PRECISION}",
     "quantization_bit": "--train_type qlora --n_bits N",
     "quantization_method": "--train_type qlora --quantization_backend NAME",
@@ -117,7 +113,7 @@ DIFFERENT: Mapping[str, str] = {
     "bnb_4bit_compute_dtype": f"--precision; {_AUTO_PRECISION}",
     "bf16": f"--precision bf16; {_AUTO_PRECISION}",
     "fp16": f"--precision fp16 or fp16_autocast; {_AUTO_PRECISION}",
-    "pure_bf16": f"--precision bf16, which keeps the trained weights in fp32; {_AUTO_PRECISION}",
+    "pure_bf16": f"--precision bf16 (trained weights stay in fp32); {_AUTO_PRECISION}",
     "fp32": f"--precision fp32; {_AUTO_PRECISION}",
     "tf32": f"--precision; {_AUTO_PRECISION}",
     "dtype": f"--precision bf16, fp16 or fp32; {_AUTO_PRECISION}",
@@ -146,7 +142,7 @@ DIFFERENT: Mapping[str, str] = {
     "dataset_dir": "--dataset FOLDER or FILE",
     "dataset_type": "--dataset_format; auto detects it from the columns",
     "dataset_text_field": "--dataset_format text reads the column `text`",
-    "dataset_split": "--dataset reads the training split; --dataset_samples N takes the first N examples",
+    "dataset_split": "--dataset reads the training split; --dataset_samples N uses the first N examples",
     "dataset_num_proc": "crosstune tokenizes in one pass; there is nothing to set",
     "preprocessing_num_workers": "crosstune tokenizes in one pass; there is nothing to set",
     "dataloader_num_workers": "batches are prepared ahead in the background; there is nothing to set",
@@ -171,8 +167,8 @@ DIFFERENT: Mapping[str, str] = {
     "roles_to_train": _MASKING,
     "template": _TEMPLATE,
     "chat_template_path": _TEMPLATE,
-    "tokenizer_type": "the tokenizer is the one in the model's folder",
-    "special_tokens": "the special tokens are those in the model's tokenizer",
+    "tokenizer_type": "the tokenizer in the model's folder is used; --tokenizer names another",
+    "special_tokens": "the special tokens of the model's tokenizer are used",
     "trust_remote_code": "code from a model's repository is never run",
     "train_batch_size": "--batch_size rows on each device times --gradient_accumulation_steps",
     "global_batch_size": "--batch_size rows on each device times --gradient_accumulation_steps",
@@ -195,20 +191,20 @@ DIFFERENT: Mapping[str, str] = {
     "label_smoothing_factor": "crosstune computes the plain cross-entropy",
     "early_stopping_patience": "--eval_steps N with --early_stopping N, the evaluations without improvement",
     "load_best_model_at_end": _BEST,
-    "metric_for_best_model": "--eval_metric; --result best goes by the evaluation loss",
-    "data_seed": "--seed, which also seeds the order of the data",
+    "metric_for_best_model": "--eval_metric; --result best uses the evaluation loss",
+    "data_seed": "--seed, also for the order of the data",
     "shuffle": "the data is shuffled by --seed",
     "gradient_checkpointing_kwargs": "--reentrant_checkpointing true or false",
-    "attn_implementation": "--use_flash_attention true or false; unset takes it wherever it is available",
-    "flash_attn": "--use_flash_attention true or false; unset takes it wherever it is available",
+    "attn_implementation": "--use_flash_attention true or false; by default it is used wherever available",
+    "flash_attn": "--use_flash_attention true or false; by default it is used wherever available",
     "sdp_attention": "--use_flash_attention false; attention is torch's scaled_dot_product_attention",
-    "xformers_attention": "--use_flash_attention true or false; unset takes it wherever it is available",
+    "xformers_attention": "--use_flash_attention true or false; by default it is used wherever available",
     "use_liger_kernel": "crosstune has its own memory-saving loss; there is nothing to set",
     "enable_liger_kernel": "crosstune has its own memory-saving loss; there is nothing to set",
-    "use_unsloth": "there is nothing to set",
+    "use_unsloth": "crosstune has its own fast layers (--kernels)",
     "compile": "--torch_compile true or false; compile in a file given with --mlx_config, for the MLX engine",
-    "device": "--backend cuda, rocm, xpu, mps, mlx or cpu; auto takes the first available one",
-    "device_map": "--backend cuda, rocm, xpu, mps, mlx or cpu; auto takes the first available one",
+    "device": "--backend cuda, rocm, xpu, mps, mlx or cpu; auto uses the first available one",
+    "device_map": "--backend cuda, rocm, xpu, mps, mlx or cpu; auto uses the first available one",
     "use_cpu": "--backend cpu",
     "no_cuda": "--backend cpu",
     "use_mps_device": "--backend mps",
@@ -237,7 +233,7 @@ DIFFERENT: Mapping[str, str] = {
     "saves_per_epoch": "--save_steps N or --save_minutes N",
     "logging_strategy": "--log_every_n_steps N",
     "save_safetensors": "results are always safetensors",
-    "save_only_model": "a checkpoint always has the optimizer state; the result never has",
+    "save_only_model": "a checkpoint always contains the optimizer state, the result never does",
     "push_to_hub": "upload the result yourself: hf upload REPOSITORY RUN/adapter",
     "hub_model_id": "upload the result yourself: hf upload REPOSITORY RUN/adapter",
     "hub_strategy": "upload the result yourself: hf upload REPOSITORY RUN/adapter",
@@ -255,9 +251,9 @@ DIFFERENT: Mapping[str, str] = {
 """Their name -> what to use instead."""
 
 REMOVED: Mapping[str, str] = {
-    "cuda_graphs": "leave it out: CUDA graphs gained 1.5 % and are gone; --torch_compile or --kernels fast save time",
+    "cuda_graphs": "omit it; --torch_compile and --kernels fast save time",
 }
-"""An option of an earlier version -> what to do now."""
+"""Option of an earlier version -> advice."""
 
 OFF_BY_DEFAULT = frozenset(
     [
@@ -295,7 +291,7 @@ OFF_BY_DEFAULT = frozenset(
         "special_tokens",
     ]
 )
-"""Names that say nothing when their value is false, 0 or empty: the configurations of other tools often hold them so."""
+"""Names to ignore if their value is false, 0 or empty, as often in other tools' configurations."""
 
 LORA_NAMES: Mapping[str, str] = {
     "r": "lora_rank",
@@ -305,7 +301,7 @@ LORA_NAMES: Mapping[str, str] = {
     "keys": "lora_target_modules",
     "targets": "lora_target_modules",
 }
-"""Names inside of a section for adapters -> the option."""
+"""Name in a section for adapters -> option."""
 
 SECTIONS: Mapping[str, Mapping[str, str]] = {
     "model": {"name": "model_name", "path": "model_name"},
@@ -343,4 +339,4 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
     "profiling": {},
     "profiler": {"warmup_steps": "profiler_warmup_steps"},
 }
-"""Sections of a YAML file -> names that mean an option inside of them; the options themselves may be in any section."""
+"""Section of a YAML file -> its short names of options; full names are accepted in every section."""

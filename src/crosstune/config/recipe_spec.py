@@ -1,4 +1,4 @@
-"""Describe a recipe to the rest of the package, and load it by the name of its file."""
+"""Define the interface of a recipe, and load a recipe by the name of its file."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ class ChecksData(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeSpec:
-    """The entry points of a recipe. Its file exposes one as `SPEC`; a part left out has the default behaviour."""
+    """The entry points of a recipe; its file defines one as `SPEC`."""
 
     open: OpensRecipe
-    """Open the data. `model_folder` is None for a recipe that brings its own model."""
+    """Open the data. `model_folder` is None for a recipe that builds its own model."""
     needs_base_model: bool = True
     """False for a recipe that builds its own model."""
     engines: tuple[str, ...] = ()
-    """The engines with a task; empty for all. `--backend auto` chooses no other."""
+    """The supported engines, for `--backend auto`; empty: all."""
     data_options: tuple[str, ...] = ("dataset", "eval_dataset")
     """The options that name data."""
     columns: Sequence[str] | None = None
-    """The names that --columns may map to; None for the columns of conversations."""
+    """The columns that --columns may map to; None: the columns of conversations."""
     preset_options: tuple[str, ...] = ()
     """The options that `choose_preset` may set."""
     choose_preset: Callable[[Config, BackendReport], Mapping[str, Preset]] | None = None
-    """Return a value and a reason for each option that was left open and has another default on this backend."""
+    """Return values for options that were not set and have another default on this backend."""
     check_dataset: Callable[[str], None] | None = None
-    """Raise a UserError for a data set that the recipe cannot read; by default it is a file of rows or texts."""
+    """Raise a UserError for a dataset that the recipe cannot read; None: a dataset is a file of rows or texts."""
     check_data: ChecksData | None = None
-    """Raise a UserError for a bad row and return what was not checked; `model_folder` is None when the model is not here."""
+    """Raise a UserError for a bad row, and return what was not checked; `model_folder` is None if the model is not here."""
     check_options: Callable[[Config], list[UserError]] | None = None
-    """Return a problem for each option without meaning in a recipe that brings its own model."""
+    """Return a problem for each option that a recipe with its own model does not support."""
     next_commands: Callable[[str, Mapping[str, Any]], list[tuple[str, str]]] | None = None
-    """Return a label and a command for each use of a finished run, from its quoted path and resolved options."""
+    """Return labels and commands for using a finished run, from its quoted path and resolved options."""
 
 
 def load_recipe(name: str) -> RecipeSpec:
-    """Return the spec of a recipe; raise a UserError with the existing names when there is none."""
+    """Return the spec of a recipe; raise a UserError with the existing names if it is unknown."""
     spec: RecipeSpec = load_plugin(PACKAGE, name, kind="recipe").SPEC
     return spec
 
@@ -67,7 +67,7 @@ def recipe_names() -> list[str]:
 
 
 def next_commands(run: str, options: Any) -> list[tuple[str, str]]:
-    """Return a label and a command each, for a run's path and its resolved options; empty if its recipe has none."""
+    """Return labels and commands for using a run, from its path and resolved options."""
     name = options.get("recipe") if isinstance(options, dict) else None
     recipe = load_recipe(name) if name in recipe_names() else None
     if recipe is None or recipe.next_commands is None:

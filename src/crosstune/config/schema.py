@@ -1,4 +1,4 @@
-"""Collect all options: the Python API, the flags, the YAML file, --help and the docs table are made from this schema."""
+"""Collect all options in one schema for flags, YAML files, the Python API, --help and the options page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPS: Mapping[str, type] = {
     "Latent diffusion": LatentOptions,
     "Profiling": ProfilingOptions,
 }
-"""Title -> the options under it."""
+"""Title -> options."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +45,19 @@ class Config(
     LatentOptions,
     ProfilingOptions,
 ):
-    """The options of a run, as the user set them or by default."""
+    """The requested options of a run: set by the user, or defaults."""
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Option that was set -> the source of its value: 'flag --lr', 'FSDP_BACKEND', a file, or 'argument'."""
+    """Option set by the user -> source of its value: 'flag --lr', 'FSDP_BACKEND', a file, or 'argument'."""
 
     renamed: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Option that was set under another trainer's name -> that name."""
+    """Option set under another trainer's name -> that name."""
 
     def options(self) -> dict[str, Any]:
         return {option.name: getattr(self, option.name) for option in option_list()}
 
     def options_asked(self) -> dict[str, Any]:
-        """Return the options that were set, as they were written."""
+        """Return the options set by the user, as written."""
         return {
             option.name: option.written(getattr(self, option.name))
             for option in option_list()
@@ -77,12 +77,12 @@ def option_list() -> tuple[Option, ...]:
 
 @lru_cache(maxsize=1)
 def options_by_name() -> dict[str, Option]:
-    """Return all options by name and by alias."""
+    """Return name or alias -> option."""
     return {name: option for option in option_list() for name in (option.name, *option.aliases)}
 
 
 def options_on_resume(*meanings: OnResume) -> frozenset[str]:
-    """Return the options whose change has one of these meanings when a run is resumed."""
+    """Return the options with one of these effects on resume."""
     return frozenset(
         option.name for option in option_list() if any(meaning in option.on_resume for meaning in meanings)
     )

@@ -1,4 +1,4 @@
-"""Read the time limits of a run of several processes, and warn of values that cannot be meant."""
+"""Read the time limits of a run of several processes, and warn about implausible values."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from crosstune.core.durations import parse_duration
 from crosstune.process.ranks import Limits
 
 SHORTEST_S = 60.0
-"""An evaluation or a checkpoint of a large model may take longer than this."""
+"""An evaluation or a checkpoint of a large model may exceed a shorter limit."""
 LONGEST_S = 86_400.0
 _MILLISECONDS_S = 600_000.0
-"""From here on, the number was likely meant in milliseconds."""
-_BLOCKS = "a process that blocks in a collective cannot overlap it with computation, so 0 is used"
-_NEVER_ENDS = "a collective of NCCL that fails or hangs would never be ended, so it is not used"
+"""A larger number was probably meant in milliseconds."""
+_BLOCKS = "blocking collectives cannot overlap with computation, so 0 is used"
+_NEVER_ENDS = "NCCL would never abort a collective that fails or hangs, so it is not used"
 _OVERRIDDEN = {
     "TORCH_NCCL_BLOCKING_WAIT": (True, _BLOCKS),
     "NCCL_BLOCKING_WAIT": (True, _BLOCKS),
@@ -22,16 +22,16 @@ _OVERRIDDEN = {
     "NCCL_ASYNC_ERROR_HANDLING": (False, _NEVER_ENDS),
     "TORCH_NCCL_ENABLE_MONITORING": (
         False,
-        "a hung watchdog of NCCL would never be noticed, so it is not used",
+        "a hang of NCCL's watchdog would go unnoticed, so it is not used",
     ),
 }
-"""Variable -> whether it is overridden when it is on, or else off (0); and why."""
+"""Variable -> (whether it is overridden if on, rather than if off; reason)."""
 _SET_BY = {"collective_timeout": "NCCL_TIMEOUT", "heartbeat_timeout": "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"}
 
 
 def limits_of(config: Config) -> Limits:
-    """Return the limits that a run uses. NCCL's heartbeat is never shorter than the limit of a collective: its watchdog
-    would end the process before the collective can report."""
+    """Return the limits of a run. NCCL's heartbeat is at least as long as the limit of a collective: otherwise its watchdog
+    would abort the process before the collective can report."""
     collective_s = parse_duration(config.collective_timeout)
     heartbeat_s = parse_duration(config.heartbeat_timeout) if config.heartbeat_timeout else collective_s
     return Limits(
@@ -43,7 +43,7 @@ def limits_of(config: Config) -> Limits:
 
 
 def nccl_variables(limits: Limits) -> dict[str, str]:
-    """Return the variables that make NCCL's watchdog follow the limits."""
+    """Return the environment variables that apply the limits to NCCL's watchdog."""
     return {
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(round(limits.heartbeat_s)),
         "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -53,7 +53,7 @@ def nccl_variables(limits: Limits) -> dict[str, str]:
 
 
 def limit_warnings(config: Config, environment: Mapping[str, str]) -> list[str]:
-    """Return a sentence for each limit that cannot be meant, and for each variable that contradicts it."""
+    """Return a warning for each implausible limit and each variable that contradicts one."""
     limits, warnings = limits_of(config), list[str]()
     for name in ("collective_timeout", "heartbeat_timeout"):
         if name in config.sources and (text := getattr(config, name)):
@@ -61,8 +61,8 @@ def limit_warnings(config: Config, environment: Mapping[str, str]) -> list[str]:
     asked_s = parse_duration(config.heartbeat_timeout) if config.heartbeat_timeout else limits.heartbeat_s
     if asked_s < limits.collective_s:
         warnings.append(
-            f"heartbeat_timeout is {asked_s:g} s, shorter than collective_timeout ({limits.collective_s:g} s): NCCL's watchdog "
-            f"would end a process before a slow collective can, so {limits.collective_s:g} s is used"
+            f"heartbeat_timeout is {asked_s:g} s, shorter than collective_timeout: NCCL's watchdog would abort a process in a "
+            f"slow collective, so {limits.collective_s:g} s is used"
         )
     for name, variable in _SET_BY.items():
         given = environment.get(variable, "").strip()
@@ -82,8 +82,8 @@ def limit_warnings(config: Config, environment: Mapping[str, str]) -> list[str]:
 def _unlikely(name: str, seconds: float) -> list[str]:
     if seconds >= _MILLISECONDS_S:
         return [
-            f"{name} is {seconds:.0f} s, which is {seconds / 86_400:.0f} days: a hung process would be noticed only then. It "
-            "is in seconds, not milliseconds; 30m is usual"
+            f"{name} is {seconds:.0f} s, {seconds / 86_400:.0f} days: a hung process would be noticed only then. The unit is "
+            "seconds, not milliseconds; 30m is usual"
         ]
     if seconds > LONGEST_S:
         return [
@@ -91,8 +91,8 @@ def _unlikely(name: str, seconds: float) -> list[str]:
         ]
     if seconds < SHORTEST_S:
         return [
-            f"{name} is {seconds:g} s: an evaluation, a checkpoint or a download that takes longer on one process ends the run; "
-            "30m is usual, and it is in seconds if it has no unit"
+            f"{name} is {seconds:g} s: a longer evaluation, checkpoint or download on one process ends the run; 30m is usual; "
+            "a number without a unit is in seconds"
         ]
     return []
 

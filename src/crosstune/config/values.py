@@ -19,13 +19,13 @@ _TRUE = {"true", "yes", "on", "1", "y", "t"}
 _FALSE = {"false", "no", "off", "0", "n", "f"}
 _INTEGER = re.compile(r"[+-]?[0-9]{1,30}(_[0-9]{1,30})*")
 LONGEST_STRING = 4096
-"""Characters; also the longest path that Linux takes."""
+"""Characters; also the longest path on Linux."""
 LONGEST_PART_BYTES = 255
-"""The longest name of a file or folder that file systems take."""
+"""The longest name of a file or folder."""
 
 
 def convert_value(option: Option, raw: Any, source: str) -> Any:
-    """Return the value in the option's type; raise a UserError that names the option when it does not take it."""
+    """Return the value in the option's type; raise a UserError if it is invalid."""
     if raw is None or (option.optional and isinstance(raw, str) and raw.lower() in ("none", "null")):
         if option.optional:
             return None
@@ -36,25 +36,23 @@ def convert_value(option: Option, raw: Any, source: str) -> Any:
     choices = option.choices
     if choices is not None and value not in choices:
         hint = did_you_mean(str(value), choices)
-        raise _refused(option, value, source, do=f"{hint}It is one of: {', '.join(choices)}.")
+        raise _refused(option, value, source, do=f"{hint}Choices: {', '.join(choices)}.")
     if (option.low is not None and value < option.low) or (option.high is not None and value > option.high):
         rounded = isinstance(raw, str) and option.type is int and not _INTEGER.fullmatch(raw.strip())
         raise _refused(option, raw if rounded else value, source)
-    if option.check is not None and (takes := option.check(value)) is not None:
-        raise _refused(option, value, source, do=f"it takes {takes}")
+    if option.check is not None and (accepted := option.check(value)) is not None:
+        raise _refused(option, value, source, do=f"expected {accepted}")
     return value
 
 
-def expectation(option: Option) -> str:
-    """Return what an option takes, for an error or for its description."""
+def accepted_values(option: Option) -> str:
+    """Describe the values of an option."""
     expected = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[option.type]
     if option.choices:
         expected = f"one of {', '.join(option.choices)}"
-    if option.low is not None:
-        expected += f", {option.low:g} or more"
-    if option.high is not None:
-        expected += f", at most {_number(option.high)}"
-    return f"it takes {expected}" + (", or auto" if option.auto is not None else "")
+    if option.low is not None and option.high is not None:
+        expected += f" from {option.low:g} to {_number(option.high)}"
+    return expected + (", or auto" if option.auto is not None else "")
 
 
 def _convert(option: Option, raw: Any, source: str) -> Any:
@@ -96,7 +94,7 @@ def _to_string(option: Option, raw: Any, source: str) -> str:
 
 
 def _join(option: Option, raw: Mapping[Any, Any] | Sequence[Any], source: str) -> str:
-    """Write a list as `a,b`, and a mapping or a list of mappings of one item as `a:1,b:2`, as a flag would."""
+    """Write a list as `a,b`, and a mapping or a list of one-item mappings as `a:1,b:2`."""
     pieces = []
     for item in raw.items() if isinstance(raw, Mapping) else raw:
         pair = next(iter(item.items())) if isinstance(item, Mapping) and len(item) == 1 else item
@@ -120,37 +118,37 @@ def _is_plain(*items: Any) -> bool:
 
 
 def _wrong_text(option: Option, text: str) -> str | None:
-    """Return what to do about a string that no option of this kind can take."""
+    """Return advice for a string that is invalid for every option of this kind, otherwise None."""
     if not text.strip() and option.default != "":
-        return "give it a value, or leave it out"
+        return "give a value, or omit the option"
     if len(text) > LONGEST_STRING:
-        return f"it takes at most {LONGEST_STRING:,} characters"
+        return f"use at most {LONGEST_STRING:,} characters"
     if any(0xD800 <= ord(char) <= 0xDFFF for char in text):
-        return "it takes text in UTF-8; rename a file whose name is not"
+        return "use UTF-8 text; rename a file whose name is not"
     if not text.isprintable() and any(ord(char) < 32 or ord(char) == 127 for char in text):
-        return "it takes text without control characters"
+        return "remove the control characters"
     if holds_secret(text):
         return (
-            "leave out the password or token, which a run would write to its files; log in instead, with "
-            "`hf auth login`, or set HF_TOKEN in the environment"
+            "remove the password or token, which the run would write to its files; log in with `hf auth login`, or set "
+            "HF_TOKEN in the environment"
         )
     return wrong_path(text) if option.holds is Holds.PATH else None
 
 
 def wrong_path(text: str) -> str | None:
-    """Return what to do about a text that cannot be a path on any machine."""
+    """Return advice for text that cannot be a path on any machine, otherwise None."""
     if any(len(part.encode()) > LONGEST_PART_BYTES for part in text.split("/")):
-        return f"each name in a path has at most {LONGEST_PART_BYTES} bytes"
+        return f"use at most {LONGEST_PART_BYTES} bytes for each name in a path"
     if text.startswith("~"):
         try:
             Path(text).expanduser()
         except RuntimeError:  # no such account, or no HOME
-            return "write the whole path: the home folder of ~ is not known"
+            return "write the full path: the home folder of ~ is unknown"
     return None
 
 
 def _exact_int(raw: int | float | str) -> int:
-    """Parse an integer, also one written as 1e3, without rounding large ones through a float."""
+    """Parse an integer, also 1e3, without rounding large ones through a float."""
     if isinstance(raw, int):
         return raw
     if isinstance(raw, str) and _INTEGER.fullmatch(raw.strip()):
@@ -171,7 +169,9 @@ def _finite_float(raw: int | float | str) -> float:
 
 
 def _refused(option: Option, raw: Any, source: str, *, do: str = "") -> UserError:
-    return UserError(f"{option.name} cannot be {shown(raw)} ({source}).", do=do or expectation(option))
+    return UserError(
+        f"{option.name} cannot be {shown(raw)} ({source}).", do=do or f"expected {accepted_values(option)}"
+    )
 
 
 def _number(value: float) -> str:

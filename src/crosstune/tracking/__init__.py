@@ -1,1 +1,1 @@
-"""Trackers (wandb, weave, trackio, tensorboard): observers that pass a run's metrics on, each in a process of its own."""
+"""Trackers (wandb, weave, trackio, tensorboard): observers that log a run's metrics, each in its own thread."""

@@ -1,4 +1,4 @@
-"""Pass a run's values to its trackers: each works in a daemon thread behind a bounded queue, so none can stop the training."""
+"""Log a run's values to its trackers, each in a daemon thread with a bounded queue, so that none can stop the training."""
 
 from __future__ import annotations
 
@@ -45,45 +45,44 @@ from crosstune.tracking.values import (
 )
 
 CALL_S = 60.0
-"""Time limit of one call into a tracker."""
+"""Time limit for one call of a tracker."""
 WAIT_S = 60.0
-"""Time for all trackers together at the end of a run."""
+"""Time limit for all trackers together at the end of a run."""
 STOPPED_WAIT_S = 20.0
-"""The same for a stopped run: a scheduler may end its process soon."""
+"""The same for a stopped run: a scheduler may kill its process soon."""
 QUIET_S = 2.0
-"""Wait this long before saying so."""
+"""Wait this long before reporting the wait."""
 MOST_QUEUED = 10_000
-"""Values waiting for one tracker; it reads further ones from the run folder later."""
+"""Maximum number of queued jobs per tracker; the values of further steps are read from the run folder later."""
 _NAMES_OF_SECRETS = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.I)
 
 
 def check_trackers(config: Config) -> None:
-    """Raise a UserError that names the packages to install for --log_to."""
+    """Raise a UserError for trackers of --log_to that are not installed."""
     names = trackers_in(config.log_to)
     packages = [load_plugin(TRACKERS_PACKAGE, name, kind="tracker").PACKAGE for name in names]
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        verb = "is" if len(missing) == 1 else "are"
         raise UserError(
-            f"--log_to {config.log_to} needs {' and '.join(missing)}, which {verb} not installed.",
+            f"--log_to {config.log_to} needs packages that are not installed: {' and '.join(missing)}.",
             do=f"pip install {' '.join(missing)}; or all trackers: pip install 'crosstune[track]'",
         )
 
 
 class Worker:
-    """One tracker in a daemon thread. Only the thread calls the tracker."""
+    """A tracker in its daemon thread; only this thread calls the tracker."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name, self._tracker = name, tracker
         self.ended = threading.Event()
-        """Set when the tracker receives nothing more: it has finished, failed or was given up."""
+        """Set once the tracker has finished, failed or been given up."""
         self.place: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.errors: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.summary: dict[str, Any] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._logged: Logged | None = None
         self._left_out = 0
-        """The last step that found no room in the queue."""
+        """The last step dropped from a full queue."""
         self._calls_since: float | None = None
         threading.Thread(target=self._work, name=f"{TRACKER_THREAD}{name}", daemon=True).start()
 
@@ -91,7 +90,7 @@ class Worker:
         self._jobs.put(functools.partial(self._start, run, in_place=in_place, earlier=earlier))
 
     def log(self, kind: str, values: dict[str, float], *, step: int, tables: Mapping[str, Any]) -> None:
-        """Queue values, or leave them to be read from the run folder if too many are waiting."""
+        """Queue values; if the queue is full, read them from the run folder later."""
         if self.ended.is_set():
             return
         if self._jobs.qsize() >= (MOST_QUEUED // 2 if self._left_out else MOST_QUEUED):
@@ -105,7 +104,7 @@ class Worker:
         self._jobs.put(self._finish)
 
     def check_time(self) -> None:
-        """Give up a tracker whose present call exceeds its limit."""
+        """Give up if the current call exceeds its time limit."""
         since = self._calls_since
         if since is not None and time.monotonic() - since > CALL_S:
             self.give_up(f"it did not answer within {CALL_S:g} s")
@@ -128,7 +127,7 @@ class Worker:
                 self._jobs.get()()
         except Unavailable as error:
             self.give_up(str(error))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a library raises, the training continues
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever a library raises, the training continues)
             self.give_up(f"{type(error).__name__}: {error}")
 
     def _call(self, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
@@ -153,12 +152,12 @@ class Worker:
             self._log_earlier(earlier, until=run.resumes_at)
 
     def _log_earlier(self, folder: Path | None, *, until: int) -> None:
-        """Log what the files of a run have up to a step."""
+        """Log the values in the files of a run up to a step."""
         for earlier in earlier_values(folder or self._folder, until=until):
             self._log(earlier.kind, earlier.values, step=earlier.step, tables=earlier.tables)
 
     def _log(self, kind: str, values: dict[str, float], *, step: int, tables: Mapping[str, Any]) -> None:
-        """Log values and tables of a step, unless the tracker has them from before a resume."""
+        """Log values and tables of a step, unless the tracker has them already."""
         assert self._logged is not None
         if self.ended.is_set() or not self._logged.is_new(kind, step):
             return
@@ -178,7 +177,7 @@ class Worker:
 
 
 class Tracking:
-    """The trackers of one run, if any. Only `close` waits for them."""
+    """The trackers of one run. Only `close` waits for them."""
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
@@ -187,7 +186,7 @@ class Tracking:
         self._wait_s = WAIT_S
         self._closing = False
         self._runs = Path()
-        """The folder of all runs, as the user named it."""
+        """The parent of the run folder, as the user wrote it."""
 
     def __enter__(self) -> Tracking:
         return self
@@ -206,9 +205,9 @@ class Tracking:
         resumes_at: int = 0,
         earlier: Path | None = None,
     ) -> None:
-        """Start the trackers of --log_to. `described` is plan.json, `report` receives their events.
+        """Start the trackers of --log_to. `described` is the content of plan.json, `report` receives their events.
 
-        A resumed run passes the last step before, and `earlier`, the folder with the values until then.
+        For a resumed run, `resumes_at` is the last step before, and `earlier` the folder with the values up to it.
         """
         self._report, self._step, self._runs = report, resumes_at, folder.parent
         run = {
@@ -241,23 +240,23 @@ class Tracking:
             self._report_news()
 
     def log_test(self, metrics: Mapping[str, Any], worst: Sequence[Mapping[str, Any]]) -> None:
-        """Log the metrics of a test after the training, and its worst items."""
+        """Log the metrics and the worst items of a test after training."""
         self._log(TEST, metrics, step=self._step, worst=worst)
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
-        """Keep the summary of the run for the end."""
+        """Keep the run's summary for `close`."""
         self._wait_s = WAIT_S if summary.get("status") == "finished" else STOPPED_WAIT_S
         for worker in self._workers:
             worker.summary = plain(summary)
 
     def close(self) -> None:
-        """Finish the trackers, and wait a while for what they have not sent yet."""
+        """Finish the trackers, and wait a limited time for their last uploads."""
         self._closing = True
         for worker in self._workers:
             worker.finish()
         try:
             self._wait()
-            why = f"it has not finished within {self._wait_s:g} s"
+            why = f"it did not finish within {self._wait_s:g} s"
         except KeyboardInterrupt:  # the run itself is complete
             why = "Ctrl-C ended the wait for it"
         for worker in self._workers:
@@ -297,12 +296,12 @@ class Tracking:
                 self._tell(TrackingFailed(tracker=worker.name, error=error, step=self._step))
 
     def _tell(self, event: Event) -> None:
-        """Report an event. A record that fails ends a run in progress, but not one that has ended."""
+        """Report an event; once the run has ended, ignore a failing record."""
         with contextlib.suppress(*(RecordFailed,) * self._closing):
             self._report.on_event(event)
 
     def _shown(self, text: str) -> str:
-        """Return a tracker's text with paths as the user named them, without the environment's keys and tokens."""
+        """Return a tracker's text with paths as the user wrote them, and without keys and tokens from the environment."""
         for name, value in launch_variables().items():
             if len(value) >= 8 and _NAMES_OF_SECRETS.search(name):
                 text = text.replace(value, HIDDEN)
@@ -310,7 +309,7 @@ class Tracking:
 
 
 class _Input:
-    """Standard input, empty for trackers: none may ask for a key while a run is trained."""
+    """Standard input that is empty for trackers: none may prompt for a key during training."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream

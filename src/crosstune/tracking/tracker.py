@@ -1,4 +1,4 @@
-"""Define what a tracker does: the interface of the files in `trackers/`."""
+"""Define the interface of a tracker, implemented by the files in `trackers/`."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from typing import Any, Protocol
 from crosstune.config.load import launch_variables
 
 Values = Mapping[str, float]
-"""Names such as `train/loss` and `eval/pearson` -> numbers; NaN and infinities are possible."""
+"""Names such as `train/loss` and `eval/pearson` -> numbers, possibly NaN or infinite."""
 Rows = Sequence[Mapping[str, Any]]
 """Rows of a table, all with the same columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told about a run when it starts. Secrets are removed from the configuration."""
+    """The run as described to a tracker; secrets are removed from its configuration."""
 
     name: str
     project: str
     project_asked: bool
-    """False for the default project, which a tracker's own variable replaces."""
+    """False for the default project: the tracker's environment variable overrides it."""
     entity: str | None
     group: str | None
     folder: Path
-    """The run folder; a tracker keeps its local files in there, unless its own variables say otherwise."""
+    """The run folder, for the tracker's local files unless its environment variables set another."""
     id: str
-    """The identity of the run with the tracker; a resumed run has the one that it had before."""
+    """The tracker's id of the run; a resumed run keeps it."""
     continues: bool
-    """True if the tracker was given this id before."""
+    """True if the tracker knows this id from before."""
     resumes_at: int
     """The last step before this start; 0 for a new run."""
     config: Mapping[str, Any]
 
     def project_or(self, variable: str) -> str:
-        """Return the project: the one that was asked for, that of an environment variable, or the default."""
+        """Return the requested project, or else the one in an environment variable, or the default."""
         return self.project if self.project_asked else launch_variables().get(variable) or self.project
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the values of a run go."""
+    """The destination of a run's values."""
 
     where: str
     """A folder or an address."""
@@ -51,14 +51,14 @@ class Place:
 
 
 class Tracker(Protocol):
-    """One tracker. Its calls come from one thread, in this order: `start`, any number of logs, `finish`.
+    """A tracker, called from one thread: `start`, then any number of logs, then `finish`.
 
-    A file in `trackers/` has a class `Tracker` of this kind, the `PACKAGE` that it imports when it starts, and the
-    variables of its `ENVIRONMENT` that are set where the user has not set them.
+    A file in `trackers/` defines this class `Tracker`, the `PACKAGE` that `start` imports, and `ENVIRONMENT`: default
+    values of environment variables.
     """
 
     repeats: bool
-    """True if steps that were logged before a resume are to be logged again: the tracker replaces the old ones."""
+    """True if steps repeated after a resume are logged again, because the tracker replaces the old values."""
 
     def start(self, run: TrackedRun) -> Place: ...
 
@@ -69,9 +69,9 @@ class Tracker(Protocol):
         ...
 
     def finish(self, summary: Mapping[str, Any], *, succeeded: bool) -> None:
-        """End the run; `succeeded` is False for one that failed or was killed, whose summary may be empty."""
+        """End the run; after a failure, `succeeded` is False and the summary may be empty."""
         ...
 
 
 class Unavailable(Exception):
-    """A tracker cannot run here; the message says why and what to do."""
+    """The tracker cannot run here; the message says why and what to do."""

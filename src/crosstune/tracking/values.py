@@ -1,4 +1,4 @@
-"""Choose and name what trackers receive of a run: numbers of steps and evaluations, rows of samples, the configuration."""
+"""Select the values that trackers receive, without secrets, and remember the last step that each tracker has."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from crosstune.files.json_files import finite, read_json, read_jsonl, write_json
 
 TRAIN, EVAL, TEST = "train", "eval", "test"
 LONGEST_CELL = 4000
-"""Characters of a text in a table."""
+"""Maximum characters per table cell."""
 MOST_ROWS = 200
-"""Rows of a table."""
+"""Maximum rows per table."""
 _PLAN_FIELDS = (
     "options",
     "backend",
@@ -36,8 +36,7 @@ _DATA_FIELDS = ("dataset", "format", "context_length", "train", "eval", "identit
 
 
 def numbers(kind: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among metrics, with names such as `train/loss`. What is unknown, such as the loss of a skipped
-    step, is left out."""
+    """Return the numbers among the metrics under names such as `train/loss`; omit missing ones."""
     return {
         f"{kind}/{name}": _number(value)
         for name, value in metrics.items()
@@ -46,21 +45,21 @@ def numbers(kind: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(value: float) -> float:
-    """Return a number that fits into 64 bits."""
+    """Convert a number to one that fits into 64 bits."""
     if isinstance(value, float):
         return value
     return int(value) if value.bit_length() < 64 else float(value)
 
 
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows for a table: the same columns in each, texts that UTF-8 can encode, no secrets."""
+    """Return table rows with equal columns, in valid UTF-8 and without secrets."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return [{name: _cell(row.get(name)) for name in columns} for row in rows[:MOST_ROWS]]
 
 
 def tracked_config(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what trackers are told of plan.json: options, model, data, backend and versions; not the machine's name,
-    the command or the environment."""
+    """Return the part of plan.json for trackers: options, model, data, backend and versions, but not the machine's name, the
+    command or the environment."""
     model = described.get("model") or {}
     data = described.get("data") or {}
     machine = described.get("machine") or {}
@@ -72,7 +71,7 @@ def tracked_config(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values in the types of JSON, in texts that UTF-8 can encode, without secrets."""
+    """Return values in JSON types and valid UTF-8, without secrets."""
     made = _encodable(redact_values(finite(values)))
     assert isinstance(made, dict)
     return made
@@ -90,10 +89,10 @@ def _cell(value: Any) -> Any:
     value = finite(value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    if isinstance(value, list):  # such as the states of an answer while it was made
+    if isinstance(value, list):  # such as the intermediate states of a denoised text
         value = "\n".join(map(str, value))
     text = str(value)
-    # Cut before the search for secrets, which takes time, but not through one.
+    # Cut before the slow search for secrets, but leave a margin so as not to cut through one.
     text = redact(text[: LONGEST_CELL + 500])
     if len(text) > LONGEST_CELL:
         text = f"{text[:LONGEST_CELL]} ..."
@@ -101,25 +100,25 @@ def _cell(value: Any) -> Any:
 
 
 FOLDER = "tracking"
-"""The folder in a run with a file for each tracker."""
+"""Folder in the run folder with one file per tracker."""
 _WRITE_S = 1.0
 
 
 @dataclass
 class Logged:
-    """The identity of a run with a tracker, and the last step that it has of each kind of values."""
+    """A tracker's id of a run, and its last step for each kind of values."""
 
     path: Path
     id: str
     target: str
-    """The project and its owner: another project gets a run of its own."""
+    """Owner and project; another project gets a new run."""
     continues: bool = False
     steps: dict[str, int] = field(default_factory=dict)
     _written: float = 0.0
 
     @classmethod
     def open(cls, run: Path, tracker: str, *, target: str, in_place: bool) -> Logged:
-        """Read what a tracker has of a run; a run that does not continue in its folder is new to the tracker."""
+        """Read the record of a tracker; make a new one for a run that does not continue in its folder."""
         path = run / FOLDER / f"{tracker}.json"
         known = _read(path) if in_place else {}
         if known.get("target") == target and isinstance(known.get("id"), str):
@@ -130,14 +129,14 @@ class Logged:
         return cls(path=path, id=uuid.uuid4().hex[:16], target=target)
 
     def rewind(self, step: int) -> None:
-        """Forget the steps after this one: the tracker replaces them."""
+        """Forget later steps, to log them again."""
         self.steps = {kind: min(last, step) for kind, last in self.steps.items()}
 
     def is_new(self, kind: str, step: int) -> bool:
         return step > self.steps.get(kind, -1)
 
     def add(self, kind: str, step: int, *, write: bool) -> None:
-        """Note a step; store it now if `write` or the last write is a while ago."""
+        """Note a step; write the record if `write` is set or the last write is a second ago."""
         self.steps[kind] = max(step, self.steps.get(kind, -1))
         if write or time.monotonic() - self._written > _WRITE_S:
             self.write()
@@ -150,7 +149,7 @@ class Logged:
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """Values that the files of a run have."""
+    """Values of one step, read from the files of a run."""
 
     kind: str
     step: int
@@ -159,7 +158,7 @@ class Earlier:
 
 
 def earlier_values(run: Path, *, until: int) -> Iterator[Earlier]:
-    """Yield the values of a run up to a step, in order; an evaluation comes after its step."""
+    """Yield the values of a run up to a step, in order; an evaluation follows its step."""
     evaluations: dict[int, Mapping[str, Any]] = {}
     for row in _rows(run / "events.jsonl"):
         if row.get("kind") == Evaluated.kind and isinstance(row.get("step"), int):
@@ -177,7 +176,7 @@ def earlier_values(run: Path, *, until: int) -> Iterator[Earlier]:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a log; none of a damaged one, which the run itself reports."""
+    """Return the rows of a log; none if it is damaged, since the run itself reports that."""
     try:
         return read_jsonl(path)
     except UserError:

@@ -20,13 +20,13 @@ EXAMPLES = """examples:
   crosstune checkpoint export runs/demo/checkpoints/step-00000100 --out adapter-100
   crosstune checkpoint import old.pt --out runs/old --model_name ORG/MODEL --train_type full
 
-`import` reads a file written by torch.save, tensors and plain values only. It takes the options of train that describe
-the model and method of the file. `crosstune train --resume RUN` then continues from it."""
+`import` reads a file written by torch.save, with tensors and plain values only. Pass the options of train that describe
+its model and method; `crosstune train --resume RUN` then continues from it."""
 
 _HELP = {
     "list": "list the checkpoints of a run",
     "verify": "read every file and compare its hash with the recorded one",
-    "show": "print what a checkpoint contains",
+    "show": "print the contents of a checkpoint",
     "prune": "remove old checkpoints",
     "export": "write the adapter or model of a checkpoint for other tools",
     "import": "make a checkpoint from a file written by torch.save",
@@ -40,14 +40,14 @@ def make_parser() -> Parser:
     parser.add_argument("target", type=read_path, metavar="RUN|CHECKPOINT|FILE")
     add = parser.add_argument
     add("--out", type=read_path, help="folder for the result of export and import")
-    newest = "for prune: how many of the newest to keep (default 3)"
+    newest = "for prune: number of newest checkpoints to keep (default 3)"
     add("--keep_last_n", type=at_least(1), default=3, help=newest)
-    every = "for prune: also keep steps divisible by this"
+    every = "for prune: also keep steps divisible by N"
     add("--keep_every", type=at_least(0), default=0, help=every)
-    add("--drop_best", action="store_true", help="for prune: do not keep the best one")
+    add("--drop_best", action="store_true", help="for prune: do not keep the best checkpoint")
     add("--dry_run", action="store_true", help="for prune: only print what would be removed")
-    add("--step", type=at_least(0), help="for import: steps done, if not in the file")
-    add("--without_optimizer", action="store_true", help="for import: take only the weights")
+    add("--step", type=at_least(0), help="for import: number of finished steps, if not in the file")
+    add("--without_optimizer", action="store_true", help="for import: import only the weights")
     return parser
 
 
@@ -117,8 +117,8 @@ def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
 
 
 def _evaluations(rows: Sequence[dict[str, Any]], target: Path) -> dict[int, float]:
-    """Return the evaluation losses by step, from the summary and the newest manifest: an evaluation follows the
-    checkpoint of its step."""
+    """Return step -> evaluation loss, from the summary and the newest manifest: an evaluation runs after the checkpoint of
+    its step."""
     from crosstune.checkpoint.manifest import EVALUATIONS
     from crosstune.checkpoint.read import find_run, open_checkpoint
     from crosstune.files.json_fields import check_fields
@@ -189,7 +189,7 @@ def _prune(own: Any) -> int:
     from crosstune.files.run_lock import hold
 
     if step_of(own.target.resolve()) is not None:
-        raise UserError(f"{own.target} is a single checkpoint.", do="name the run whose checkpoints to prune")
+        raise UserError(f"{own.target} is a single checkpoint.", do="name the run folder")
     with contextlib.nullcontext() if own.dry_run else hold(own.target):
         return _prune_held(own)
 
@@ -217,8 +217,8 @@ def _export(own: Any, flags: Sequence[str]) -> int:
     unused = sorted(set(config.sources) - {"backend", "model_name"})
     if unused:
         raise UserError(
-            f"export takes no --{unused[0]}.",
-            do="leave it out: the options of the run are in the checkpoint",
+            f"export has no option --{unused[0]}.",
+            do="omit it: the checkpoint has the options of the run",
         )
     with Screen(live=not own.json) as screen:
         report = export_checkpoint(

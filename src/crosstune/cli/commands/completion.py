@@ -6,19 +6,19 @@ import argparse
 from collections.abc import Sequence
 
 from crosstune.cli.arguments import Parser, read_path, read_path_or_name
-from crosstune.config.option import Holds, Option
+from crosstune.config.option import Holds
 from crosstune.config.schema import option_list
 from crosstune.core.errors import EXIT_DONE
 
 SHELLS = ("bash", "zsh", "tcsh")
 TAKE_OPTIONS = ("train", "launch", "plan", "data", "judge")
-"""Commands that take the options of a run besides their own."""
+"""Commands that accept the options of a run."""
 INSTALL = """to install it:
   bash   crosstune completion bash > ~/.local/share/bash-completion/completions/crosstune
   zsh    crosstune completion zsh > ~/.zfunc/_crosstune, with `fpath+=~/.zfunc; autoload -Uz compinit; compinit` in ~/.zshrc
   tcsh   crosstune completion tcsh > ~/.crosstune.tcsh, with `source ~/.crosstune.tcsh` in ~/.tcshrc
 
-Make the folder first where there is none, and open a new shell afterwards. To try it at once in bash:
+Create the folder first if necessary, and open a new shell afterwards. To try it in the current bash:
   eval "$(crosstune completion bash)" """
 
 
@@ -43,7 +43,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Return one parser with all commands, which exist as parsers of their own."""
+    """Return one parser with all commands."""
     from crosstune.cli.main import COMMANDS, load_command
 
     whole = argparse.ArgumentParser(prog="crosstune")
@@ -60,7 +60,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of a run that the command has not declared itself."""
+    """Add the options of a run that the command does not declare itself."""
     own = {name for action in command._actions for name in action.option_strings}
     if "--config" not in own:
         command.add_argument("--config", type=read_path, help="YAML file with options")
@@ -73,16 +73,12 @@ def _add_options(command: argparse.ArgumentParser) -> None:
             choices=("true", "false") if option.type is bool else option.choices,
             nargs="?" if option.type is bool else None,
             type=read_path if option.holds is Holds.PATH else str,
-            help=_one_line(option),
+            help=option.text.split("; ")[0].replace("%", "%%"),
         )
 
 
-def _one_line(option: Option) -> str:
-    return option.text.split("; ")[0].replace("%", "%%")
-
-
 def _complete(action: argparse.Action, *, command: str) -> None:
-    """Complete file names where an argument takes one, and the names of options for `crosstune options`."""
+    """Complete file names for paths, and option names for `crosstune options`."""
     import shtab
 
     if action.type in (read_path, read_path_or_name):

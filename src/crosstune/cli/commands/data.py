@@ -1,4 +1,4 @@
-"""`crosstune data`: show what training would read from a data set."""
+"""`crosstune data`: check a dataset, and show its examples as training reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from crosstune.cli.arguments import Parser, parse_config, print_result
 from crosstune.cli.terminal.streams import styled
 from crosstune.cli.terminal.units import count
-from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.safe_text import printable
 
@@ -21,7 +20,7 @@ EXAMPLES = """examples:
   crosstune data support.csv --columns query=prompt,reply=completion
   crosstune data chats.jsonl:0.7,code.jsonl:0.3
 
-The supervised part of an example is in colour on a terminal and in [[ ]] elsewhere."""
+The supervised part of an example is colored on a terminal and in [[ ]] elsewhere."""
 
 _MARK, _UNMARK = "\033[32m", "\033[0m"
 
@@ -29,8 +28,8 @@ _MARK, _UNMARK = "\033[32m", "\033[0m"
 def make_parser() -> Parser:
     parser = Parser(
         "data",
-        description="`crosstune data SOURCE [options]` checks a data set and shows which tokens carry loss.\n"
-        "SOURCE is anything that --dataset takes; the options are those of train.",
+        description="`crosstune data SOURCE [options]` checks a dataset and shows which tokens the loss covers.\n"
+        "SOURCE is a value of --dataset; the options of train are accepted.",
         epilog=EXAMPLES,
     )
     parser.add_argument(
@@ -43,8 +42,8 @@ def run(words: Sequence[str]) -> int:
     own, config = parse_config(make_parser(), _with_dataset(words))
     if config.recipe != "sft":
         raise UserError(
-            f"crosstune data reads conversations and texts, not the data of the recipe {config.recipe}.",
-            do="leave out --recipe",
+            f"crosstune data reads conversations and texts, not data of the recipe {config.recipe}.",
+            do="omit --recipe",
         )
 
     from crosstune.cli.terminal.output import WARNING
@@ -56,9 +55,13 @@ def run(words: Sequence[str]) -> int:
 
     with Screen(live=True) as screen:
         model = find_model(config, screen)
-        config, lowered = _within_model(config, longest_context(model.path))
-        for sentence in lowered:
-            screen.on_event(Warned(message=sentence))
+        limit = longest_context(model.path)
+        if limit is not None and limit < config.context_length:  # as training does
+            lowered = (
+                f"context_length is lowered from {config.context_length} to {limit}, the model's context"
+            )
+            screen.on_event(Warned(message=lowered))
+            config = replace(config, context_length=limit)
         recipe = open_recipe(config, model_folder=model.path, observer=screen)
     report = recipe.describe()
     colour = sys.stdout.isatty()
@@ -71,20 +74,8 @@ def run(words: Sequence[str]) -> int:
     if own.json:
         return EXIT_DONE
     for number, text in enumerate(shown, start=1):
-        print(
-            f"\nexample {number}\n{text}", file=styled(sys.stdout)
-        )  # its text is escaped, our colours are not
+        print(f"\nexample {number}\n{text}", file=styled(sys.stdout))  # the text is already escaped
     return EXIT_DONE
-
-
-def _within_model(config: Config, limit: int | None) -> tuple[Config, list[str]]:
-    """Return the configuration with the context that training would have, and what was lowered."""
-    if limit is None or config.context_length <= limit:
-        return config, []
-    lowered = (
-        f"context_length {config.context_length} is lowered to {limit}, the longest context of the model"
-    )
-    return replace(config, context_length=limit), [lowered]
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
@@ -122,7 +113,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def mark_supervised(example: Any, tokenizer: Any, *, colour: bool) -> str:
-    """Return the text of an example with supervised spans marked and control characters escaped."""
+    """Return the text of an example, escaped, with supervised spans marked."""
     from crosstune.data.checks.portrait import marked_pieces
 
     begin, end = (_MARK, _UNMARK) if colour else ("[[", "]]")

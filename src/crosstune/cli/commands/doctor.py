@@ -1,4 +1,4 @@
-"""`crosstune doctor`: check this machine by running on every backend."""
+"""`crosstune doctor`: check this machine by probing and training on every backend."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from crosstune.cli.arguments import Line, Parser, print_result
 from crosstune.cli.terminal.output import ERROR, GOOD, QUIET, STRONG, WARNING
 from crosstune.cli.terminal.units import ratio, size
+from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT
 
 if TYPE_CHECKING:
     from crosstune.estimate.machine import BackendReport
@@ -24,7 +25,7 @@ def make_parser() -> Parser:
     parser = Parser(
         "doctor",
         description="Probe every backend, then train three steps on each available one and compare the losses with\n"
-        "those of the CPU in fp32. The exit code is 0 when every job ran and agreed.",
+        "the CPU in fp32. The exit code is 0 if every job ran and agreed.",
         epilog=EPILOG,
     )
     parser.add_argument("--no_train", action="store_true", help="probe only, train nothing")
@@ -40,12 +41,9 @@ def run(words: Sequence[str]) -> int:
         train=not own.no_train, on_progress=lambda text: print(f"{text} ...", file=sys.stderr)
     )
     print_result(diagnosis.to_json(), diagnosis_lines(diagnosis), as_json=own.json)
-    # Without torch there is no reference to compare with; it is enough that the job ran.
-    return (
-        0
-        if all(check.ran and (check.agrees or check.difference is None) for check in diagnosis.checks)
-        else 2
-    )
+    # Without torch there is no CPU reference; it is enough that the job ran.
+    passed = (check.ran and (check.agrees or check.difference is None) for check in diagnosis.checks)
+    return EXIT_DONE if all(passed) else EXIT_USER_MUST_ACT
 
 
 def diagnosis_lines(diagnosis: Diagnosis) -> Iterator[Line]:
@@ -84,7 +82,7 @@ def _available(report: BackendReport, check: Check | None, *, why: Mapping[str, 
 
 
 def _bf16(report: BackendReport) -> str:
-    if "bf16" not in report.dtypes or report.bf16_speedup == 1:  # the value of a report without a measurement
+    if "bf16" not in report.dtypes or report.bf16_speedup == 1:  # not measured
         return ""
     return f" (bf16 products run at {ratio(report.bf16_speedup)} of fp32)"
 
@@ -94,6 +92,6 @@ def _verdict(check: Check) -> str:
         return f"did not run: {check.error}"
     losses = ", ".join(f"{loss:.5f}" for loss in check.losses)
     if check.difference is None:
-        return f"ran (losses {losses}); no CPU reference to compare with"
+        return f"ran (losses {losses}); no CPU reference"
     word = "agrees" if check.agrees else "DISAGREES"
     return f"three steps ran, losses {losses}; {word} with the CPU in fp32 (largest difference {check.difference:.1e})"

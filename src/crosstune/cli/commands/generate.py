@@ -25,21 +25,19 @@ EXAMPLES = """examples:
   crosstune generate runs/demo --prompt_file prompts.txt --output answers.jsonl
   echo "Why is the sky blue?" | crosstune generate smollm2-135m --max_new_tokens 100
 
-A prompt file has one prompt per line, or, named *.jsonl, a JSON object per line with `prompt` or `messages`. A last
-message of the assistant is the reference: it is not shown to the model, and it is copied to the output."""
+A prompt file has one prompt per line, or, named *.jsonl, a JSON object per line with `prompt` or `messages`. If the last
+message is the assistant's, it is the reference: hidden from the model and copied to the output."""
 
 CHAT_COMMANDS = {
     "/help": "show this list",
-    "/save FILE": "write the conversation to FILE, as JSON lines that train and generate read",
+    "/save FILE": "write the conversation to FILE, as JSON lines for train and generate",
     "/load FILE": "continue the conversation in FILE",
     "/system TEXT": "set the system message; without TEXT, remove it",
-    "/reset": "forget the conversation, except the system message",
+    "/reset": "clear the conversation, except the system message",
     "/exit": "leave (also /quit and Ctrl-D)",
 }
 CHAT_HELP = "\n".join(f"  {command:<13} {text}" for command, text in CHAT_COMMANDS.items())
-CHAT_NOTES = (
-    "Ctrl-C interrupts an answer. A message that begins with a slash is written with two: //etc is a folder."
-)
+CHAT_NOTES = "Ctrl-C interrupts an answer. Start a message with two slashes to send one: //etc is a folder."
 CHAT_EXAMPLES = f"""examples:
   crosstune chat runs/demo
   crosstune chat smollm2-135m --system "Answer in one sentence." --temperature 0.7 --top_p 0.9
@@ -76,7 +74,7 @@ def run(words: Sequence[str]) -> int:
             return _answer_one(chat_model, prompts[0], own, sampling)
         return _answer_all(chat_model, prompts, own, sampling, file=None)
     check_output(own.output, overwrite=own.overwrite)
-    chat_model = open_model(own)  # before the file: a failure leaves none behind
+    chat_model = open_model(own)  # before the file, so that a failure leaves no file
     with open_output(own.output) as file:
         return _answer_all(chat_model, prompts, own, sampling, file=file)
 
@@ -86,11 +84,11 @@ def _read_prompts(own: argparse.Namespace) -> list[Prompt]:
 
     if own.prompt_file is not None:
         if own.prompt is not None:
-            raise UserError("--prompt and --prompt_file exclude each other.", do="leave one of them out")
+            raise UserError("--prompt and --prompt_file exclude each other.", do="omit one of them")
         return read_prompts(own.prompt_file.expanduser(), system=own.system)
     text = own.prompt if own.prompt is not None else sys.stdin.read().strip()
     if not text:
-        raise UserError("There is no prompt.", do='pass --prompt "..." or pipe text to standard input')
+        raise UserError("No prompt was given.", do='pass --prompt "..." or pipe text to standard input')
     return [make_prompt(text, system=own.system)]
 
 
@@ -152,7 +150,7 @@ def add_model_arguments(parser: Parser) -> None:
     parser.add_argument(
         "model",
         type=read_path_or_name,
-        help="a run folder, an adapter folder, or a model as --model_name takes it",
+        help="a run folder, an adapter folder, or a model (see --model_name of train)",
     )
     parser.add_argument("--system", default="", help="a system message")
     parser.add_argument(
@@ -161,27 +159,25 @@ def add_model_arguments(parser: Parser) -> None:
     parser.add_argument("--backend", default="auto", help="backend to run on (default auto)")
     parser.add_argument("--precision", default="auto", help="dtype to compute in (default auto)")
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--temperature", type=float, default=0.0, help="0 always takes the likeliest token (default)"
-    )
+    group.add_argument("--temperature", type=float, default=0.0, help="0: greedy decoding (default)")
     group.add_argument(
         "--top_p",
         type=float,
         default=1.0,
-        help="draw from the likeliest tokens that make up this probability",
+        help="sample from the likeliest tokens with this total probability",
     )
-    group.add_argument("--top_k", type=int, default=0, help="draw from this many of the likeliest tokens")
+    group.add_argument("--top_k", type=int, default=0, help="sample from the K likeliest tokens")
     group.add_argument(
-        "--min_p", type=float, default=0.0, help="leave out tokens below this fraction of the likeliest one's"
+        "--min_p", type=float, default=0.0, help="omit tokens below this fraction of the highest probability"
     )
     group.add_argument(
-        "--repetition_penalty", type=float, default=1.0, help="above 1, make tokens that occurred less likely"
+        "--repetition_penalty", type=float, default=1.0, help="above 1: make repeated tokens less likely"
     )
-    group.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
+    group.add_argument("--seed", type=int, default=0, help="sampling seed (default 0)")
 
 
 def read_sampling(own: argparse.Namespace) -> Sampling:
-    """Return the settings of sampling; warn about those that have no effect."""
+    """Return the sampling settings; warn about settings without effect."""
     sampling = Sampling(
         temperature=own.temperature,
         top_p=own.top_p,
@@ -193,14 +189,14 @@ def read_sampling(own: argparse.Namespace) -> Sampling:
     if sampling.unused:
         names = ", ".join(f"--{name}" for name in sampling.unused)
         Output().line(
-            f"warning  {names} without effect: at temperature 0 nothing is drawn; add --temperature 1",
+            f"warning  {names} without effect at temperature 0; add --temperature 1",
             style=WARNING,
         )
     return sampling
 
 
 def open_model(own: argparse.Namespace) -> ChatModel:
-    """Open the model named on the command line, and show the progress of loading it."""
+    """Open the model of the command line with a progress display."""
     from crosstune.cli.terminal.screen import Screen
     from crosstune.results.chat_model import open_chat_model
 
@@ -251,7 +247,7 @@ def _answer(
             conversation.with_question(line),
             max_new_tokens=own.max_new_tokens,
             sampling=sampling,
-            on_text=lambda text: print(text, end="", flush=True),
+            on_text=_show,
         )
     except KeyboardInterrupt:
         print(" ... (interrupted and discarded)")
@@ -263,7 +259,7 @@ def _answer(
 
 
 def _obey(line: str, conversation: Conversation) -> bool:
-    """Carry out a command; return False to leave. An unknown one is not sent to the model."""
+    """Run a chat command; return False to leave."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name in ("/exit", "/quit"):
@@ -273,10 +269,10 @@ def _obey(line: str, conversation: Conversation) -> bool:
             _say(f"{CHAT_HELP}\n{CHAT_NOTES}")
         elif name == "/reset":
             conversation.reset()
-            _say("The conversation is empty.")
+            _say("Conversation cleared.")
         elif name == "/system":
             conversation.system = rest
-            _say("The system message is set." if rest else "There is no system message.")
+            _say("System message set." if rest else "System message removed.")
         elif name in ("/save", "/load"):
             _use_file(name, rest, conversation)
         else:
@@ -303,8 +299,8 @@ def _unknown(name: str) -> UserError:
     close = nearest(name, known)
     hint = f"did you mean {close[0]}? " if close else ""
     return UserError(
-        f"There is no command {name}; the model was not asked.",
-        do=f"{hint}/help lists the commands; to send a message that begins with a slash, write two: /{name}",
+        f"Unknown command {name}; nothing was sent to the model.",
+        do=f"{hint}/help lists the commands; to send a message that starts with a slash, write two: /{name}",
     )
 
 
@@ -313,11 +309,11 @@ def _say(text: str) -> None:
 
 
 def _read_line(interactive: bool) -> str | None:
-    """Return the user's next line, or None at the end of the input."""
+    """Return the next line of input, or None at its end."""
     try:
         return input("> " if interactive else "").strip()
     except EOFError:
         return None
-    except KeyboardInterrupt:  # clears what was typed, as in a shell
+    except KeyboardInterrupt:  # clear the line, as in a shell
         print()
         return ""

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 ACTIONS = {
     "train": "train a judge, then test it on the test split",
-    "eval": "test a judge (a run, an adapter or a model) on labelled data, beside baselines",
-    "predict": "judge answers that have no label",
-    "data": "check a data set: splits, scores, groups, leaks; or split it",
+    "eval": "test a judge (a run, an adapter or a model) on labeled data, with baselines",
+    "predict": "judge unlabeled answers",
+    "data": "check a dataset: splits, scores, groups, leaks; or split it",
 }
-"""Action -> its one-line help."""
+"""Action -> one-line help."""
 
 EXAMPLES = """examples:
   crosstune judge train --model smollm2-135m --dataset judge_translations --max_samples 1000
@@ -48,19 +48,19 @@ def make_parser() -> Parser:
     summary = "\n".join(f"  {name:<8} {text}" for name, text in ACTIONS.items())
     parser = Parser(
         "judge",
-        description="Train and use a model that grades.\n\nusage: crosstune judge ACTION [TARGET] [options]\n\n"
-        f"{summary}\n\nThe options are those of train besides these; each backend has a preset.",
+        description="Train and use a model that scores or compares answers.\n\nusage: crosstune judge ACTION [TARGET] [options]\n\n"
+        f"{summary}\n\nThe options of train are accepted too; each backend has a preset.",
         epilog=EXAMPLES,
     )
     add = parser.add_argument
     add("--input", type=read_path, metavar="FILE", help="for predict: the answers to judge")
     add("--output", type=read_path, metavar="FILE", help="for predict: write the verdicts here (JSON Lines)")
     add("--out", type=read_path, metavar="DIR", help="for eval: folder for the predictions and metrics")
-    predictions = "for eval: compute the metrics of a file of predictions"
+    predictions = "for eval: compute metrics from a file of predictions"
     add("--predictions", type=read_path, metavar="FILE", help=predictions)
     add("--base", metavar="MODEL", help="for eval and predict: the base model of an adapter")
-    add("--skip_untrained", action="store_true", help="do not test the untrained model beside the judge")
-    shared = "compute the beginning of every prompt again, even if it is the same"
+    add("--skip_untrained", action="store_true", help="do not test the untrained model for comparison")
+    shared = "do not reuse the computation of a prefix that prompts share"
     add("--no_shared_prefix", action="store_true", help=shared)
     add("--split_to", type=read_path, metavar="DIR", help="for data: write splits by group into a folder")
     show = "for data: print the first N examples (default 2)"
@@ -78,7 +78,9 @@ def run(words: Sequence[str]) -> int:
         raise unknown_name("action of judge", action, ACTIONS)
     target = rest.pop(0) if rest and not rest[0].startswith("-") else None
     if target is not None and action == "train":
-        raise UserError(f"judge train takes no {target!r}.", do="give the data with --dataset")
+        raise UserError(
+            f"judge train has no positional argument, but got {target!r}.", do="give the data with --dataset"
+        )
     if target is not None and action == "data":
         rest = ["--dataset", target, *rest]
     own, config = parse_config(parser, [*rest, "--recipe", "judge"])
@@ -87,7 +89,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _train(own: argparse.Namespace, config: Config) -> int:
-    """Train a judge, and test it on the test split."""
+    """Train a judge, then test it on the test split."""
     from crosstune.cli.commands.train import leave_together, show_training
     from crosstune.process.ranks import SingleProcess
     from crosstune.tracking.observe import Tracking
@@ -109,7 +111,7 @@ def _train(own: argparse.Namespace, config: Config) -> int:
 
 
 def _eval(own: argparse.Namespace, config: Config) -> int:
-    """Test a judge on labelled data, beside baselines."""
+    """Test a judge and the baselines on labeled data."""
     if own.predictions is not None:
         return _evaluate_file(own, config)
     if own.target is None:
@@ -128,7 +130,7 @@ def _eval(own: argparse.Namespace, config: Config) -> int:
 
 
 def _measure_run(folder: Path, own: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """Test the judge of a run on its own test split, and write what it says into the run."""
+    """Test the judge of a run on its test split, and write the report into the run folder."""
     from crosstune.files.json_files import read_json
     from crosstune.recipes.judge.open_splits import open_judge_data
     from crosstune.results.judge import backend_for_test, run_config
@@ -138,7 +140,7 @@ def _measure_run(folder: Path, own: argparse.Namespace, config: Config) -> dict[
     data = open_judge_data(trained)
     if not data.test:
         raise UserError(
-            f"The data of {folder} is too small for a test split.", do="pass --dataset with labelled items"
+            f"The data of {folder} is too small for a test split.", do="pass --dataset with labeled items"
         )
     backend = config.backend
     if own.target is None:  # right after the training
@@ -165,12 +167,12 @@ def _make_request(own: argparse.Namespace, config: Config, *, target: str, backe
 
 
 def _test_on(own: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """Test on the data of --dataset: its test split, or all of it."""
+    """Test on --dataset: its test split, or all of it."""
     from crosstune.recipes.judge.open_splits import item_reader, read_split
     from crosstune.results.judge import judge_scale
 
     if "dataset" not in config.sources:
-        raise UserError(f"What should {own.target} be tested on?", do="pass --dataset with labelled items")
+        raise UserError(f"There is no data to test {own.target} on.", do="pass --dataset with labeled items")
     request = _make_request(own, config, target=own.target, backend=config.backend)
     items = read_split(item_reader(config, scale=judge_scale(request)), config.dataset, "test")
     if "eval_samples" in config.sources:
@@ -211,7 +213,7 @@ def _test(
 
 
 def _evaluate_file(own: argparse.Namespace, config: Config) -> int:
-    """Compute the metrics of predictions that were made before."""
+    """Compute metrics from a file of predictions."""
     from crosstune.recipes.judge.evaluation import baseline_verdicts, evaluate_with_baselines
     from crosstune.recipes.judge.items import read_scale
     from crosstune.recipes.judge.predictions import read_predictions
@@ -221,12 +223,12 @@ def _evaluate_file(own: argparse.Namespace, config: Config) -> int:
     others = read.others or baseline_verdicts(read.items, scale=read.scale)
     report = evaluate_with_baselines(read.items, read.found, scale=read.scale, others=others)
     if not read.others:
-        report["notes"].append("the baselines are fitted on these very items, which favours them")
+        report["notes"].append("the baselines are fitted on the same items, an advantage for them")
     return print_result(report, metric_lines(report), as_json=own.json)
 
 
 def _predict(own: argparse.Namespace, config: Config) -> int:
-    """Judge answers that have no label."""
+    """Judge unlabeled answers."""
     if own.target is None or own.input is None:
         raise UserError(
             "judge predict needs a judge and answers.",
@@ -263,13 +265,13 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
 
 
 def _data(own: argparse.Namespace, config: Config) -> int:
-    """Show what a judge would learn from a data set, or split it by group."""
+    """Show the splits and examples of a dataset, or split it by group."""
     from crosstune.recipes.judge.open_splits import open_judge_data
     from crosstune.recipes.judge.verdicts import choose_format, training_messages
 
     if "dataset" not in config.sources:
         raise UserError(
-            "judge data needs a data set.", do="crosstune judge data FILE|FOLDER|judge_translations"
+            "judge data needs a dataset.", do="crosstune judge data FILE|FOLDER|judge_translations"
         )
     if own.split_to is not None:
         return _split(own, config)
@@ -304,8 +306,8 @@ def _data_lines(dataset: str, found: Mapping[str, Any]) -> Iterator[Line]:
             f"{name:<8} {facts['items']:,} items in {facts['groups']:,} groups, "
             f"{facts['with_reference']:,} with a reference; {labels}"
         )
-    dropped = " were dropped" * bool(found["leaking_rows"])
-    yield f"leaks    {found['leaking_rows']:,} training rows that are also held out{dropped}"
+    dropped = " and were dropped" * bool(found["leaking_rows"])
+    yield f"leaks    {found['leaking_rows']:,} training rows are also held out{dropped}"
     yield from (f"note     {note}" for note in found["notes"])
     for number, messages in enumerate(found["shown"], start=1):
         said = "\n".join(str(message["content"]) for message in messages[:-1])
@@ -318,7 +320,7 @@ def _labels(items: Sequence[Item], verdict: VerdictFormat) -> dict[str, int]:
 
 
 def _split(own: argparse.Namespace, config: Config) -> int:
-    """Write judge_train.json, judge_val.json and judge_test.json with whole groups."""
+    """Write judge_train.json, judge_val.json and judge_test.json without dividing groups."""
     from crosstune.cli.terminal.output import print_line
     from crosstune.data.read.dataset_list import unweighted
     from crosstune.files.json_files import write_json
@@ -346,7 +348,7 @@ def _split(own: argparse.Namespace, config: Config) -> int:
 
 
 def metric_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the metrics as rows, the judge and each baseline as columns; in brackets the 95 % interval."""
+    """Yield a table of metrics with 95 % intervals, one column for the judge and each baseline."""
     columns = {"judge": report, **report.get("baselines", {})}
     names = [name for name in TITLES if any(name in each["metrics"] for each in columns.values())]
     table = [Column(title="", cells=[*(TITLES[name] for name in names), "unreadable"])]

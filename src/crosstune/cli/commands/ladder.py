@@ -1,4 +1,4 @@
-"""`crosstune ladder`: try optimisations one after the other, measure each, and keep what helps."""
+"""`crosstune ladder`: try optimizations one by one, measure each, and keep what helps."""
 
 from __future__ import annotations
 
@@ -25,41 +25,40 @@ EXAMPLES = """examples:
   crosstune ladder --config run.yaml --rungs larger_batch,fused_optimizer,packing
   crosstune train --config runs/faster/train.yaml                  (train with the kept changes)
 
-Each rung is a change of the options. It is measured against the changes kept before, in child processes that take turns
-(A B B A), and kept if the loss keeps the rung's promise and speed or memory gain more than the trials differ among
-themselves. Run the same command again to continue a ladder that was stopped. `crosstune ladder --rungs list` lists the
-rungs."""
+Each rung changes some options. Child processes measure it in alternation (A B B A) against the changes kept so far. It is
+kept if the loss keeps the rung's promise and the gain in speed or memory exceeds the noise between trials. Repeat the
+command to continue a stopped ladder. `crosstune ladder --rungs list` lists the rungs."""
 READ_S = 1.0
-"""A shorter trial was read from an earlier start, so it does not predict the rest."""
+"""A shorter trial was read from disk, so it does not predict the remaining time."""
 FEW_STEPS = 15
-"""Fewer measured steps give no reliable verdict."""
+"""Fewer steps give no reliable verdict on speed."""
 
 
 def make_parser() -> Parser:
     parser = Parser(
         "ladder",
-        description="Try optimisations of a training one after the other, measure each, and keep what helps.",
+        description="Try optimizations of a training one by one, measure each, and keep what helps.",
         epilog=EXAMPLES,
     )
     parser.add_argument(
         "--steps", type=at_least(2), default=30, metavar="N", help="steps of each trial (default 30)"
     )
     parser.add_argument(
-        "--rungs", metavar="A,B,...", help="rungs to try, in this order; without it all; list prints them"
+        "--rungs", metavar="A,B,...", help="rungs to try, in this order (default: all); `list` prints them"
     )
     parser.add_argument(
         "--goal",
         choices=("speed", "memory"),
         default="speed",
-        help="speed (default) keeps changes that are faster, or smaller at the same speed; memory keeps changes that are "
-        "smaller, or faster at the same memory",
+        help="speed (default): keep changes that are faster, or use less memory at the same speed; memory: keep changes "
+        "that use less memory, or are faster with the same memory",
     )
     parser.add_argument(
         "--trial_limit",
         type=at_least(1.0),
         default=1800.0,
         metavar="SECONDS",
-        help="end a trial that takes longer (default 1800)",
+        help="time limit of a trial (default 1800)",
     )
     return parser
 
@@ -87,7 +86,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], folder: Path) -> int:
-    """Measure, print and write the result; return the exit code. The caller holds the lock of the folder."""
+    """Measure, print and write the result; return the exit code. The caller holds the folder's lock."""
     from crosstune.cli.terminal.output import Output
     from crosstune.ladder.climb import STATE, Ladder
     from crosstune.ladder.trial import Trials
@@ -95,11 +94,9 @@ def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], fol
 
     output = Output()
     if own.steps < FEW_STEPS:
-        output.line(f"note     {own.steps} steps are too few for a verdict on speed; 30 or more are better")
+        output.line(f"note     {own.steps} steps are too few for a reliable verdict on speed; use 30 or more")
     if any((folder / "trials").glob("*.yaml")):
-        output.line(
-            "continue this ladder was begun before; its finished trials with the same options are taken over"
-        )
+        output.line("continue an earlier ladder: finished trials with the same options are reused")
     with StopSignal().listening() as stop:
         warmup = min(own.steps - 1, max(2, own.steps // 6))
         trials = Trials(
@@ -122,7 +119,7 @@ def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], fol
             found = ladder.climb()
         except KeyboardInterrupt:
             again = "again, without --overwrite," if config.overwrite else "again"
-            output.line(f"stopped  {stop.reason or 'Ctrl-C'}; run the same command {again} to continue")
+            output.line(f"stopped  {stop.reason or 'Ctrl-C'}; run the command {again} to continue")
             return EXIT_STOPPED
     from crosstune.files.json_files import write_json
     from crosstune.report.ladder_page import write_ladder_page
@@ -178,7 +175,7 @@ def _chosen(text: str | None, known: Sequence[str]) -> list[str]:
         return list(known)
     names = [name.strip().replace("-", "_") for name in text.split(",") if name.strip()]
     if not names:
-        raise UserError("--rungs names no rung.", do=f"the rungs: {', '.join(known)}")
+        raise UserError("--rungs is empty.", do=f"the rungs: {', '.join(known)}")
     for name in names:
         if name not in known:
             raise unknown_name("rung", name, known)
@@ -211,7 +208,7 @@ def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None
     output.line("")
     if found.ends is None:
         tried = any(step.outcome == "rolled back" for step in found.steps)
-        why = "no change was better than the options" if tried else "none of them applies here"
+        why = "no change was an improvement" if tried else "none applies here"
         output.line(f"result   no rung was kept: {why}")
     elif (failed := found.ends.failed) is not None:
         output.line(

@@ -1,4 +1,4 @@
-"""`crosstune latents`: build (text, vector) pairs; decode, encode, sample and evaluate with a trained model."""
+"""`crosstune latents`: build text-vector pairs; decode, encode, sample and evaluate with a trained model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   crosstune latents build grammar --out pairs/grammar              generated sentences, nothing to download
-  crosstune latents build texts.txt --out pairs/mine               one text on each line, embedded with MiniLM
+  crosstune latents build texts.txt --out pairs/mine               one text per line, embedded with MiniLM
   crosstune latents build wordnet --out pairs/wordnet --too_long drop
-  crosstune latents build texts.txt --out pairs/more --crops 4 --mixes 4   and more texts, made of spans of these
+  crosstune latents build texts.txt --out pairs/more --crops 4 --mixes 4   with more texts, made from spans
   crosstune latents build original/ --out pairs/original           tokens/*.npz + latents/*.npy, or train_data.jsonl
   crosstune latents export pairs/mine --out original --layout shards
   crosstune train --recipe latent_diffusion --dataset pairs/mine --max_steps 2000
@@ -33,27 +33,27 @@ EXAMPLES = """examples:
   crosstune latents eval runs/NAME --data pairs/mine --correct 8 --json"""
 
 ACTIONS = {
-    "build": "make a folder of (text, vector) pairs from texts, a corpus or an original layout",
+    "build": "make a folder of text-vector pairs from texts, a corpus or an original layout",
     "export": "write a folder of pairs in one of the original layouts",
     "decode": "turn vectors into texts; with --text, embed a text and decode its vector",
-    "encode": "turn texts into vectors with the model itself, by DDIM",
-    "sample": "make new texts and their vectors from noise, with a model trained on unconditional or random",
+    "encode": "turn texts into vectors with the model, by DDIM",
+    "sample": "sample texts and vectors from noise, with a model trained on unconditional or random",
     "eval": "score a model on held-out pairs, with controls",
 }
 
 
 class _LatentsParser(Parser):
-    """Refuse options that an action has no use for."""
+    """A parser that refuses options of other actions."""
 
     def __init__(self) -> None:
         summary = "\n".join(f"  {name:<8} {text}" for name, text in ACTIONS.items())
         super().__init__(
-            "latents", description=f"Latents and the texts they stand for:\n\n{summary}", epilog=EXAMPLES
+            "latents", description=f"Texts and their latent vectors:\n\n{summary}", epilog=EXAMPLES
         )
         self.actions_of: dict[str, tuple[str, ...]] = {}
 
     def add_for(self, actions: str, flag: str, *, help: str, **settings: Any) -> None:
-        """Add an option of some actions, named in one text with spaces between."""
+        """Add an option of some actions, separated by spaces."""
         names = tuple(actions.split())
         self.actions_of[flag.removeprefix("--")] = names
         default = settings.get("default")
@@ -61,10 +61,10 @@ class _LatentsParser(Parser):
         self.add_argument(flag, help=f"for {', '.join(names)}: {help}{shown}", **settings)
 
     def refuse_others(self, own: argparse.Namespace) -> None:
-        """Raise for an option that was given to an action which has no use for it."""
+        """Raise a UserError for an option of another action."""
         for name, actions in self.actions_of.items():
             if own.action not in actions and getattr(own, name) != self.get_default(name):
-                self.error(f"{own.action} takes no --{name}: it is for {', '.join(actions)}")
+                self.error(f"{own.action} has no option --{name}: it is for {', '.join(actions)}")
 
 
 def make_parser() -> _LatentsParser:
@@ -83,7 +83,7 @@ def make_parser() -> _LatentsParser:
     parser.add_for(
         "build decode encode sample eval",
         "--device",
-        help="torch device; without it, the GPU if there is one",
+        help="torch device (default: the GPU, if any)",
     )
     _add_data_arguments(parser)
     _add_sampling_arguments(parser)
@@ -93,22 +93,22 @@ def make_parser() -> _LatentsParser:
 def _add_data_arguments(parser: _LatentsParser) -> None:
     add = parser.add_for
     add("build", "--overwrite", action="store_true", help="replace the pairs in --out")
-    add("build", "--max_tokens", type=at_least(1), default=24, help="longest text")
-    add("build", "--too_long", choices=("error", "drop"), default="error", help="what to do with longer ones")
+    add("build", "--max_tokens", type=at_least(1), default=24, help="maximum tokens per text")
+    add("build", "--too_long", choices=("error", "drop"), default="error", help="handling of longer texts")
     add("build", "--max_texts", type=at_least(1), default=-1, help="read at most this many")
-    add("build", "--crops", type=at_least(0), default=0, help="add so many spans of each training text")
+    add("build", "--crops", type=at_least(0), default=0, help="spans to add per training text")
     add(
         "build",
         "--mixes",
         type=at_least(0),
         default=0,
-        help="add so many texts for each training text that join a span of it and one of another",
+        help="texts to add per training text, each joining a span of it and a span of another",
     )
-    add("build", "--min_count", type=at_least(1), default=1, help="leave rarer tokens out of the vocabulary")
-    add("build", "--validation_share", type=at_least(0.0), default=0.05, help="share held out")
+    add("build", "--min_count", type=at_least(1), default=1, help="omit rarer tokens from the vocabulary")
+    add("build", "--validation_share", type=at_least(0.0), default=0.05, help="fraction to hold out")
     add("build", "--max_validation", type=at_least(0), default=1000, help="hold out at most this many")
     add("build", "--vectors_dtype", choices=("fp32", "fp16"), default="fp32", help="dtype on disk")
-    add("build", "--file", type=read_path, help="a copy of the corpus, instead of downloading it")
+    add("build", "--file", type=read_path, help="a local copy of the corpus, instead of a download")
     add("export", "--layout", choices=("files", "shards"), default="shards", help="original layout")
 
 
@@ -119,7 +119,7 @@ def _add_sampling_arguments(parser: _LatentsParser) -> None:
         "--vectors",
         type=read_path,
         metavar="NPY",
-        help="a vector for each text, instead of embedding it",
+        help="vectors of the texts, instead of embedding them",
     )
     add("decode encode", "--text", action="append", help="a text; may be repeated")
     add("eval", "--data", type=read_path, metavar="PAIRS", help="a folder of pairs")
@@ -127,31 +127,31 @@ def _add_sampling_arguments(parser: _LatentsParser) -> None:
         "sample eval",
         "--samples",
         type=at_least(1),
-        help="how many; without it, 4 texts, or 1000 held-out pairs",
+        help="number of texts (default 4) or held-out pairs (default 1000)",
     )
     add(
         "decode encode sample eval",
         "--steps",
         type=at_least(1),
-        help="denoising steps; without it 8, for encode 10, for sample 24",
+        help="denoising steps (default 8; encode 10, sample 24)",
     )
     add(
         "decode sample eval",
         "--temperature",
         type=at_least(0.0),
-        help="0 takes the likeliest tokens, and is the default but for sample, where it is 1",
+        help="0: greedy (default; sample: 1)",
     )
     add("decode encode eval", "--guidance", type=at_least(0.0), default=1.0, help="classifier-free guidance")
-    add("decode encode sample eval", "--seed", type=at_least(0), default=0, help="seed of what is drawn")
+    add("decode encode sample eval", "--seed", type=at_least(0), default=0, help="random seed")
     add(
         "decode eval",
         "--correct",
         type=at_least(0),
         default=0,
         metavar="ROUNDS",
-        help="rounds of embedding what was decoded, masking some of it and filling it in again",
+        help="rounds of embedding the decoded text, masking part of it and decoding it again",
     )
-    add("decode eval", "--num_lengths", type=at_least(1), default=1, help="how many likely lengths to try")
+    add("decode eval", "--num_lengths", type=at_least(1), default=1, help="number of likely lengths to try")
     add("decode sample", "--live", action="store_true", help="show every denoising step of the first text")
 
 
@@ -179,11 +179,11 @@ def _build(own: argparse.Namespace) -> int:
     from crosstune.recipes.latent_diffusion.texts import WriteOptions
 
     if own.validation_share >= 1:
-        raise UserError("--validation_share is 1 or more.", why="nothing would be left to train on.")
+        raise UserError("--validation_share must be below 1.", why="no training data would remain.")
     if is_pair_folder(own.out) and not own.overwrite:
         raise UserError(
-            f"{own.out} holds pairs already.",
-            do="give another --out FOLDER, or replace them with --overwrite",
+            f"{own.out} already contains pairs.",
+            do="choose another --out FOLDER, or replace them with --overwrite",
         )
     with Screen(live=True) as screen:
         facts = build(
@@ -238,7 +238,7 @@ def _built_lines(facts: Mapping[str, Any], folder: str) -> Iterator[Line]:
     if left:
         yield f"left out {', '.join(left)}"
     if number := facts["vectors_normalised_here"]:
-        yield f"note     {number:,} vectors did not have norm 1 and were normalised"
+        yield f"note     {number:,} vectors were normalized to norm 1"
     yield f"pairs    {folder}"
     yield f"train    crosstune train --recipe latent_diffusion --dataset {shlex.quote(folder)}"
 
@@ -352,7 +352,7 @@ def _options(own: argparse.Namespace, *, steps: int, temperature: float = 0.0) -
 
 
 def _live(trained: Trained, output: Output) -> OnStep:
-    """Return a function that prints the first text after each denoising step, a line for each."""
+    """Return a function that prints the first text after each denoising step."""
 
     def show(step: int, steps: int, tokens: Any) -> None:
         output.line(f"step {step:>3}/{steps}  {trained.vocabulary.show(tokens[0].tolist())}")

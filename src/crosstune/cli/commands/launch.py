@@ -1,4 +1,4 @@
-"""`crosstune launch`: start a training on several machines, through a scheduler or over ssh."""
+"""`crosstune launch`: start a training on several machines, with a scheduler or over ssh."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ EXAMPLES = """examples:
   crosstune launch --on ray --nnodes 2 --gpus 1 --name first-try --train_type qlora
   crosstune launch --on ssh --hosts alpha,beta --nnodes 2 --gpus 4 --config run.yaml
 
-All other options belong to train and are checked before anything is submitted; they may follow `--`. The run gets
-a name and --resume auto, so that a start after a preemption or a failure continues it. All machines need crosstune,
-the data, and one shared folder for the runs. --print shows the script, the manifest or the lines, and starts nothing."""
+All other options belong to train and are checked before submission; they may follow `--`. The run gets a name and
+--resume auto, so that it continues after a preemption or a failure. All machines need crosstune, the data, and one
+shared folder for the runs. --print shows the script, the manifest or the commands, and starts nothing."""
 
 
 def make_parser() -> Parser:
     parser = Parser("launch", description="Start a training on several machines.", epilog=EXAMPLES, json=None)
     names = scheduler_names()
-    parser.add_argument("--on", required=True, choices=names, help="what starts the processes")
+    parser.add_argument("--on", required=True, choices=names, help="scheduler that starts the processes")
     parser.add_argument(
         "--print", action="store_true", help="print the script or manifest, and submit nothing"
     )
@@ -81,7 +81,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], Config]:
-    """Return the options of launch, the flags for train without the file of --config, and the configuration."""
+    """Return the arguments of launch, the flags for train without --config, and the configuration."""
     own_words, after = list(words), list[str]()
     if "--" in own_words:
         place = own_words.index("--")

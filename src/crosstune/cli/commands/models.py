@@ -26,7 +26,7 @@ def run(words: Sequence[str]) -> int:
     parser = make_parser()
     own = parser.parse_args(list(words))
     if own.action != "list" and not own.name:
-        parser.error(f"{own.action} needs the name of a model")
+        parser.error(f"{own.action} needs a model name")
     return {"list": _list, "get": _get, "rm": _remove}[own.action](own.name, own.json)
 
 

@@ -14,8 +14,8 @@ EXAMPLES = """examples:
   crosstune move runs/demo/checkpoints/step-00000200 --to cuda --out demo.crosstune.tar
   crosstune train --resume demo.crosstune.tar --backend mlx          on the other machine
 
-The archive holds the newest valid checkpoint (weights, optimizer, schedule, data position), the logs and local data
-files, but not the base model: the other machine downloads it, or finds it with --model_name. The loss on the next
+The archive contains the newest valid checkpoint (weights, optimizer, schedule, data position), the logs and local data
+files, but not the base model: the other machine downloads it or finds it with --model_name. The loss on the next
 batches is measured here, and again on the other machine before training continues."""
 
 
@@ -27,12 +27,12 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--to", required=True, metavar="BACKEND", help="target backend: mlx, cuda, mps, cpu, ..."
     )
-    parser.add_argument("--out", type=read_path, help="path of the archive (default: beside the run)")
+    parser.add_argument("--out", type=read_path, help="path of the archive (default: next to the run)")
     parser.add_argument(
         "--machine", help="target machine: a profile or a file written by `crosstune doctor --json`"
     )
-    parser.add_argument("--model_name", help="the base model on this machine, if not at its recorded name")
-    parser.add_argument("--without_data", action="store_true", help="leave local data files out")
+    parser.add_argument("--model_name", help="the base model on this machine, if not under its recorded name")
+    parser.add_argument("--without_data", action="store_true", help="do not include local data files")
     parser.add_argument(
         "--force", action="store_true", help="write the archive even if the losses differ too much"
     )
@@ -60,22 +60,20 @@ def run(words: Sequence[str]) -> int:
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[Line]:
-    assumed = (
-        ", a typical one with this backend: name yours with --machine" if report["assumed_machine"] else ""
-    )
+    assumed = ", typical for this backend; name yours with --machine" if report["assumed_machine"] else ""
     yield f"machine  planned for {report['machine']}{assumed}"
     if report["compared"] is None:
         why = f"this machine has no {report['to']}"
         if report["to"] == report["from"]:
-            why = "the backend stays the same"
+            why = "the backend is the same"
         elif report["to"] == report["measured"]["backend"]:
             why = f"this machine has no {report['from']}"
         yield f"note     {why}: the loss is compared on the other machine, before training continues"
     yield f"written  {report['path']} ({size(report['bytes'])}, step {report['step']})"
     if report["model"]:
         yield (
-            f"base     {report['model']['name']} is not in the archive: on the other machine, have it under this "
-            "name or pass --model_name"
+            f"base     {report['model']['name']} is not in the archive: provide it under this name on the other machine, or "
+            "pass --model_name"
         )
     more = f" --model_name {report['model_name']}" if report["model_name"] else ""
     more += " --world_size 1" if report["processes"] > 1 else ""

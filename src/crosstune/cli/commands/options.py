@@ -16,26 +16,23 @@ EXAMPLES = """examples:
   crosstune options                    every option
   crosstune options lora_rank          one option in full
   crosstune options lora               the options with lora in their name
-  crosstune options load_in_4bit       what another trainer's option is here"""
+  crosstune options load_in_4bit       the equivalent of another trainer's option"""
 
 
 def make_parser() -> Parser:
     parser = Parser(
         "options", description="List the options of train and plan, or explain one.", epilog=EXAMPLES
     )
-    parser.add_argument("name", nargs="?", help="an option, or a part of the names of several")
-    parser.add_argument(
-        "--markdown", action="store_true", help="print the reference page docs/reference/options.md"
-    )
+    parser.add_argument("name", nargs="?", help="an option, or part of a name")
+    parser.add_argument("--markdown", action="store_true", help="print the page docs/reference/options.md")
     return parser
 
 
 def run(words: Sequence[str]) -> int:
     parser = make_parser()
     flags = [action for known in parser._actions for action in known.option_strings]
-    own = parser.parse_args(
-        [word if word in flags else word.lstrip("-") for word in words]
-    )  # --lora_rank is lora_rank
+    # Accept --lora_rank for lora_rank.
+    own = parser.parse_args([word if word in flags else word.lstrip("-") for word in words])
     if own.json and own.name is None:
         parser.error("--json needs the name of an option")
     if own.markdown:
@@ -59,12 +56,12 @@ def _print_named(asked: str, *, as_json: bool) -> None:
             print("\n".join(facts.lines()))
         return
     if name in DIFFERENT:
-        raise UserError(f"{name} is not an option of crosstune.", do=f"instead: {DIFFERENT[name]}")
+        raise UserError(f"crosstune has no option {name}.", do=f"instead: {DIFFERENT[name]}")
     found = [o for o in option_list() if name and any(name in known for known in (o.name, *o.aliases))]
     if not found:
         close = suggestions(name)
         do = f"did you mean {' or '.join(close)}?" if close else "see: crosstune options"
-        raise UserError(f"No option has {shown(asked)} in its name.", do=do)
+        raise UserError(f"No option name contains {shown(asked)}.", do=do)
     if as_json:
         print_json([asdict(describe_option(option)) for option in found])
     else:

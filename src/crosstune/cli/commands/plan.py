@@ -6,159 +6,22 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_result, read_path_or_name
-from crosstune.cli.terminal.units import duration
+from crosstune.cli.terminal.units import count, duration, size
 from crosstune.config.load import environment_of
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 from crosstune.estimate.machine import Machine
-from crosstune.estimate.memory import num_recomputed
+from crosstune.estimate.memory import describe_parts, num_recomputed
+from crosstune.estimate.step_time import LARGEST_ERROR, NUM_CHECKED
+from crosstune.planner.predict import OwnModel, state_bytes
 from crosstune.process.ranks import Ranks
 
 if TYPE_CHECKING:
     from crosstune.emulate.verdict import Verdict
     from crosstune.planner.predict import Prediction
     from crosstune.runs.check_request import RequestCheck
-from typing import TYPE_CHECKING
-
-from crosstune.cli.terminal.units import count, size
-from crosstune.estimate.memory import describe_parts
-from crosstune.estimate.step_time import LARGEST_ERROR, NUM_CHECKED
-from crosstune.planner.predict import OwnModel, state_bytes
-
-if TYPE_CHECKING:
-    from crosstune.planner.predict import Prediction
-
-_SOURCES = {
-    "config": "its configuration",
-    "table": "the bundled table of models",
-    "size": "a typical model of this size",
-}
-_COST_UNKNOWN = ("cost", "not known, because the time is not known")
-
-
-def figure_rows(plan: Plan, prediction: Prediction | None) -> list[tuple[str, str]]:
-    """Return title and text of each row; without a prediction, the memory alone."""
-    if plan.fitted is None:
-        return [("memory", _unknown(plan))]
-    if prediction is None:
-        return [("memory", _memory(plan))]
-    share = 100 * prediction.trained / prediction.parameters
-    rows = [
-        (
-            "parameters",
-            f"{count(prediction.parameters)}, {count(prediction.trained)} trained ({share:.3g} %); "
-            f"sizes from {_SOURCES[prediction.source]}",
-        ),
-        ("memory", _memory(plan)),
-        ("of which", ", ".join(f"{name} {size(b)}" for name, b in _parts(plan, prediction).items())),
-    ]
-    if prediction.change is not None:
-        rows.append(("would fit", f"with {prediction.change}"))
-    return [*rows, *_time_rows(prediction)]
-
-
-def own_model_rows(plan: Plan, own: OwnModel | None, *, priced: bool) -> list[tuple[str, str]]:
-    """Return the rows of a run whose recipe builds its own model."""
-    recipe = plan.config.recipe
-    rows: list[tuple[str, str]] = []
-    if own is None or own.parameters is None:
-        size_from = "is known once its data is read" if own is None else "is known after its first step"
-        rows.append(
-            ("memory", f"not known: the size of the model that the recipe {recipe} builds {size_from}")
-        )
-    else:
-        state = size(state_bytes(plan, own.parameters))
-        rows.append(("parameters", f"{count(own.parameters)}, as the recipe builds them for this data"))
-        rows.append(
-            (
-                "memory",
-                f"{state} for weights, gradients and optimizer, of {size(plan.usable_bytes)} to use; not known: the "
-                f"activations of {plan.config.batch_size} rows, which are predicted only for language models",
-            )
-        )
-    if own is not None and own.data is not None:
-        rows.append(("steps", f"{own.data.num_steps:,}"))
-    rows.append(
-        ("time", "not known: speed is predicted only for language models; the first steps of a run show it")
-    )
-    return [*rows, *([_COST_UNKNOWN] if priced else [])]
-
-
-def _parts(plan: Plan, prediction: Prediction) -> dict[str, int]:
-    """Return the parts of the memory, largest first. Without adapters, that part is fp32 copies of the weights."""
-    assert plan.fitted is not None
-    adapters = "adapters" if plan.fitted.step.method in ("lora", "dora") else "fp32 copies"
-    return {adapters if n == "adapters" else n: b for n, b in describe_parts(prediction.memory).items()}
-
-
-def _memory(plan: Plan) -> str:
-    assert plan.estimated_bytes is not None
-    have = f"{size(plan.usable_bytes)} to use (the device has {size(plan.backend.memory_total_bytes)})"
-    learned = ""
-    if plan.correction is not None:
-        runs = plan.correction.num_runs
-        learned = f", corrected by {runs} run{'s' * (runs != 1)} here (x {plan.correction.factor:.2f})"
-    each = " on each device" if plan.world_size > 1 else ""
-    return f"about {size(plan.estimated_bytes)} for a full step{each} (estimated{learned}), of {have}"
-
-
-def _unknown(plan: Plan) -> str:
-    return (
-        f"not known: {plan.config.model_name} is not on this machine, and its sizes are not in the bundled table; "
-        "train reads them once the model is here"
-    )
-
-
-def _time_rows(prediction: Prediction) -> list[tuple[str, str]]:
-    time, steps = prediction.time, prediction.num_steps
-    rows = []
-    if steps is not None:
-        rows.append(("steps", f"{steps:,}"))
-    if time is None:
-        rows.append(("time", "not known for this device; the first steps of a run show it"))
-        return [*rows, *_unknown_cost(prediction)]
-    error = (
-        f"at most {100 * LARGEST_ERROR:.0f} % off on {NUM_CHECKED} measured runs of a 7B model on an H200; "
-        "not checked elsewhere"
-    )
-    rows.append(
-        (
-            "speed",
-            f"about {time.tokens_per_s:,.0f} tok/s, {_step(time.seconds)} a step, mostly {time.limit} "
-            f"(predicted; {error})",
-        )
-    )
-    cluster = prediction.cluster
-    if cluster.size > 1:
-        rows.append(
-            (
-                "processes",
-                f"{cluster.num_nodes} x {cluster.num_local}, {cluster.sharding}: communication in "
-                f"{100 * time.communication_share:.1f} % of the time, {100 * time.communication_s / time.seconds:.1f} % "
-                "not overlapped with computation (predicted, not checked on several devices)",
-            )
-        )
-    if prediction.hours is None:
-        rows.append(("time", "not known: the number of steps is not known here; --max_steps sets it"))
-        return [*rows, *_unknown_cost(prediction)]
-    rows.append(("time", f"about {duration(3600 * prediction.hours)} for all steps"))
-    if prediction.cost is not None:
-        machines = f"{cluster.num_nodes:,} machines" if cluster.num_nodes > 1 else "the machine"
-        each = " each" if cluster.num_nodes > 1 else ""
-        price = f"{prediction.price_per_hour:g} an hour{each}"
-        rows.append(("cost", f"about {prediction.cost:,.2f} for {machines} at {price}"))
-    return rows
-
-
-def _unknown_cost(prediction: Prediction) -> list[tuple[str, str]]:
-    return [] if prediction.price_per_hour is None else [_COST_UNKNOWN]
-
-
-def _step(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds < 10 else duration(seconds)
-
 
 EXAMPLES = """examples:
   crosstune plan --train_type qlora --model_name meta-llama/Llama-2-7b-hf
@@ -168,13 +31,21 @@ EXAMPLES = """examples:
   crosstune plan --machine apple-m1-16gb --emulate mps       (also emulate a few steps of that Mac here)
   crosstune plan --machine h200-x8 --nnodes 4 --price_per_hour 30 --sharding_strategy full_shard --train_type full --max_steps 1000
 
---machine takes a report written by `crosstune doctor --json` on another computer, or one of the profiles that
-`crosstune plan --machine list` prints; the suffix -x2 or -x8 of a GPU's name is the number of GPUs. The
-exit code is 2 when train would refuse the request. Checks that need a download or the other machine are printed as not
-checked."""
+--machine accepts a report written by `crosstune doctor --json` on another computer, or a profile listed by
+`crosstune plan --machine list`; a suffix such as -x8 sets the number of GPUs. The exit code is 2 if train would refuse
+the request. Checks that need a download or the other machine are listed as not checked."""
 
-MOST_SHOWN = 12
-"""Operators of each kind that an emulation lists."""
+MAX_OPERATORS = 12
+"""Operators of each kind to list after an emulation."""
+_SOURCES = {
+    "config": "its configuration",
+    "table": "the bundled table of models",
+    "size": "a typical model of this size",
+}
+_COST_UNKNOWN = ("cost", "unknown, because the time is unknown")
+
+Rows = list[tuple[str, str]]
+"""Title and text of each row."""
 
 
 def make_parser() -> Parser:
@@ -183,25 +54,13 @@ def make_parser() -> Parser:
         description="Show what train would do with the same options, without doing it.",
         epilog=EXAMPLES,
     )
-    parser.add_argument(
-        "--nnodes",
-        type=at_least(1),
-        default=1,
-        metavar="N",
-        help="predict a run on this many such machines, with a process for each device",
-    )
-    parser.add_argument(
-        "--price_per_hour",
-        type=at_least(0.0),
-        metavar="PRICE",
-        help="the price of one machine for an hour, to predict the cost of the run",
-    )
-    parser.add_argument(
-        "--machine",
-        type=read_path_or_name,
-        metavar="NAME|FILE",
-        help="plan for another machine instead of this one",
-    )
+    add = parser.add_argument
+    nodes = "predict a run on N such machines, one process per device"
+    add("--nnodes", type=at_least(1), default=1, metavar="N", help=nodes)
+    price = "price of one machine per hour, to predict the cost of the run"
+    add("--price_per_hour", type=at_least(0.0), metavar="PRICE", help=price)
+    machine = "plan for another machine instead of this one"
+    add("--machine", type=read_path_or_name, metavar="NAME|FILE", help=machine)
     return parser
 
 
@@ -222,16 +81,151 @@ def run(words: Sequence[str]) -> int:
 
     machine = load_machine(own.machine) if own.machine else None
     if machine is None:
-        read_ranks(config)  # with the refusals of train
+        read_ranks(config)  # refuse what train refuses
     if own.nnodes == 1 and config.resume == "none" and (machine is not None or may_have_several_devices()):
         config = with_all_devices(config, machine=machine)
-    ranks = _cluster(config, machine, own.nnodes)
-    plan, checked = check_plan(config, machine=machine, ranks=ranks)
+    plan, checked = check_plan(config, machine=machine, ranks=_cluster(config, machine, own.nnodes))
     prediction = predict(plan, data=checked.data, num_nodes=own.nnodes, price_per_hour=own.price_per_hour)
     lines = _plan_lines(plan, checked, prediction, priced=own.price_per_hour is not None)
     print_result(plan_to_json(plan, checked, prediction), lines, as_json=own.json)
     checked.raise_problems()
     return EXIT_DONE
+
+
+def run_emulated(config: Config, *, machine: str | None, as_json: bool, with_plan: bool) -> int:
+    """Emulate a run on this machine, and print whether it would work on the other."""
+    from crosstune.cli.terminal.screen import open_screen
+    from crosstune.emulate.verdict import emulate
+
+    with open_screen(config, as_json=as_json) as screen:
+        verdict = emulate(config, machine=machine, observers=[screen])
+    found, lines = verdict.to_json(), list(_verdict_lines(verdict))
+    if with_plan:
+        found = plan_to_json(verdict.plan) | {"emulation": found}
+        lines = [*_plan_lines(verdict.plan), *lines]
+    print_result(found, lines, as_json=as_json)
+    return EXIT_DONE if verdict.works else EXIT_USER_MUST_ACT
+
+
+def plan_to_json(
+    plan: Plan, checked: RequestCheck | None = None, prediction: Prediction | None = None
+) -> dict[str, Any]:
+    own = checked.own_model if checked is not None else None
+    return plan.to_json() | {
+        "prediction": prediction.to_json() if prediction is not None else None,
+        "own_model": own.to_json(plan) if own is not None else None,
+        "settings": _settings(plan),
+        "cannot_train": [problem.message for problem in checked.problems] if checked else [],
+        "not_checked": checked.not_checked if checked else [],
+        "warnings": checked.warnings if checked else [],
+    }
+
+
+def describe_plan(
+    plan: Plan, checked: RequestCheck | None = None, prediction: Prediction | None = None
+) -> list[str]:
+    """Return the printed lines of a plan."""
+    return [text for text, _ in _plan_lines(plan, checked, prediction)]
+
+
+def figure_rows(plan: Plan, prediction: Prediction | None) -> Rows:
+    """Return the rows for parameters, memory, time and cost; without a prediction, only memory."""
+    if plan.fitted is None:
+        why = (
+            f"unknown: {plan.config.model_name} is not on this machine, and its sizes are not in the bundled table; train "
+            "reads them from the model"
+        )
+        return [("memory", why)]
+    if prediction is None:
+        return [("memory", _memory(plan))]
+    share = 100 * prediction.trained / prediction.parameters
+    names = {} if plan.fitted.step.method in ("lora", "dora") else {"adapters": "fp32 copies"}
+    parts = describe_parts(prediction.memory).items()
+    rows = [
+        (
+            "parameters",
+            f"{count(prediction.parameters)}, {count(prediction.trained)} trained ({share:.3g} %); "
+            f"sizes from {_SOURCES[prediction.source]}",
+        ),
+        ("memory", _memory(plan)),
+        ("of which", ", ".join(f"{names.get(name, name)} {size(part)}" for name, part in parts)),
+    ]
+    if prediction.change is not None:
+        rows.append(("would fit", f"with {prediction.change}"))
+    return [*rows, *_time_rows(prediction)]
+
+
+def _memory(plan: Plan) -> str:
+    assert plan.estimated_bytes is not None
+    learned = ""
+    if plan.correction is not None:
+        runs = plan.correction.num_runs
+        learned = f", corrected by {runs} run{'s' * (runs != 1)} here (x {plan.correction.factor:.2f})"
+    each = " on each device" if plan.world_size > 1 else ""
+    return (
+        f"about {size(plan.estimated_bytes)} for a full step{each} (estimated{learned}), of {size(plan.usable_bytes)} to "
+        f"use (the device has {size(plan.backend.memory_total_bytes)})"
+    )
+
+
+def _time_rows(prediction: Prediction) -> Rows:
+    time, steps, cluster = prediction.time, prediction.num_steps, prediction.cluster
+    unknown_cost = [] if prediction.price_per_hour is None else [_COST_UNKNOWN]
+    rows = [] if steps is None else [("steps", f"{steps:,}")]
+    if time is None:
+        return [*rows, ("time", "unknown for this device; the first steps of a run show it"), *unknown_cost]
+    step = f"{1000 * time.seconds:.0f} ms" if time.seconds < 10 else duration(time.seconds)
+    rows.append(
+        (
+            "speed",
+            f"about {time.tokens_per_s:,.0f} tok/s, {step} a step, mostly {time.limit} (predicted; at most "
+            f"{100 * LARGEST_ERROR:.0f} % off on {NUM_CHECKED} measured runs of a 7B model on an H200; not checked elsewhere)",
+        )
+    )
+    if cluster.size > 1:
+        rows.append(
+            (
+                "processes",
+                f"{cluster.num_nodes} x {cluster.num_local}, {cluster.sharding}: communication in "
+                f"{100 * time.communication_share:.1f} % of the time, {100 * time.communication_s / time.seconds:.1f} % "
+                "not overlapped with computation (predicted, not checked on several devices)",
+            )
+        )
+    if prediction.hours is None:
+        unknown = ("time", "unknown: the number of steps is unknown here; --max_steps sets it")
+        return [*rows, unknown, *unknown_cost]
+    rows.append(("time", f"about {duration(3600 * prediction.hours)} for all steps"))
+    if prediction.cost is not None:
+        several = cluster.num_nodes > 1
+        machines = f"{cluster.num_nodes:,} machines" if several else "the machine"
+        price = f"{prediction.price_per_hour:g} an hour{' each' * several}"
+        rows.append(("cost", f"about {prediction.cost:,.2f} for {machines} at {price}"))
+    return rows
+
+
+def _own_model_rows(plan: Plan, own: OwnModel | None, *, priced: bool) -> Rows:
+    """Return the rows of a run whose recipe builds its own model."""
+    rows: Rows = []
+    if own is None or own.parameters is None:
+        known = "once its data is read" if own is None else "after its first step"
+        why = f"unknown: the size of the model that the recipe {plan.config.recipe} builds is known {known}"
+        rows.append(("memory", why))
+    else:
+        rows.append(("parameters", f"{count(own.parameters)}, built by the recipe for this data"))
+        rows.append(
+            (
+                "memory",
+                f"{size(state_bytes(plan, own.parameters))} for weights, gradients and optimizer, of "
+                f"{size(plan.usable_bytes)} to use; unknown: the activations of {plan.config.batch_size} rows, predicted "
+                "only for language models",
+            )
+        )
+    if own is not None and own.data is not None:
+        rows.append(("steps", f"{own.data.num_steps:,}"))
+    rows.append(
+        ("time", "unknown: speed is predicted only for language models; the first steps of a run show it")
+    )
+    return [*rows, *([_COST_UNKNOWN] if priced else [])]
 
 
 def _cluster(config: Config, machine: Machine | None, num_nodes: int) -> Ranks | None:
@@ -240,9 +234,9 @@ def _cluster(config: Config, machine: Machine | None, num_nodes: int) -> Ranks |
         return None
     if machine is None:
         raise UserError(
-            "--nnodes needs a machine.",
+            "--nnodes needs --machine.",
             why="a run on several machines is predicted from the profile of one of them.",
-            do="add --machine with a name of `crosstune plan --machine list`, such as h200-x8",
+            do="add --machine with a name from `crosstune plan --machine list`, such as h200-x8",
         )
     from crosstune.machines.probe import fastest_backend
 
@@ -263,82 +257,14 @@ def _cluster(config: Config, machine: Machine | None, num_nodes: int) -> Ranks |
     return Ranks(engine="torch", size=num_nodes * local, local_size=local, num_nodes=num_nodes)
 
 
-def plan_to_json(
-    plan: Plan, checked: RequestCheck | None = None, prediction: Prediction | None = None
-) -> dict[str, Any]:
-    found = prediction.to_json() if prediction is not None else None
-    own = checked.own_model if checked is not None else None
-    return plan.to_json() | {
-        "prediction": found,
-        "own_model": own.to_json(plan) if own is not None else None,
-        "settings": _settings(plan),
-        "cannot_train": [problem.message for problem in checked.problems] if checked else [],
-        "not_checked": checked.not_checked if checked else [],
-        "warnings": checked.warnings if checked else [],
-    }
-
-
 def _settings(plan: Plan) -> dict[str, Any]:
-    """Return the settings that the backend's module applies to a run."""
+    """Return the settings that the backend applies to a run."""
     spec = backend_specs()[plan.backend.name]
     return {
         "environment": environment_of(spec, system=plan.machine.system),
         "clear_cache_every": spec.cache_interval(low_memory=plan.config.low_memory),
         "pinned_memory": spec.pinned_memory,
     }
-
-
-def _layer_rows(plan: Plan) -> list[tuple[str, str]]:
-    """Return the row that names the decoder layers; none where there is no choice."""
-    if plan.engine != "torch" or plan.config.recipe == "latent_diffusion":
-        return []
-    if plan.config.kernels != "fast":
-        return [("layers", "general: transformers'")]
-    saving, fitted = "", plan.fitted
-    if fitted is not None and (again := num_recomputed(fitted.shape, fitted.step)):
-        saving = f"; {again} of {fitted.shape.num_layers} are recomputed to save memory"
-    return [("layers", f"fast: fused, for adapters on a frozen base{saving}")]
-
-
-def _describe_settings(plan: Plan) -> list[str]:
-    """Return a description of each setting in effect."""
-    settings = _settings(plan)
-    found = [f"{name}={value}" for name, value in settings["environment"].items()]
-    if every := settings["clear_cache_every"]:
-        found.append(f"cache cleared {'after every step' if every == 1 else f'every {every} steps'}")
-    return found + ["batches copied from pinned memory"] * settings["pinned_memory"]
-
-
-def _demo_hint(config: Config) -> str:
-    is_demo = "dataset" not in config.sources and config.recipe == "sft"
-    return " (the bundled demo data; pass your own with --dataset)" if is_demo else ""
-
-
-def _row_length(config: Config, checked: RequestCheck | None) -> str:
-    data = checked.data if checked is not None else None
-    if checked is not None and checked.own_model is not None:
-        data = checked.own_model.data
-    if data is None:
-        return f"up to {config.context_length} tokens per row"
-    return (
-        f"{data.num_rows:,} rows of {data.tokens_per_row:.0f} tokens on average, at most {data.longest_row}"
-    )
-
-
-def _length(config: Config) -> str:
-    """Return when the training ends."""
-    steps = f"{config.max_steps:,} step{'s' * (config.max_steps != 1)}"
-    if not config.num_epochs and config.max_steps != -1:
-        return f"{steps}, regardless of the size of the data"
-    epochs = f"{config.num_epochs:g} epoch{'s' * (config.num_epochs != 1)} of the data"
-    return epochs if config.max_steps == -1 else f"{epochs}, at most {steps}"
-
-
-def describe_plan(
-    plan: Plan, checked: RequestCheck | None = None, prediction: Prediction | None = None
-) -> list[str]:
-    """Return the lines that show a plan."""
-    return [text for text, _ in _plan_lines(plan, checked, prediction)]
 
 
 def _plan_lines(
@@ -348,42 +274,14 @@ def _plan_lines(
     *,
     priced: bool = False,
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield the lines that show a plan, with their styles."""
+    """Yield the lines of a plan with their styles."""
     from crosstune.cli.terminal.output import ERROR, WARNING
     from crosstune.config.recipe_spec import load_recipe
 
-    config = plan.config
-    plan_needs_base = load_recipe(config.recipe).needs_base_model
-    device = plan.backend.devices[0].name if plan.backend.devices else plan.backend.device
-    quantized = f", {plan.quantizer} base of {plan.n_bits} bits" if plan.quantizer != "none" else ""
-    rows = [
-        ("machine", plan.machine.name),
-        ("backend", f"{plan.backend.name} ({plan.engine} engine), {plan.world_size} x {device}"),
-        ("model", config.model_name if plan_needs_base else f"of the recipe {config.recipe}"),
-        ("data", f"{config.dataset}{_demo_hint(config)}, {_row_length(config, checked)}"),
-        ("method", f"{config.recipe} / {plan.method}{quantized}"),
-        ("precision", plan.precision),
-        ("attention", ": ".join(plan.attention)),
-        *_layer_rows(plan),
-        (
-            "step",
-            f"{config.rows_per_step} rows, {config.batch_size} at a time on each of {plan.world_size}"
-            if config.rows_per_step
-            else f"{config.batch_size} row{'s' * (config.batch_size != 1)} x "
-            f"{config.gradient_accumulation_steps} micro-batches x {plan.world_size}",
-        ),
-        ("length", _length(config)),
-        ("optimizer", f"{config.optimizer}, lr {config.lr:g} {config.lr_scheduler}, wd {config.wd:g}"),
-    ]
-    if plan.collective:
-        strategy = f", {config.sharding_strategy}" if plan.engine == "torch" else ""
-        rows.append(("collectives", f"{plan.collective}{strategy}"))
-    if settings := _describe_settings(plan):
-        rows.append(("settings", ", ".join(settings)))
-    if plan_needs_base:
-        rows += figure_rows(plan, prediction)
-    else:
-        rows += own_model_rows(plan, checked.own_model if checked is not None else None, priced=priced)
+    own = checked.own_model if checked is not None else None
+    needs_base = load_recipe(plan.config.recipe).needs_base_model
+    rows = _option_rows(plan, checked, needs_base=needs_base)
+    rows += figure_rows(plan, prediction) if needs_base else _own_model_rows(plan, own, priced=priced)
     for name, value in rows:
         yield f"{name:<12} {value}", None
     for adjustment in plan.adjustments:
@@ -399,19 +297,75 @@ def _plan_lines(
         yield f"{'cannot train':<12} {problem.message}", ERROR
 
 
-def run_emulated(config: Config, *, machine: str | None, as_json: bool, with_plan: bool) -> int:
-    """Emulate the run on this machine, and print whether it would work on the other."""
-    from crosstune.cli.terminal.screen import open_screen
-    from crosstune.emulate.verdict import emulate
+def _option_rows(plan: Plan, checked: RequestCheck | None, *, needs_base: bool) -> Rows:
+    config = plan.config
+    device = plan.backend.devices[0].name if plan.backend.devices else plan.backend.device
+    quantized = f", {plan.quantizer} base of {plan.n_bits} bits" if plan.quantizer != "none" else ""
+    if config.rows_per_step:
+        step = f"{config.rows_per_step} rows, {config.batch_size} at a time on each of {plan.world_size}"
+    else:
+        step = (
+            f"{config.batch_size} row{'s' * (config.batch_size != 1)} x {config.gradient_accumulation_steps} micro-batches "
+            f"x {plan.world_size}"
+        )
+    rows = [
+        ("machine", plan.machine.name),
+        ("backend", f"{plan.backend.name} ({plan.engine} engine), {plan.world_size} x {device}"),
+        ("model", config.model_name if needs_base else f"built by the recipe {config.recipe}"),
+        ("data", _data(config, checked)),
+        ("method", f"{config.recipe} / {plan.method}{quantized}"),
+        ("precision", plan.precision),
+        ("attention", ": ".join(plan.attention)),
+        ("layers", _layers(plan)),
+        ("step", step),
+        ("length", _length(config)),
+        ("optimizer", f"{config.optimizer}, lr {config.lr:g} {config.lr_scheduler}, wd {config.wd:g}"),
+    ]
+    if plan.collective:
+        strategy = f", {config.sharding_strategy}" if plan.engine == "torch" else ""
+        rows.append(("collectives", f"{plan.collective}{strategy}"))
+    settings = _settings(plan)
+    shown = [f"{name}={value}" for name, value in settings["environment"].items()]
+    if every := settings["clear_cache_every"]:
+        shown.append(f"cache cleared {'after every step' if every == 1 else f'every {every} steps'}")
+    shown += ["batches copied from pinned memory"] * settings["pinned_memory"]
+    rows.append(("settings", ", ".join(shown)))
+    return [(name, value) for name, value in rows if value]
 
-    with open_screen(config, as_json=as_json) as screen:
-        verdict = emulate(config, machine=machine, observers=[screen])
-    found, lines = verdict.to_json(), list(_verdict_lines(verdict))
-    if with_plan:
-        found = plan_to_json(verdict.plan) | {"emulation": found}
-        lines = [*_plan_lines(verdict.plan, None, None, priced=False), *lines]
-    print_result(found, lines, as_json=as_json)
-    return EXIT_DONE if verdict.works else EXIT_USER_MUST_ACT
+
+def _data(config: Config, checked: RequestCheck | None) -> str:
+    is_demo = "dataset" not in config.sources and config.recipe == "sft"
+    hint = " (the bundled demo data; pass your own with --dataset)" if is_demo else ""
+    data = checked.data if checked is not None else None
+    if checked is not None and checked.own_model is not None:
+        data = checked.own_model.data
+    if data is None:
+        return f"{config.dataset}{hint}, up to {config.context_length} tokens per row"
+    return (
+        f"{config.dataset}{hint}, {data.num_rows:,} rows of {data.tokens_per_row:.0f} tokens on average, at most "
+        f"{data.longest_row}"
+    )
+
+
+def _layers(plan: Plan) -> str:
+    """Describe the decoder layers; return an empty text where there is no choice."""
+    if plan.engine != "torch" or plan.config.recipe == "latent_diffusion":
+        return ""
+    if plan.config.kernels != "fast":
+        return "general: transformers'"
+    saving, fitted = "", plan.fitted
+    if fitted is not None and (recomputed := num_recomputed(fitted.shape, fitted.step)):
+        saving = f"; {recomputed} of {fitted.shape.num_layers} are recomputed to save memory"
+    return f"fast: fused, for adapters on a frozen base{saving}"
+
+
+def _length(config: Config) -> str:
+    """Describe when the training ends."""
+    steps = f"{config.max_steps:,} step{'s' * (config.max_steps != 1)}"
+    if not config.num_epochs and config.max_steps != -1:
+        return f"{steps}, regardless of the size of the data"
+    epochs = f"{config.num_epochs:g} epoch{'s' * (config.num_epochs != 1)} of the data"
+    return epochs if config.max_steps == -1 else f"{epochs}, at most {steps}"
 
 
 def _verdict_lines(verdict: Verdict) -> Iterator[Line]:
@@ -425,16 +379,16 @@ def _verdict_lines(verdict: Verdict) -> Iterator[Line]:
     )
     yield f"verdict      {verdict.sentence()}", "green" if verdict.works else "bold red"
     for label, rows, template in (
-        ("refused", verdict.refused, f"returns {{what}}, which {title} does not have"),
+        ("refused", verdict.refused, f"returns {{what}}, unsupported on {title}"),
         ("fails", verdict.failing, f"has no {title} kernel, and {{what}}"),
         ("slow", verdict.fallen_back, f"has no {title} kernel; {{what}}"),
         ("custom", verdict.custom, "{what}"),
     ):
-        for row in rows[:MOST_SHOWN]:
+        for row in rows[:MAX_OPERATORS]:
             calls = f"{row['calls']:,} call{'s' * (row['calls'] != 1)}"
             said = template.format(what=row["what"])
             yield f"{label:<12} {row['operator']} {said}; {calls}, first at {row['where']}"
-        if len(rows) > MOST_SHOWN:
-            yield f"{label:<12} and {len(rows) - MOST_SHOWN} more; --json lists them all"
+        if len(rows) > MAX_OPERATORS:
+            yield f"{label:<12} and {len(rows) - MAX_OPERATORS} more; --json lists all"
     yield from (f"condition    {sentence}" for sentence in verdict.conditions)
     yield from (f"not checked  {sentence}" for sentence in verdict.not_checked)

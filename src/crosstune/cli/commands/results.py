@@ -1,4 +1,4 @@
-"""`crosstune merge`, `export` and `convert`: write the result of a run, or a model, in another form."""
+"""`crosstune merge`, `export` and `convert`: write a trained run or a model in another form."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MERGE_EXAMPLES = """examples:
   crosstune merge runs/demo/adapter --out merged --dtype fp32
   crosstune merge runs/qlora --into dequantized
 
-An adapter trained over a quantized base has learned to correct its quantization errors. `--into original` merges it into
+An adapter trained on a quantized base has learned to correct its quantization errors. `--into original` merges it into
 the weights before quantization, `--into dequantized` into exactly the weights used in training. Both are measured."""
 EXPORT_EXAMPLES = """examples:
   crosstune export runs/demo --to hf
-  crosstune export runs/demo --to gguf --gguf_type q8_0    (a folder with the file and a record of its making)
-  crosstune export runs/demo --to gguf --out demo.gguf     (the file alone)
+  crosstune export runs/demo --to gguf --gguf_type q8_0    (a folder with the file and its record)
+  crosstune export runs/demo --to gguf --out demo.gguf     (only the file)
   crosstune export runs/demo --to mlx --n_bits 4 --group_size 64
   crosstune export smollm2-135m --to mlx --out smollm2-mlx
 
@@ -42,10 +42,10 @@ CONVERT_EXAMPLES = """examples:
   crosstune convert models/llama-mlx-4bit --to hf
   crosstune convert runs/demo/adapter --to mlx
 
-A quantized folder can be trained over directly:
+A quantized folder can be used for training directly:
   crosstune train --model_name models/llama-hqq-4bit --train_type qlora --quantization_backend hqq --group_size 128"""
 _TRY = {"hf": "crosstune chat {}", "mlx": "mlx_lm.chat --model {}", "gguf": "llama-cli -m {} -cnv"}
-"""Format -> a command of the tool that reads it."""
+"""Format -> a command that uses it."""
 
 
 def make_parser_merge() -> Parser:
@@ -72,9 +72,9 @@ def make_parser_export() -> Parser:
     add("target", type=read_path_or_name, metavar="RUN|ADAPTER|MODEL", help="a run, an adapter or a model")
     add("--to", required=True, choices=("hf", "mlx", "gguf"), help="the format to write")
     types = ("auto", "f32", "f16", "bf16", "q8_0")
-    add("--gguf_type", choices=types, help="tensor type of a GGUF file (default: that of the weights)")
+    add("--gguf_type", choices=types, help="tensor type of a GGUF file (default: the type of the weights)")
     add("--n_bits", type=at_least(1), help="bits per weight for MLX (default 16: not quantized)")
-    add("--group_size", type=at_least(1), help="weights that share a scale, for MLX (default 64)")
+    add("--group_size", type=at_least(1), help="weights per quantization scale, for MLX (default 64)")
     _add_request_arguments(parser)
     return parser
 
@@ -107,17 +107,17 @@ def make_parser_convert() -> Parser:
         "model",
         type=read_path_or_name,
         metavar="MODEL",
-        help="a folder, or any model that --model_name takes",
+        help="a folder, or another model (see --model_name of train)",
     )
-    held = "check that the folder holds these weights (default: no check)"
+    held = "check that the folder contains these weights (default: no check)"
     add("--from", dest="held", choices=(*names, "none"), help=held)
     to = "the quantizer; none or hf for dense weights. For an adapter folder: mlx or peft"
     add("--to", required=True, choices=(*names, "none", "hf", "peft"), help=to)
     bits = "bits per weight (default 4); with --to mlx, 16 for dense weights"
     add("--n_bits", type=at_least(1), help=bits)
-    add("--group_size", type=at_least(1), help="weights that share a scale (default 64)")
+    add("--group_size", type=at_least(1), help="weights per quantization scale (default 64)")
     add("--quant_type", help="nf4 or fp4 (bnb), int or float8 (quanto)")
-    add("--double_quant", choices=("true", "false"), help="bnb: quantize the scales too (default true)")
+    add("--double_quant", choices=("true", "false"), help="bnb: quantize the scales as well (default true)")
     original = (
         "folder of the weights before quantization, or none to ignore them. For an adapter: its base model"
     )
@@ -162,7 +162,7 @@ def run_convert(words: Sequence[str]) -> int:
 
 
 def _convert_lines(report: Report) -> Iterable[Line]:
-    """Yield the lines of a converted adapter, of a conversion with a bound, or of one without."""
+    """Yield the lines of a converted adapter, or of a conversion with or without a bound."""
     if "exact" in report:
         yield from _warnings(report)
         yield f"checked  {report['num_matrices']} matrices: converting back gives the same bits"
@@ -190,9 +190,11 @@ def _convert_lines(report: Report) -> Iterable[Line]:
 
 def _add_request_arguments(parser: Parser) -> None:
     """Add the arguments that `_read_request` reads."""
-    into = "weights to merge into: the original ones (default), or the dequantized ones"
+    into = "weights to merge into: original (default) or dequantized"
     parser.add_argument("--into", choices=("original", "dequantized"), help=into)
-    parser.add_argument("--base", type=read_path_or_name, help="the base model, if not at its recorded name")
+    parser.add_argument(
+        "--base", type=read_path_or_name, help="the base model, if not under its recorded name"
+    )
     _add_output_arguments(
         parser,
         out="folder for the result",
@@ -202,7 +204,7 @@ def _add_request_arguments(parser: Parser) -> None:
 
 
 def _add_output_arguments(parser: Parser, *, out: str, dtype: str, force: str) -> None:
-    """Add the arguments that every result has, with these help texts."""
+    """Add the arguments of all commands, with these help texts."""
     parser.add_argument("--out", type=lambda text: read_path(text).absolute(), help=out)
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help=dtype)
     parser.add_argument("--force", action="store_true", help=force)
@@ -223,7 +225,7 @@ def _make(
     used_by: Mapping[str, Sequence[str]] | None = None,
     lines: Callable[[Report], Iterable[Line]] | None = None,
 ) -> int:
-    """Make a result, show its progress and print its report; warn about options without effect."""
+    """Make a result with a progress display and print its report; warn about options without effect."""
     from crosstune.cli.terminal.screen import Screen
 
     with Screen(live=not own.json) as screen:
@@ -239,7 +241,7 @@ def _make(
 
 
 def _report_lines(report: Report) -> Iterable[Line]:
-    """Yield the warnings, the comparisons of logits and the path of a result."""
+    """Yield the warnings, the logit comparisons and the path of a result."""
     yield from _warnings(report)
     yield f"checked  {_agreement(report['agreement'])} (bound {report['bound']:g})", GOOD
     for name in ("unquantized", "own_reader"):
@@ -252,7 +254,7 @@ def _report_lines(report: Report) -> Iterable[Line]:
 
 
 def _written_path(report: Report) -> Path:
-    """Return the folder of a result, or the one file in it."""
+    """Return the path of a result: its folder, or its only file."""
     path = Path(report["path"])
     return path / report["file"] if "file" in report and path.is_dir() else path
 

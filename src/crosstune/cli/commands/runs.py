@@ -1,4 +1,4 @@
-"""`crosstune runs`, `compare` and `report`: list runs, show what differs between them, write the page of one."""
+"""`crosstune runs`, `compare` and `report`: list runs, compare them, write a run's page."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ EXAMPLES = """examples:
   crosstune runs --output_dir experiments --last 100
   crosstune runs --status running --json
 
-A run is `running` while a process holds its lock, and `killed` where none does and no end is recorded. On a narrow
-terminal the columns of less interest are left out; --json has them all."""
+A run is `running` while a process holds its lock, and `killed` if none does and no ending is recorded. A narrow terminal
+omits less important columns; --json has all."""
 
 STATUSES = ("running", "finished", "stopped", "failed", "killed", "damaged", "unknown")
 _STYLES = {
@@ -44,17 +44,17 @@ COMPARE_EXAMPLES = """examples:
   crosstune compare runs/demo elsewhere/demo --out compare.html     (one page with overlaid curves)
   crosstune compare demo low-lr full --json
 
-A run is given by its folder, or by its name in --output_dir. `*` marks the best value of a row."""
+Give runs by folder, or by name in --output_dir. `*` marks the best value of a row."""
 
 
 def make_parser() -> Parser:
     parser = Parser("runs", description="List runs, the newest first.", epilog=EXAMPLES)
     parser.add_argument(
-        "--output_dir", type=read_path, default=Path("runs"), help="the folder of the runs (default runs)"
+        "--output_dir", type=read_path, default=Path("runs"), help="folder of the runs (default runs)"
     )
-    parser.add_argument("--last", type=at_least(1), default=30, help="how many to list (default 30)")
-    parser.add_argument("--all", action="store_true", help="list all of them")
-    parser.add_argument("--status", choices=STATUSES, help="list only runs of this status")
+    parser.add_argument("--last", type=at_least(1), default=30, help="number of runs to list (default 30)")
+    parser.add_argument("--all", action="store_true", help="list all runs")
+    parser.add_argument("--status", choices=STATUSES, help="list only runs with this status")
     return parser
 
 
@@ -86,11 +86,11 @@ def _list_lines(listed: Sequence[ListedRun], *, parent: Path, num_found: int) ->
     for each in listed:
         yield from ((f"damaged  {each.name}: {problem}", WARNING) for problem in each.problems)
     if len(listed) < num_found:
-        yield f"{len(listed)} of {num_found:,} runs; --all lists every one", QUIET
+        yield f"{len(listed)} of {num_found:,} runs; --all lists all", QUIET
 
 
 def run_lines(listed: Sequence[ListedRun], *, width: int | None) -> list[str]:
-    """Return the table of runs with its head."""
+    """Return the table of runs with its header."""
 
     def column(title: str, cell: Callable[[ListedRun], str], *, rank: int = 0, right: bool = True) -> Column:
         return Column(
@@ -139,7 +139,7 @@ def make_parser_compare() -> Parser:
     parser = Parser("compare", description="Show what differs between runs.", epilog=COMPARE_EXAMPLES)
     parser.add_argument("runs", nargs="*", type=read_path_or_name, metavar="RUN", help="two or more runs")
     parser.add_argument(
-        "--output_dir", type=read_path, default=Path("runs"), help="the folder of the runs (default runs)"
+        "--output_dir", type=read_path, default=Path("runs"), help="folder of the runs (default runs)"
     )
     parser.add_argument(
         "--out", type=read_path, metavar="FILE", help="also write a page with overlaid curves"
@@ -172,7 +172,7 @@ def comparison_lines(found: Comparison, *, width: int | None) -> Iterator[Line]:
 
 
 def _table(rows: Sequence[Row], names: Sequence[str], *, width: int | None) -> Iterator[Line]:
-    """Yield a table with a column for each run; below one another where the columns do not fit."""
+    """Yield a table with a column per run, or a list if the columns do not fit."""
     names = [one_line(name) for name in names]
     cells = [
         [row.cells[place].text + " *" * (row.best == place) for row in rows] for place in range(len(names))

@@ -1,4 +1,4 @@
-"""Start the processes of a run from `crosstune train`, on this machine or as one of several."""
+"""Start the processes of `crosstune train`, on this machine alone or as one of several."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from crosstune.distributed.environment import Nodes
 from crosstune.distributed.launch import launch, ring_environments, torch_environments
 
 CROWD = 4
-"""Processes per processor above which we remark on it."""
+"""Warn above this many processes per core."""
 
 
 def processes_here(config: Config, nodes: Nodes | None) -> int:
-    """Return the number of processes to start on this machine, from --world_size or the guides' variables."""
+    """Return the number of processes to start here, from --world_size or the guides' variables."""
     from crosstune.runs.pipeline import num_processes
 
     if nodes is None:
@@ -29,29 +29,29 @@ def processes_here(config: Config, nodes: Nodes | None) -> int:
         num_local, rest = divmod(config.world_size, num_nodes)
         if rest or not num_local:
             raise UserError(
-                f"--world_size {config.world_size} processes cannot be divided over {num_nodes} machines (NNODES).",
+                f"--world_size {config.world_size} is not divisible by the number of machines, {num_nodes} (NNODES).",
                 do=f"choose a multiple of {num_nodes}, or set NPROC_PER_NODE on each machine",
             )
     if config.world_size > 0 and num_local is not None and num_nodes == 1 and config.world_size != num_local:
         raise UserError(
             f"--world_size is {config.world_size}, but NNODES x NPROC_PER_NODE is {num_nodes} x {num_local}.",
-            do="leave out --world_size, or unset NPROC_PER_NODE",
+            do="omit --world_size, or unset NPROC_PER_NODE",
         )
     return num_processes(config, num_local=num_local if num_local is not None else -1)
 
 
 def remark_on_crowd(backend: str, num_local: int, *, cores: int) -> str:
-    """Return a remark if there are many more processes than processors; else an empty text."""
+    """Return a warning if there are many more processes than cores, otherwise an empty text."""
     if backend != "cpu" or num_local <= CROWD * cores:
         return ""
     return (
-        f"{num_local} processes share the {cores} processors of this machine, and each loads all libraries: "
-        f"{cores} or fewer would train faster (--world_size)"
+        f"{num_local} processes share {cores} cores, and each loads all libraries: {cores} or fewer would train faster "
+        "(--world_size)"
     )
 
 
 def start_ranks(words: Sequence[str], config: Config, *, nodes: Nodes | None, num_local: int) -> int:
-    """Run the same command as ranks, and return the exit code of the run."""
+    """Run the same command once per rank, and return the exit code of the run."""
     from crosstune.runs.pipeline import plan_here
 
     command = [sys.executable, "-m", "crosstune", "train", *words]
@@ -62,7 +62,7 @@ def start_ranks(words: Sequence[str], config: Config, *, nodes: Nodes | None, nu
     if engine == "mlx" and nodes is not None and nodes.num_nodes > 1:
         raise UserError(
             "MLX does not train on several machines with NNODES and NODE_RANK.",
-            do="start the processes with mlx.launch, which knows the machines of the ring",
+            do="start the processes with mlx.launch",
         )
     outcome = launch(
         command,
@@ -77,5 +77,5 @@ def start_ranks(words: Sequence[str], config: Config, *, nodes: Nodes | None, nu
     )
     if outcome.lines:
         print_error(outcome.lines)
-    gc.freeze()  # otherwise collecting torch's objects at exit takes seconds
+    gc.freeze()  # saves seconds of collecting torch's objects at exit
     return outcome.code

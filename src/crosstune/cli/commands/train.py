@@ -24,11 +24,11 @@ EXAMPLES = """examples:
   crosstune train
   crosstune train --model_name ./my-model --dataset chats.jsonl --num_epochs 3 --name first-try
   crosstune train --train_type full --lr 2e-5 --precision bf16 --use_gradient_checkpointing
-  crosstune train --base_precision fp8                    (LoRA over a frozen base in fp8, on GPUs that have it)
+  crosstune train --base_precision fp8                    (LoRA on a frozen base in fp8, on GPUs with fp8)
   crosstune train --config run.yaml --max_steps 20        (flags override the file)
   crosstune train --name long --num_epochs 3 --save_steps 100 --resume auto     (run it again to continue after a kill)
   crosstune train --name seen --log_to tensorboard,wandb --project_name my-runs   (WANDB_MODE=offline keeps wandb here)
-  crosstune train --resume runs/long                      (continue a run with its own options)
+  crosstune train --resume runs/long                      (continue a run with its options)
   crosstune train --emulate mps --machine apple-m1-16gb   (check whether this run would work on that Mac)"""
 
 
@@ -51,7 +51,7 @@ def run(words: Sequence[str]) -> int:
         return run_emulated(config, machine=own.machine, as_json=own.json, with_plan=False)
     if own.machine is not None:
         raise UserError(
-            "train runs on this machine: --machine only works with --emulate.",
+            "--machine needs --emulate: train runs on this machine.",
             do="crosstune plan --machine shows what another machine would do",
         )
 
@@ -72,7 +72,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def after_restart(config: Config, group: Group) -> Config:
-    """Return the request of this attempt: after a restart it continues the run that an earlier one began."""
+    """Return the request of this attempt; after a restart, it resumes the run of the earlier attempt."""
     from crosstune.checkpoint.read import newest_valid
     from crosstune.distributed.group import recall_folder, restarted
 
@@ -106,8 +106,8 @@ def show_training(
     quiet: bool = False,
     as_json: bool = False,
 ) -> tuple[RunResult, Path | None]:
-    """Train, show the progress and the outcome unless `quiet`, and write the report; return the run and the report."""
-    from crosstune.cli.terminal.event_lines import print_ending
+    """Train, print progress and outcome unless `quiet`, and write the report; return the run and the report."""
+    from crosstune.cli.terminal.event_lines import ending_lines
     from crosstune.cli.terminal.screen import open_screen
     from crosstune.loop.stop import StopSignal
     from crosstune.runs.pipeline import train
@@ -125,13 +125,14 @@ def show_training(
     if group.ranks.first:
         with StopSignal().listening():  # the run is over: a signal must not interrupt its report
             report = _write_report(result.folder, screen)
-        print_ending(result.summary, result.folder, report, screen.output)
+        for text, style in ending_lines(result.summary, result.folder, report):
+            screen.output.line(text, style=style)
         screen.output.drain()
     return result, report
 
 
 def leave_together(result: RunResult, group: Group) -> None:
-    """Wait for the other processes of a run, and raise the error that ended it early."""
+    """Wait for the other processes of a run, and raise the error that ended it, if any."""
     if not isinstance(result.failure, PeerLost):
         group.meet()  # under mlx.launch, the first process to exit ends the others
     if result.failure is not None:

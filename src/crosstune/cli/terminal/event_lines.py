@@ -1,4 +1,4 @@
-"""Turn the events of a run into lines. Events that change the live line are handled by the screen."""
+"""Format the events and the ending of a run as lines; the screen handles events that change the live line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.terminal.output import ERROR, GOOD, QUIET, STRONG, WARNING, Output
+from crosstune.cli.terminal.output import ERROR, GOOD, QUIET, STRONG, WARNING
 from crosstune.cli.terminal.units import count, duration, figure, size
 from crosstune.config.recipe_spec import read_options
 from crosstune.core.events import (
@@ -40,7 +40,7 @@ Lines = Iterable[tuple[str, str | None]]
 
 
 def event_lines(event: Event) -> Lines:
-    """Return the lines for an event; none for a class without an entry."""
+    """Return the lines for an event, possibly none."""
     make = LINES.get(type(event))
     return make(event) if make is not None else ()
 
@@ -55,7 +55,7 @@ def _adjusted(event: Adjusted) -> Lines:
 def _started(event: Started) -> Lines:
     train = event.data.get("train", {})
     parts = [f"{train.get('examples', 0):,} examples"]
-    if "tokens" in train:  # a recipe's examples need not consist of tokens
+    if "tokens" in train:  # not all recipes have examples of tokens
         parts.append(f"{count(train['tokens'])} tokens")
         parts.append(f"{count(train.get('supervised_tokens', 0))} supervised")
         parts.append(f"longest {train.get('longest', 0)}")
@@ -114,7 +114,7 @@ def _tracking(event: TrackingStarted) -> Lines:
 
 def _tracking_failed(event: TrackingFailed) -> Lines:
     yield f"warning  {event.tracker}: {event.error}", WARNING
-    yield "         the run continues without it; metrics.jsonl has every value", QUIET
+    yield "         the run continues without it; metrics.jsonl has all values", QUIET
 
 
 def _recovered(event: Recovered) -> Lines:
@@ -138,7 +138,7 @@ def _saved(event: ResultSaved) -> Lines:
 
 
 def _line(text: Callable[[Any], str], style: str | None = None) -> Callable[[Any], Lines]:
-    """Return a function that makes one line of an event."""
+    """Return a function that formats an event as one line."""
     return lambda event: [(text(event), style)]
 
 
@@ -180,15 +180,10 @@ LINES: Mapping[type[Event], Callable[[Any], Lines]] = {
 }
 
 
-def print_ending(summary: Mapping[str, Any], folder: Path, report: Path | None, output: Output) -> None:
-    for text, style in ending_lines(summary, folder, report):
-        output.line(text, style=style)
-
-
 def ending_lines(
     summary: Mapping[str, Any], folder: Path, report: Path | None
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield the lines of a run's end with their styles."""
+    """Yield the lines about the outcome of a run, with their styles."""
     finished = summary["status"] == "finished"
     if summary.get("already_finished"):
         yield f"already finished: {folder} (raise --num_epochs or --max_steps to continue)", WARNING
@@ -213,7 +208,7 @@ def ending_lines(
 
 
 def _evaluation_lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each metric: before training, at the best step, and at the last."""
+    """Yield a line per metric: before training, at the best step, at the last step."""
     best, last = summary.get("best"), summary.get("last")
     for name, after in summary["eval_after"].items():
         before = summary["eval_before"].get(name)
@@ -227,7 +222,7 @@ def _evaluation_lines(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _which_weights(summary: Mapping[str, Any]) -> str:
-    """Say which weights the result has, where they are not the last ones."""
+    """Name the step of the result, if not the last."""
     step = summary.get("result_step")
     return f" (step {step}, the best evaluation)" if step not in (None, summary["steps"]) else ""
 
@@ -235,4 +230,4 @@ def _which_weights(summary: Mapping[str, Any]) -> str:
 def _how_to_continue(summary: Mapping[str, Any], folder: Path) -> str:
     if summary["checkpoint"]:
         return f"continue crosstune train --resume {shlex.quote(shown_path(folder))}"
-    return "continue no checkpoint was saved: run the same command with another --name or with --overwrite"
+    return "continue no checkpoint was saved: repeat the command with another --name or with --overwrite"

@@ -1,11 +1,11 @@
-"""Print lines for people: folded at words to the width of a terminal, whole elsewhere."""
+"""Print lines and tables: wrapped to the width of a terminal, unwrapped elsewhere."""
 
 from __future__ import annotations
 
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 from rich.cells import cell_len, set_cell_size
@@ -20,11 +20,11 @@ WARNING, ERROR, GOOD, QUIET, STRONG = "yellow", "bold red", "green", "dim", "bol
 
 
 class EscapingConsole(Console):
-    """A rich console whose own styles reach the terminal, but no control character of a text."""
+    """A rich console that escapes control characters in texts."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            # rich removes the returns of a text, so a segment of one is the end that a call asked for.
+            # rich removes carriage returns from texts, so such a segment was passed as `end`.
             if segment.control or segment.text == "\r":
                 yield segment
             else:
@@ -32,10 +32,10 @@ class EscapingConsole(Console):
 
 
 class Output:
-    """A stream for people. Colours follow rich's rules: none in a file, with NO_COLOR, or with TERM=dumb."""
+    """A console with colors by rich's rules: none in a file, with NO_COLOR, or with TERM=dumb."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        # A notebook gets plain text: rich would display an HTML element for every line.
+        # Plain text in a notebook: rich would display an HTML element per line.
         self.console = EscapingConsole(
             file=styled(stream or sys.stderr),
             highlight=False,
@@ -45,17 +45,17 @@ class Output:
 
     @property
     def is_terminal(self) -> bool:
-        """True if a line can be rewritten in place."""
+        """Whether a line can be rewritten in place."""
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def drain(self) -> None:
-        """Wait a moment until a terminal has taken what was printed."""
+        """Wait up to two seconds for queued text."""
         if isinstance(self.console.file, StyledStream):
             self.console.file.drain()
 
     def line(self, text: str, *, style: str | None = None, label_style: str | None = None) -> None:
-        """Print a text line by line. `label_style` is for the first word of each line alone."""
-        # Before folding, as an escape is longer than its character; rich would drop some without a trace.
+        """Print a text line by line; `label_style` applies only to the first word of each line."""
+        # Escape before wrapping, since an escape is longer than its character; rich would silently drop some.
         for line in printable(text).split("\n"):
             folded = fold(line, self.console.width) if self.console.is_terminal else [line]
             printed = Text("\n".join(folded), style=style or "")
@@ -70,7 +70,7 @@ def print_line(text: str, *, style: str | None = None) -> None:
 
 
 def print_error(lines: Sequence[str]) -> None:
-    """Print an error on standard error: the first line of each problem in red, reasons and remedies below it."""
+    """Print an error on standard error: the first line of each problem in red, details below."""
     output = Output()
     for line in lines:
         indented = line.startswith("  ")
@@ -79,7 +79,7 @@ def print_error(lines: Sequence[str]) -> None:
 
 GAP = 2
 NARROWEST = 8
-"""Columns that a cell which is cut keeps at least."""
+"""Minimum width of a cut cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +88,26 @@ class Column:
     cells: Sequence[str]
     right: bool = False
     rank: int = 0
-    """Columns of the highest rank are left out first; those of rank 0 never."""
+    """Columns with the highest rank are omitted first, columns with rank 0 never."""
     cuts: bool = False
-    """True if its cells may be cut."""
+    """Whether its cells may be cut."""
 
     def width(self) -> int:
         return max(map(cell_len, (self.title, *self.cells)))
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal; None if the output is not one, which has no width."""
+    """Return the width of the terminal; None if the output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def table_lines(columns: Sequence[Column], *, width: int | None) -> list[str]:
-    """Return the lines of a table with a head, at most `width` wide as far as its first columns allow."""
-    columns = [_printable(column) for column in columns]
-    while width is not None and _total(columns, columns) > width and any(column.rank for column in columns):
+    """Return the lines of a table with a header, at most `width` wide if its columns of rank 0 allow."""
+    columns = [
+        replace(column, title=one_line(column.title), cells=[one_line(cell) for cell in column.cells])
+        for column in columns
+    ]
+    while width is not None and _total_width(columns) > width and any(column.rank for column in columns):
         last = max(column.rank for column in columns)
         columns = [column for column in columns if column.rank != last]
     widths = [column.width() for column in columns]
@@ -118,22 +121,12 @@ def table_lines(columns: Sequence[Column], *, width: int | None) -> list[str]:
     return [_line(row, columns, widths) for row in rows]
 
 
-def _total(columns: Sequence[Column], kept: Sequence[Column]) -> int:
-    return sum(min(c.width(), 24) if c.cuts else c.width() for c in kept) + GAP * (len(columns) - 1)
-
-
-def _printable(column: Column) -> Column:
-    return Column(
-        title=one_line(column.title),
-        cells=[one_line(cell) for cell in column.cells],
-        right=column.right,
-        rank=column.rank,
-        cuts=column.cuts,
-    )
+def _total_width(columns: Sequence[Column]) -> int:
+    return sum(min(c.width(), 24) if c.cuts else c.width() for c in columns) + GAP * (len(columns) - 1)
 
 
 def one_line(text: str) -> str:
-    """Return a text as it can stand in a table: escaped, without line breaks."""
+    """Return a text for a table cell: escaped, without line breaks."""
     return printable(text).replace("\n", " ")
 
 

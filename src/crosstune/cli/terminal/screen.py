@@ -26,8 +26,6 @@ from crosstune.core.events import (
     Evaluating,
     EvaluationStarted,
     Event,
-    Failed,
-    Interrupted,
     ModelProgress,
     ResultSaved,
     StepMetrics,
@@ -41,99 +39,18 @@ from crosstune.core.safe_text import printable
 MIN_BAR, MAX_BAR = 6, 30
 NARROW = 60
 REFRESH_PER_SECOND = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class BarLine:
-    """A title, a bar and some figures, the most important ones first: those that do not fit are left out."""
-
-    title: str
-    short_title: str = ""
-    """The title on a narrow terminal."""
-    share: float
-    """The finished share of the work, from 0 to 1."""
-    figures: Sequence[str] = ()
-
-    def render(self, width: int, *, ascii_only: bool = False) -> Text:
-        """Return one line of at most `width` columns, with a whole bar if a title of its length allows one."""
-        narrow = bool(self.short_title) and width < NARROW
-        title = _shorten(printable(self.short_title if narrow else self.title), width - MIN_BAR - 1)
-        shown = [printable(word) for word in self.figures]
-        while shown and cell_len(title) + MIN_BAR + 1 + sum(cell_len(word) + 2 for word in shown) > width:
-            shown.pop()
-        used = cell_len(title) + 1 + sum(cell_len(word) + 2 for word in shown)
-        length = max(0, min(MAX_BAR, width - used))
-        full = round(length * min(1.0, max(0.0, self.share)))
-        done, left = ("#", "-") if ascii_only else ("━", "─")  # told apart without colours too
-        bar = [
-            (done * full, "green" if self.share >= 1 else "cyan"),
-            (left * (length - full), "bright_black"),
-        ]
-        return Text.assemble(title, " ", *bar, *(f"  {word}" for word in shown), no_wrap=True)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # One column stays free: terminals differ in what they do after writing the last one.
-        yield self.render(options.max_width - 1, ascii_only=options.ascii_only)
-
-
-class LiveLine:
-    """The last line of a terminal, rewritten as work proceeds; lines printed on the console appear above it."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self._live: Live | None = None
-
-    @property
-    def is_shown(self) -> bool:
-        return self._live is not None
-
-    def show(self, line: BarLine) -> None:
-        if self._live is None:
-            self._live = Live(
-                console=self.console,
-                refresh_per_second=REFRESH_PER_SECOND,
-                transient=True,
-                # Text printed by others goes above the line, unless it goes to a file.
-                redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
-                redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
-            )
-            self._live.update(line)
-            self._live.start(refresh=True)
-        else:
-            self._live.update(line)
-
-    def clear(self) -> None:
-        """Remove the line."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-
-def _shorten(text: str, width: int) -> str:
-    """Return `text`, without its beginning when it is wider than `width`: the end of a path says the most."""
-    if cell_len(text) <= width:
-        return text
-    words = text.split(" ")
-    while len(words) > 1 and cell_len(" ".join(words)) > width - 4:
-        words.pop(0)
-    return "... " + " ".join(words) if cell_len(" ".join(words)) <= width - 4 else words[-1][-max(1, width) :]
-
-
 PLAIN_S = 10.0
-"""Without a live line, print the progress of a long operation at most this often."""
-MOST_STEP_LINES = 20
-"""Without a live line and --log_every_n_steps, print about this many lines for a run, and one every minute."""
+"""Without a live line, report the progress of a long operation at this interval."""
+MAX_STEP_LINES = 20
+"""Without a live line and --log_every_n_steps, print about this many lines per run, and one every minute."""
 SILENT_S = 60.0
 RECENT_STEPS = 20
-"""Steps that the shown speed and time left are measured on."""
+"""Number of steps for the displayed speed and time left."""
 LIVE_S = 0.1
-
-NOT_SHOWN: tuple[type[Event], ...] = (Failed, Interrupted)
-"""Events that print nothing here: the command prints the error that ended the run."""
 
 
 def open_screen(config: Config, *, as_json: bool = False, quiet: bool = False) -> Screen:
-    """Return the screen that a configuration asks for. With `as_json`, standard output is for the result alone."""
+    """Return the screen for a configuration. With `as_json`, standard output is reserved for the result."""
     shown = screen_in(config.log_to)
     stream: Any = sys.stdout if shown == "stdout" and not as_json else sys.stderr
     if stream is not None and not isinstance(stream, Stream) and stream.isatty():  # not from the command line
@@ -151,7 +68,7 @@ def open_screen(config: Config, *, as_json: bool = False, quiet: bool = False) -
 
 
 class Screen:
-    """Print events and steps. On a terminal, a bar shows step, loss, time left, tokens per second and memory."""
+    """Print events and steps. On a terminal, a bar shows step, loss, time left, speed and memory."""
 
     def __init__(
         self,
@@ -161,7 +78,7 @@ class Screen:
         verbose: bool = False,
         stream: TextIO | None = None,
     ) -> None:
-        """With `every`, print a line each so many steps, above the live bar too; without, choose when to print one."""
+        """With `every`, print a line every so many steps, also above the live bar; without, choose the interval."""
         self.output = Output(stream)
         self.live = live and self.output.is_terminal
         self.every = every if every is not None else (1 if verbose else None)
@@ -169,9 +86,9 @@ class Screen:
         self.num_steps = 0
         self._line = LiveLine(self.output.console)
         self._bar: BarLine | None = None
-        """The training's bar, shown again after an evaluation."""
+        """The training bar, restored after an evaluation."""
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
-        """Seconds and tokens of recent steps: an average over the run would not show that a machine slowed down."""
+        """Seconds and tokens of recent steps; an average over the run would hide a slowdown."""
         self._is_warm = False
         self._last_step_line = (0, 0.0)
         self._stage = ""
@@ -192,7 +109,7 @@ class Screen:
 
     def on_step(self, metrics: StepMetrics) -> None:
         step = metrics["step"]
-        if self._recent and not self._is_warm:  # the first step includes warm-up
+        if self._recent and not self._is_warm:  # omit the first step, since it includes warm-up
             self._recent.clear()
             self._is_warm = True
         self._recent.append((metrics["step_s"], metrics["tokens"]))
@@ -211,7 +128,7 @@ class Screen:
         self._line.show(self._bar)
 
     def _figures(self, metrics: StepMetrics) -> list[str]:
-        """Return the figures of a step, the most important first: a narrow terminal has no room for the last ones."""
+        """Return the figures of a step, the most important first; a narrow terminal omits the last."""
         loss = "skipped" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
         seconds, tokens = (sum(column) for column in zip(*self._recent, strict=True))
         left = seconds / len(self._recent) * (self.num_steps - metrics["step"])
@@ -230,12 +147,12 @@ class Screen:
             return False
         last, at = self._last_step_line
         idle_s = time.monotonic() - at
-        share_done = (step - last) * MOST_STEP_LINES >= self.num_steps
+        share_done = (step - last) * MAX_STEP_LINES >= self.num_steps
         return last == 0 or step == self.num_steps or (share_done and idle_s >= 1) or idle_s >= SILENT_S
 
     @singledispatchmethod
     def on_event(self, event: Event) -> None:
-        """Print an event; those in `NOT_SHOWN` have no lines."""
+        """Print an event, if it has lines."""
         self._print_event(event)
 
     def _print_event(self, event: Event) -> None:
@@ -248,7 +165,6 @@ class Screen:
         title = f"model    {event.model}: {event.stage}"
         partly = f"{size(event.done)} of {size(event.total)}" if event.total else size(event.done)
         amount = size(event.done) if finished else partly
-        # Print nothing for a model that is ready within a second.
         self.show_stage(
             title, done=event.done, total=event.total, amounts=[amount], finished=finished, quiet_s=1.0
         )
@@ -258,7 +174,6 @@ class Screen:
         done, total = event.done_bytes, event.total_bytes
         amounts = [f"{event.examples:,} examples", size(done) + f" of {size(total)}" * (done < total)]
         title = f"tokens   {event.source}"
-        # Print nothing for a data set that is read within a second.
         self.show_stage(title, done=done, total=total, amounts=amounts, finished=done >= total, quiet_s=1.0)
 
     def show_stage(
@@ -272,7 +187,7 @@ class Screen:
         quiet_s: float = 0.0,
         unit: Callable[[float], str] = size,
     ) -> None:
-        """Show the progress of counted work, of bytes by default; one line remains of it."""
+        """Show the progress of counted work and leave one line; print nothing if it ends within `quiet_s`."""
         now = time.monotonic()
         if title != self._stage or (self._stage_finished and not finished):
             self._stage, self._stage_started, self._last_shown = title, now, now - PLAIN_S
@@ -305,7 +220,7 @@ class Screen:
 
     @on_event.register
     def _on_training_end(self, event: TrainingEnded) -> None:
-        self._bar = None  # so that no line of steps is shown again while the result is made
+        self._bar = None  # do not restore it while the result is saved
         self._line.clear()
 
     @on_event.register
@@ -330,7 +245,10 @@ class Screen:
 
     @on_event.register
     def _on_evaluation(self, event: Evaluated) -> None:
-        self._after_evaluation()
+        if self._bar is not None:
+            self._line.show(self._bar)
+        else:
+            self._line.clear()
         metrics: dict[str, float] = dict(event.metrics)
         parts, style = [], STRONG
         for name, value in metrics.items():
@@ -344,27 +262,93 @@ class Screen:
             f"eval     step {event.step}: {'  '.join(parts)}  in {duration(event.seconds)}", style=style
         )
         for sample in event.samples[:3]:
-            # Whether an answer equals the reference says something only where that is what is measured.
+            # Equality with the reference is informative only if it is the metric.
             mark = _mark(sample) if "exact_match" in metrics else ""
             self.output.line(
                 f"  > {_short(sample['prompt'])}\n  {mark}{_short(sample['answer'])}", style=QUIET
             )
 
-    def _after_evaluation(self) -> None:
-        if self._bar is not None:
-            self._line.show(self._bar)
+    @on_event.register(Stopped)
+    @on_event.register(ResultSaved)
+    def _on_end(self, event: Event) -> None:
+        self.close()
+        self._print_event(event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BarLine:
+    """A title, a bar and figures, the most important first; figures that do not fit are omitted."""
+
+    title: str
+    short_title: str = ""
+    """Title on a narrow terminal."""
+    share: float
+    """The finished fraction of the work."""
+    figures: Sequence[str] = ()
+
+    def render(self, width: int, *, ascii_only: bool = False) -> Text:
+        """Return one line of at most `width` columns."""
+        narrow = bool(self.short_title) and width < NARROW
+        title = _shorten(printable(self.short_title if narrow else self.title), width - MIN_BAR - 1)
+        shown = [printable(word) for word in self.figures]
+        while shown and cell_len(title) + MIN_BAR + 1 + sum(cell_len(word) + 2 for word in shown) > width:
+            shown.pop()
+        used = cell_len(title) + 1 + sum(cell_len(word) + 2 for word in shown)
+        length = max(0, min(MAX_BAR, width - used))
+        full = round(length * min(1.0, max(0.0, self.share)))
+        done, left = ("#", "-") if ascii_only else ("━", "─")  # distinguishable without colors
+        bar = [
+            (done * full, "green" if self.share >= 1 else "cyan"),
+            (left * (length - full), "bright_black"),
+        ]
+        return Text.assemble(title, " ", *bar, *(f"  {word}" for word in shown), no_wrap=True)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # Leave the last column free: terminals differ in wrapping after it.
+        yield self.render(options.max_width - 1, ascii_only=options.ascii_only)
+
+
+class LiveLine:
+    """The last line of a terminal, rewritten as work proceeds; other lines appear above it."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._live: Live | None = None
+
+    @property
+    def is_shown(self) -> bool:
+        return self._live is not None
+
+    def show(self, line: BarLine) -> None:
+        if self._live is None:
+            self._live = Live(
+                console=self.console,
+                refresh_per_second=REFRESH_PER_SECOND,
+                transient=True,
+                # Print other text above the line, unless it goes to a file.
+                redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+                redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
+            )
+            self._live.update(line)
+            self._live.start(refresh=True)
         else:
-            self._line.clear()
+            self._live.update(line)
 
-    @on_event.register
-    def _on_stopped(self, event: Stopped) -> None:
-        self.close()
-        self._print_event(event)
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
-    @on_event.register
-    def _on_saved(self, event: ResultSaved) -> None:
-        self.close()
-        self._print_event(event)
+
+def _shorten(text: str, width: int) -> str:
+    """Cut the beginning of a text wider than `width`: the end of a path is the informative part."""
+    if cell_len(text) <= width:
+        return text
+    words = text.split(" ")
+    while len(words) > 1 and cell_len(" ".join(words)) > width - 4:
+        words.pop(0)
+    return "... " + " ".join(words) if cell_len(" ".join(words)) <= width - 4 else words[-1][-max(1, width) :]
 
 
 def _mark(sample: Any) -> str:
@@ -379,8 +363,8 @@ def _short(text: str, limit: int = 110) -> str:
 
 
 def _with_samples(metrics: StepMetrics, figures: Sequence[str]) -> list[str]:
-    """Return the figures of a line; where a recipe counts examples, with `Loss: 1.2345` and `'samples_per_sec': 67.89`, which
-    scripts look for."""
+    """Return the figures of a line; for a recipe that counts examples, with `Loss: 1.2345` and `'samples_per_sec': 67.89`
+    for the scripts of the guides."""
     examples, loss = dict(metrics).get("examples"), metrics["loss"]
     if not isinstance(examples, int) or loss is None:
         return list(figures)

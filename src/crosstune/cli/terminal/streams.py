@@ -1,4 +1,4 @@
-"""Wrap standard output and standard error: escape control characters, and never let a reader end or stop a training."""
+"""Wrap standard output and error: escape control characters, and never let a reader block or end a training."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from crosstune.core.safe_text import printable
 from crosstune.core.tracking_events import in_tracker_thread
 
 MOST_WAITING = 500
-"""Texts that may wait for a terminal; further ones are dropped."""
+"""Maximum number of texts queued for a terminal; further ones are dropped."""
 DRAIN_S = 2.0
 _READER_GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.ENXIO)
 _NARROWEST_TEXT = 24
-"""Columns that the text beside a label needs; on a narrower terminal it continues below the label."""
+"""Minimum width of the text next to a label; on a narrower terminal it continues below."""
 _LABEL = re.compile(r"\s*\S+(?: \S+)*\s{2,}|[a-z]{8} ")
-"""The start of a line: words and a gap, or a label that fills its column of eight."""
+"""The label of a line: words and a gap, or a word that fills the column of eight."""
 
 
 class Stream:
-    """A text stream that escapes control characters and goes silent once it cannot be written: a closed pipe or terminal,
-    a full disk. It drops what trackers print."""
+    """A text stream that escapes control characters, and drops text after a write error (a closed pipe or terminal, a full
+    disk) and text printed by trackers."""
 
     def __init__(self, stream: TextIO, *, keeps_return: bool = False) -> None:
         self.stream = stream
         self.styled = StyledStream(self)
         self.lost = False
         self.failure: OSError | None = None
-        """The error that lost it; None if its reader just went away."""
+        """The write error; None if only the reader is gone."""
         self._keeps_return = keeps_return
         self._waiting: queue.Queue[bytes] | None = None
 
     def write(self, text: str) -> int:
-        # The progress bars of libraries return to the start of their line with each write.
+        # Progress bars of libraries start each write with a carriage return.
         kept = "\r" if self._keeps_return and text.startswith("\r") else ""
         self.write_styled(kept + printable(text.removeprefix(kept)))
         return len(text)
 
     def write_styled(self, text: str) -> int:
-        """Write text whose escape sequences are ours."""
+        """Write text with our own escape sequences."""
         if self.lost or in_tracker_thread():
             return len(text)
         if self._waiting is not None:
@@ -78,17 +78,16 @@ class Stream:
                 self._drop(error)
 
     def unblock(self) -> None:
-        """Write to a terminal from a thread from now on: one that takes no text (Ctrl-S, a stalled connection) stops
-        nobody. Other streams stay as they are."""
+        """Write to a terminal from a thread from now on, so that a stalled one (Ctrl-S, a lost connection) blocks nobody."""
         if self._waiting is None and self.stream.isatty():
             self.flush()
             self._waiting = queue.Queue(maxsize=MOST_WAITING)
-            # A descriptor of its own: a thread blocked in Python's buffer would block the end of the process.
+            # A separate descriptor: a thread blocked in Python's buffer would block the exit of the process.
             arguments = (os.dup(self.stream.fileno()), self._waiting)
             threading.Thread(target=_write_all, args=arguments, name="terminal", daemon=True).start()
 
     def drain(self) -> None:
-        """Write everything that waits, but not for longer than a moment."""
+        """Write all queued text, but give up after two seconds."""
         end = time.monotonic() + DRAIN_S
         while self._waiting is not None and self._waiting.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.005)
@@ -98,10 +97,10 @@ class Stream:
         return getattr(self.stream, name)
 
     def _drop(self, error: OSError) -> None:
-        """Point the file descriptor at the null device, so that libraries and child processes write there too."""
+        """Redirect the file descriptor to the null device, also for libraries and child processes."""
         self.lost = True
         self.failure = None if error.errno in _READER_GONE else error
-        with contextlib.suppress(OSError):  # a stream without a descriptor has nothing to redirect
+        with contextlib.suppress(OSError):  # a stream without a descriptor
             null = os.open(os.devnull, os.O_WRONLY)
             try:
                 os.dup2(null, self.stream.fileno())
@@ -110,7 +109,7 @@ class Stream:
 
 
 class StyledStream:
-    """A stream for text with our own escape sequences."""
+    """A view of a stream that keeps escape sequences."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -123,7 +122,7 @@ class StyledStream:
 
 
 def styled(stream: Any) -> Any:
-    """Return the stream for text with our own escape sequences."""
+    """Return the view of a stream that keeps escape sequences."""
     return stream.styled if isinstance(stream, Stream) else stream
 
 
@@ -149,13 +148,13 @@ def _wrapped(stream: Any, *, keeps_return: bool) -> Any:
     if stream is None or isinstance(stream, Stream):
         return stream
     if isinstance(stream, io.TextIOWrapper):
-        # Escape what the terminal's encoding lacks, and bytes of file names that are not UTF-8.
+        # Escape characters missing in the terminal's encoding, and file names that are not UTF-8.
         stream.reconfigure(errors="backslashreplace")
     return Stream(stream, keeps_return=keeps_return)
 
 
 def drain_output() -> None:
-    """Finish writing; raise if standard output could not be written, as with a full disk."""
+    """Finish writing; raise a UserError if standard output could not be written."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, Stream):
             stream.drain()
@@ -165,7 +164,7 @@ def drain_output() -> None:
 
 
 def fold(line: str, width: int) -> list[str]:
-    """Break a line at words; align what follows with the text after a label (`saved    checkpoint ...`), or indent it."""
+    """Wrap a line; align further lines with the text after a label (`saved    checkpoint ...`), or indent them."""
     indent = min(len(line) - len(line.lstrip()) + 2, max(0, width - _NARROWEST_TEXT))
     label = _LABEL.match(line)
     if label is not None and label.end() <= width - _NARROWEST_TEXT:
@@ -176,7 +175,7 @@ def fold(line: str, width: int) -> list[str]:
 
 
 def fold_help(text: str) -> str:
-    """Return a help text folded to the width of the terminal; whole if it is not printed on one."""
+    """Wrap a help text to the width of the terminal, if printed on one."""
     if not sys.stdout.isatty():
         return text
     width = shutil.get_terminal_size().columns

@@ -33,7 +33,7 @@ def count(number: float) -> str:
 
 
 def figure(value: float, *, digits: int = 3) -> str:
-    """Format a measured number with so many significant digits: 0.0123, 1.50, 12,300."""
+    """Format a measured number with `digits` significant digits: 0.0123, 1.50, 12,300."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     exponent = math.floor(math.log10(abs(value)))
@@ -44,13 +44,11 @@ def figure(value: float, *, digits: int = 3) -> str:
 
 
 def ratio(value: float) -> str:
-    """Format a ratio of speeds: 2.8 times, the same, or 1/125, for people who compare two of them."""
+    """Format a ratio of speeds: 2.8 times the speed, the speed, 1/125 of the speed."""
     if value <= 0:
-        return "an unmeasurable part"
+        return "an unmeasurable fraction"
     if 0.95 <= value <= 1.05:
         return "the speed"
-    return (
-        f"{figure(value, digits=2)} times the speed"
-        if value > 1
-        else f"1/{figure(1 / value, digits=2)} of the speed"
-    )
+    if value > 1:
+        return f"{figure(value, digits=2)} times the speed"
+    return f"1/{figure(1 / value, digits=2)} of the speed"

@@ -3,102 +3,80 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from crosstune.config.conditions import EVALUATION, NO_SKIP_EVAL, STREAMED_LOADING, TORCH_ENGINE
 from crosstune.config.option import Holds, OnResume, not_zero, option
 
+_option = partial(option, on_resume=OnResume.DIVIDES_DATA)
+_FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "guanaco", "text")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    dataset: str = option(
+    dataset: str = _option(
         "commands",
-        "Training data: a known name, a .json, .jsonl, .csv, .tsv, .parquet or .txt file, a folder of such files, or a "
-        "hub id; several with commas between them, with weights as in a.jsonl:0.7,b.jsonl:0.3",
-        on_resume=OnResume.DIVIDES_DATA,
+        "Training data: a known name, a .json, .jsonl, .csv, .tsv, .parquet or .txt file, a folder of such files, or a hub "
+        "id; a comma-separated list mixes several, with weights as in a.jsonl:0.7,b.jsonl:0.3",
         holds=Holds.PATH,
         joins_items=":",
     )
-    eval_dataset: str | None = option(
+    eval_dataset: str | None = _option(
         None,
-        "Evaluation data; unset: the dataset's own held-out split, or else a tenth of its rows, at most eval_samples",
+        "Evaluation data; unset: the dataset's held-out split, or else a tenth of its rows, at most eval_samples",
         needs=(EVALUATION,),
-        on_resume=OnResume.DIVIDES_DATA,
         holds=Holds.PATH,
         joins_items=":",
     )
-    dataset_format: str = option(
-        "auto",
-        "Format of the rows; auto detects it from the columns",
-        choices=(
-            "auto",
-            "messages",
-            "sharegpt",
-            "alpaca",
-            "prompt_completion",
-            "question_answer",
-            "guanaco",
-            "text",
-        ),
-        on_resume=OnResume.DIVIDES_DATA,
+    dataset_format: str = _option(
+        "auto", "Format of the rows; auto: detected from the columns", choices=("auto", *_FORMATS)
     )
-    columns: str | None = option(
+    columns: str | None = _option(
         None,
-        "Which columns to read as which, as in query=prompt,reply=completion; unset: by their names",
-        on_resume=OnResume.DIVIDES_DATA,
+        "Column names to map to standard ones, as in query=prompt,reply=completion; unset: matched by name",
         joins_items="=",
     )
-    chat_template: str | None = option(
+    chat_template: str | None = _option(
         None,
-        "Chat template instead of the model's own: a Jinja file, or alpaca, chatml, gemma, llama3, mistral, phi3, plain, "
-        "vicuna or zephyr",
-        on_resume=OnResume.DIVIDES_DATA,
+        "Chat template to use instead of the model's: a Jinja file, or alpaca, chatml, gemma, llama3, mistral, phi3, "
+        "plain, vicuna or zephyr",
     )
-    dataset_samples: int = option(
+    dataset_samples: int = _option(
         -1,
-        "Use at most this many training examples of each source; -1 for all",
+        "Maximum number of training examples per source; -1: all",
         aliases=("max_samples",),
         low=-1,
         high=10**12,
-        on_resume=OnResume.DIVIDES_DATA,
         check=not_zero,
     )
-    eval_samples: int = option(
+    eval_samples: int = _option(
         64,
-        "Evaluate on at most this many held-out examples; 0 for none",
+        "Maximum number of held-out examples to evaluate on; 0: none",
         aliases=("test_samples",),
         low=0,
         high=10**9,
         needs=(NO_SKIP_EVAL,),
-        on_resume=OnResume.DIVIDES_DATA,
     )
     eval_metric: str = option(
         "auto",
-        "Additional metric; auto: exact_match for the bundled data, otherwise the loss only",
+        "Metric in addition to the loss; auto: exact_match for the bundled data, otherwise none",
         choices=("auto", "loss", "exact_match"),
         needs=(EVALUATION,),
     )
-    context_length: int = option(
-        2048,
-        "Maximum length of an example in tokens",
-        aliases=("max_seq_length",),
-        low=2,
-        high=2**24,
-        on_resume=OnResume.DIVIDES_DATA,
+    context_length: int = _option(
+        2048, "Maximum length of an example in tokens", aliases=("max_seq_length",), low=2, high=2**24
     )
-    truncation: str = option(
+    truncation: str = _option(
         "error",
-        "What to do with an example longer than context_length: stop with an error, cut its end, drop it, or split it "
-        "(plain texts only; .txt files are split by default)",
+        "Handling of examples longer than context_length: stop with an error, cut the end, drop the example, or split it "
+        "(plain text only, the default for .txt files)",
         choices=("error", "cut", "drop", "split"),
-        on_resume=OnResume.DIVIDES_DATA,
     )
-    packing: bool = option(False, "Pack several examples into one row; attention stays within each example")
-    train_on_prompt: bool = option(
-        False, "Compute the loss on prompts too, not only on answers", on_resume=OnResume.DIVIDES_DATA
-    )
+    packing: bool = option(False, "Pack several examples into one row, without attention between them")
+    train_on_prompt: bool = _option(False, "Compute the loss on prompts as well as answers")
     loading_workers: int = option(
         -1,
-        "Number of workers that load and quantize weights; -1 to choose automatically",
+        "Number of workers that load and quantize weights; -1: chosen automatically",
         low=-1,
         high=1024,
         needs=(TORCH_ENGINE, STREAMED_LOADING),

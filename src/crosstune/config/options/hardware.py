@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from crosstune.config.conditions import (
     DEVICE_MEMORY,
@@ -41,13 +42,13 @@ class HardwareOptions:
     )
     emulate: str | None = option(
         None,
-        "Do not train: try a few steps on this CPU and report whether the run would work on this backend",
+        "Emulate a few steps of this backend on the CPU instead of training, and report whether the run would work there",
         choices=_emulated_names,
         on_resume=OnResume.ONE_START,
     )
     precision: str = option(
         "auto",
-        "Number format of weights and computation; auto: the best one that works on the backend",
+        "Number format for weights and computation; auto: the best one that works on the backend",
         choices=PRECISIONS,
         on_resume=OnResume.OWN_MACHINE,
     )
@@ -60,25 +61,23 @@ class HardwareOptions:
     use_flash_attention: bool | None = option(None, "Use flash attention; unset: wherever it is available")
     kernels: str = option(
         "auto",
-        "Decoder layers: general (from transformers) or fast, fused for adapters on a frozen base (Llama, Mistral, "
-        "Qwen, Gemma, Phi-3); auto: fast for LoRA in bf16 on an NVIDIA GPU and on a CPU with fast 16-bit products",
+        "Decoder layers: general (transformers) or fast (fused, for adapters on a frozen base: Llama, Mistral, Qwen, "
+        "Gemma, Phi-3); auto: fast for LoRA in bf16 on NVIDIA GPUs and on CPUs with fast bf16",
         choices=("auto", "fast", "general"),
         needs=(TORCH_ENGINE,),
         on_resume=OnResume.OWN_MACHINE,
     )
     torch_compile: bool = option(
         False,
-        "Compile the blocks of the model with torch.compile: the first steps take longer, by up to minutes, and the others "
-        "less. Needs a C++ compiler on a CPU, and Triton on a GPU",
+        "Compile the model's blocks with torch.compile: the first steps are slower, by up to minutes, the others faster; "
+        "needs a C++ compiler on a CPU, Triton on a GPU",
         needs=(TORCH_ENGINE,),
         on_resume=OnResume.OWN_MACHINE,
     )
-    low_memory: bool = option(
-        False, "Prefer less memory to more speed wherever there is a choice", on_resume=OnResume.FREE
-    )
+    low_memory: bool = option(False, "Prefer low memory use to speed", on_resume=OnResume.FREE)
     world_size: int = option(
         -1,
-        "Number of devices, with a process for each; -1 for all. On a CPU and on MLX the number of processes; -1 for one",
+        "Number of devices, one process each; -1: all. On CPU and MLX, the number of processes; -1: one",
         low=-1,
         high=2**16,
         on_resume=OnResume.FREE,
@@ -86,84 +85,75 @@ class HardwareOptions:
     )
     sharding_strategy: str = option(
         "full_shard",
-        "How weights are divided over several devices",
+        "How the model is sharded or replicated over the devices",
         choices=SHARDING,
         needs=(SEVERAL_DEVICES, SHARDED_MODEL),
     )
     distributed_backend: str = option(
         "auto",
-        "Communication library for several devices",
+        "Communication library",
         choices=("auto", "nccl", "gloo", "xccl", "ring"),
         needs=(SEVERAL_DEVICES,),
     )
     use_cpu_offload: bool = option(
         False,
-        "Keep sharded weights, gradients and optimizer moments in host memory",
+        "Keep sharded weights, gradients and optimizer state in host memory",
         needs=(SEVERAL_DEVICES, SHARDED_MODEL, SHARDED_WEIGHTS),
     )
     use_activation_cpu_offload: bool = option(
         False,
-        "Keep the activations that the backward pass needs in host memory",
+        "Keep activations for the backward pass in host memory",
         needs=(TORCH_ENGINE, DEVICE_MEMORY),
     )
     no_sync: bool = option(
         False,
-        "Do not reduce gradients between the micro-batches of a step: faster, but each rank holds whole gradients",
+        "Reduce gradients once per step instead of once per micro-batch: faster, but every rank holds all gradients",
         needs=(SEVERAL_DEVICES, SHARDED_MODEL, SHARDED_WEIGHTS),
     )
 
 
+_several = partial(option, needs=(SEVERAL_DEVICES,), on_resume=OnResume.FREE)
+_sharded = partial(option, needs=(SEVERAL_DEVICES, SHARDED_MODEL), on_resume=OnResume.FREE)
+_one_start = OnResume.ONE_START | OnResume.FREE
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
-    master_addr: str = option(
+    master_addr: str = _sharded(
         "localhost",
-        "Address of the machine with the first process; overrides nothing that a launcher has set",
-        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
-        on_resume=OnResume.ONE_START | OnResume.FREE,
+        "Address of the machine with rank 0, unless a launcher has set it",
+        on_resume=_one_start,
     )
-    master_port: int = option(
+    master_port: int = _sharded(
         12355,
         "Port on that machine; unset: a free one on a single machine, 29500 on several",
         low=1,
         high=65535,
-        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
-        on_resume=OnResume.ONE_START | OnResume.FREE,
+        on_resume=_one_start,
     )
-    max_restarts: int = option(
+    max_restarts: int = _several(
         3,
-        "How often crosstune starts the processes again, from the newest checkpoint, after one was killed or crashed",
+        "Maximum number of restarts, from the newest checkpoint, after a process was killed or crashed",
         low=0,
         high=10_000,
-        needs=(SEVERAL_DEVICES,),
-        on_resume=OnResume.FREE,
     )
-    connect_timeout: str = option(
-        "5m",
-        "How long the processes wait for each other at the start",
-        needs=(SEVERAL_DEVICES,),
-        on_resume=OnResume.FREE,
-        check=check_duration,
+    connect_timeout: str = _several(
+        "5m", "Time limit for all processes to connect at the start", check=check_duration
     )
-    collective_timeout: str = option(
+    collective_timeout: str = _several(
         "30m",
-        "How long a process may wait in one collective or make no progress; after that the run is ended and the process named",
-        needs=(SEVERAL_DEVICES,),
+        "Time limit for a process to wait in a collective or make no progress; then the run ends and names the process",
         env="NCCL_TIMEOUT",
-        on_resume=OnResume.FREE,
         check=check_duration,
     )
-    heartbeat_timeout: str | None = option(
+    heartbeat_timeout: str | None = _sharded(
         None,
-        "How long NCCL's own watchdog may be silent; unset: as long as --collective_timeout",
-        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
+        "Time limit for the heartbeat of NCCL's watchdog; unset: --collective_timeout",
         env="TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
-        on_resume=OnResume.FREE,
         check=check_duration,
     )
-    debug_collectives: bool = option(
+    debug_collectives: bool = _sharded(
         False,
-        "Compare operation, shape and dtype of each collective between the processes first: a mismatch is an error at once, "
-        "instead of a hang. Slow",
-        needs=(SEVERAL_DEVICES, SHARDED_MODEL),
-        on_resume=OnResume.FREE,
+        "Compare the operation, shape and dtype of each collective between processes before it runs: a mismatch becomes "
+        "an error instead of a hang; slow",
     )

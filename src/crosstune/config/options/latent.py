@@ -1,9 +1,10 @@
-"""Options for the recipe latent_diffusion: the model's size, the modes, the losses, and decoding in evaluations."""
+"""Options of the recipe latent_diffusion: the size of the model, the modes, the losses, decoding in evaluations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from crosstune.config.conditions import LATENT_DIFFUSION, TORCH_ENGINE
@@ -14,22 +15,22 @@ MODES = ("l2t", "t2l", "unconditional")
 
 
 def read_shares(text: str) -> dict[str, float]:
-    """Return mode -> number from a text such as l2t:0.65,t2l:0.35; raise ValueError for another form."""
+    """Return mode -> weight from a text such as l2t:0.65,t2l:0.35; raise ValueError for a malformed one."""
     shares: dict[str, float] = {}
     for item in text.split(","):
         mode, _, number = item.strip().partition(":")
         if mode not in MODES or mode in shares:
-            raise ValueError(f"there is no further mode {mode}")
+            raise ValueError(f"{mode} is unknown or given twice")
         shares[mode] = float(number)
         if not 0 <= shares[mode] < 1e12:
-            raise ValueError(f"{number} is not a share")
+            raise ValueError(f"{number} is not a weight")
     if sum(shares.values()) <= 0:
-        raise ValueError("all of them are 0")
+        raise ValueError("all weights are 0")
     return shares
 
 
 def read_schedule(text: str) -> list[tuple[str, int]]:
-    """Return (mode, steps) in their order from a text such as l2t:1000,t2l:500; raise ValueError for another form."""
+    """Return (mode, steps) in order from a text such as l2t:1000,t2l:500; raise ValueError for a malformed one."""
     phases: list[tuple[str, int]] = []
     for item in text.split(","):
         mode, _, number = item.strip().partition(":")
@@ -40,7 +41,7 @@ def read_schedule(text: str) -> list[tuple[str, int]]:
 
 
 def _check(read: Callable[[str], Any], wanted: str) -> Callable[[str], str | None]:
-    """Return a check that says what is wanted where a text cannot be read."""
+    """Return a check for a text that `read` parses."""
 
     def check(value: str) -> str | None:
         try:
@@ -52,107 +53,80 @@ def _check(read: Callable[[str], Any], wanted: str) -> Callable[[str], str | Non
     return check
 
 
-_NEEDS = (LATENT_DIFFUSION,)
+_option = partial(option, needs=(LATENT_DIFFUSION,))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentOptions:
-    loss_type: str = option(
+    loss_type: str = _option(
         "l2t",
-        "What is learned: text from a latent (l2t), a latent from text (t2l), both from noise (unconditional), a random "
-        "mixture of them (random, see mode_weights), or one after the other (sequential, see sequential_schedule)",
+        "Training task: text from a latent (l2t), a latent from text (t2l), both from noise (unconditional), a random "
+        "mixture (random, see mode_weights), or one after the other (sequential, see sequential_schedule)",
         choices=(*MODES, "random", "sequential"),
-        needs=_NEEDS,
     )
-    mode_weights: str = option(
+    mode_weights: str = _option(
         "l2t:0.65,t2l:0.25,unconditional:0.1",
-        "Shares of the modes with --loss_type random; each row of a batch draws its own",
-        check=_check(read_shares, "shares, as in l2t:0.65,t2l:0.25,unconditional:0.1"),
+        "Weights of the modes with --loss_type random; the mode is drawn per row",
+        check=_check(read_shares, "weights, as in l2t:0.65,t2l:0.25,unconditional:0.1"),
         joins_items=":",
-        needs=_NEEDS,
     )
-    sequential_schedule: str = option(
+    sequential_schedule: str = _option(
         "l2t:1000,t2l:500,unconditional:500",
-        "Modes and their steps with --loss_type sequential; the last one lasts until the end",
-        check=_check(read_schedule, "steps, as in l2t:1000,t2l:500"),
+        "Modes and their numbers of steps with --loss_type sequential; the last mode lasts until the end",
+        check=_check(read_schedule, "numbers of steps, as in l2t:1000,t2l:500"),
         joins_items=":",
-        needs=_NEEDS,
     )
-    cfg_dropout_prob: float = option(
-        0.1,
-        "Share of rows trained without their condition, for classifier-free guidance",
-        low=0,
-        high=1,
-        needs=_NEEDS,
+    cfg_dropout_prob: float = _option(
+        0.1, "Fraction of rows trained without their condition, for classifier-free guidance", low=0, high=1
     )
-    latent_noise: float = option(
+    latent_noise: float = _option(
         0.0,
-        "Standard deviation of noise on the input vectors of l2t, which have unit variance; against memorising a small corpus",
+        "Standard deviation of noise added to the input vectors of l2t (unit variance), against memorizing a small corpus",
         low=0,
         high=100,
-        needs=_NEEDS,
     )
-    text_loss_weight: float = option(
-        1.0, "Weight of the cross entropy of masked tokens", low=0, high=1e6, needs=_NEEDS
-    )
-    latent_loss_weight: float = option(0.1, "Weight of the latent loss", low=0, high=1e6, needs=_NEEDS)
-    latent_loss: str = option(
+    text_loss_weight: float = _option(1.0, "Weight of the cross-entropy on masked tokens", low=0, high=1e6)
+    latent_loss_weight: float = _option(0.1, "Weight of the latent loss", low=0, high=1e6)
+    latent_loss: str = _option(
         "cosine",
-        "Latent loss: 1 - cosine, or the mean squared error of vectors with unit variance",
+        "Latent loss: 1 - cosine, or the mean squared error between vectors of unit variance",
         choices=("cosine", "mse"),
-        needs=_NEEDS,
     )
-    latent_parameterization: str = option(
+    latent_parameterization: str = _option(
         "x0",
-        "What the latent head predicts: the clean vector (x0), v, or the noise (epsilon)",
+        "Prediction target of the latent head: the clean vector (x0), the velocity (v) or the noise (epsilon)",
         choices=("x0", "v", "epsilon"),
-        needs=_NEEDS,
     )
-    hidden_size: int = option(192, "Width of the model", low=2, high=2**16, needs=_NEEDS)
-    n_blocks: int = option(4, "Number of joint blocks", low=1, high=1024, needs=_NEEDS)
-    n_heads: int = option(
-        0, "Attention heads; 0 for heads of 64, or 32 in a narrow model", low=0, high=1024, needs=_NEEDS
+    hidden_size: int = _option(192, "Width of the model", low=2, high=2**16)
+    n_blocks: int = _option(4, "Number of joint blocks", low=1, high=1024)
+    n_heads: int = _option(
+        0, "Number of attention heads; 0: heads of size 64, or 32 in a narrow model", low=0, high=1024
     )
-    cond_dim: int = option(
-        0, "Width of the time embedding; 0 for hidden_size", low=0, high=2**16, needs=_NEEDS
+    cond_dim: int = _option(0, "Width of the time embedding; 0: hidden_size", low=0, high=2**16)
+    latent_tokens: int = _option(
+        4, "Number of tokens that represent a latent vector in the model", low=1, high=256
     )
-    latent_tokens: int = option(
-        4, "Number of tokens that represent a latent vector inside the model", low=1, high=256, needs=_NEEDS
-    )
-    latent_dim: int = option(
-        0,
-        "Dimension of the latent vectors, checked against the data; 0 to use the dimension of the data",
-        low=0,
-        high=2**20,
-        needs=_NEEDS,
-    )
-    dropout: float = option(
-        0.0,
-        "Dropout after attention and feed-forward layers",
-        low=0,
-        high=0.99,
-        needs=_NEEDS,
-    )
+    latent_dim: int = _option(0, "Dimension of the latent vectors; 0: read from the data", low=0, high=2**20)
+    dropout: float = _option(0.0, "Dropout after attention and feed-forward layers", low=0, high=0.99)
     ema_decay: float = option(
         0.0,
-        "Decay of a moving average of the trained weights, which is evaluated and saved; 0 for none. It lags by about 1 / (1 - decay) steps, which should be 2 to 3 % of the training: 0.98 for 2,000 steps, 0.999 for 40,000",
+        "Decay of an exponential moving average of the trained weights, used for evaluation and the result; 0: none. "
+        "1 / (1 - decay) should be 2 to 3 % of all steps: 0.98 for 2,000 steps, 0.999 for 40,000",
         low=0,
         high=0.999999,
         needs=(TORCH_ENGINE,),
     )
-    decode_steps: int = option(
+    decode_steps: int = _option(
         8,
-        "Denoising steps when an evaluation decodes held-out latents",
+        "Denoising steps for decoding held-out latents in an evaluation",
         low=1,
         high=10_000,
-        needs=_NEEDS,
         on_resume=OnResume.FREE,
     )
-    guidance: float = option(
+    guidance: float = _option(
         1.0,
-        "Classifier-free guidance when an evaluation decodes; 1 for none",
+        "Classifier-free guidance for decoding in an evaluation; 1: none",
         low=0,
         high=100,
-        needs=_NEEDS,
         on_resume=OnResume.FREE,
     )

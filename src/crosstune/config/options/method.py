@@ -1,4 +1,4 @@
-"""Options for the training method and the quantized base."""
+"""Options for the model, the training method and the quantized base."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class MethodOptions:
     recipe: str = option("sft", "Kind of training", choices=_recipe_names)
     train_type: str = option(
         "lora",
-        "Training method; types with qlora, bnb or hqq in their name quantize the frozen base; llama_pro needs a torch backend",
+        "Training method; qlora and types with bnb or hqq in their name quantize the frozen base; llama_pro needs torch",
         choices=tuple(TRAIN_TYPE_PARTS),
     )
     base_precision: str = option(
         "auto",
-        "Number format of products with the frozen base: fp8 stores an unquantized base in 8-bit floats and multiplies in "
-        "them; with a 4-bit base it only multiplies in them; auto is --precision",
+        "Number format for matrix products with the frozen base; fp8 also stores an unquantized base in 8 bits; auto: "
+        "--precision",
         choices=("auto", "fp8"),
         needs=(ADAPTERS, TORCH_ENGINE),
     )
     fp8_tolerance: float = option(
         0.0025,
-        "How far, in nats per token, the predictions over a base in fp8 may be from those over its own weights: groups of "
-        "layers leave fp8 until they are near enough; 0: all multiply in fp8. A pass before training measures it",
+        "Maximum KL divergence, in nats per token, between the base in fp8 and the unquantized base, measured before "
+        "training: the worst groups of layers are not converted; 0: all layers are",
         low=0,
         high=100,
         needs=(ADAPTERS, TORCH_ENGINE),
@@ -58,19 +58,17 @@ class MethodOptions:
     )
     lora_alpha: float = option(
         32,
-        "Scale of the adapters: alpha / rank",
+        "Scaling of the adapters: alpha / rank",
         low=0,
         high=1e6,
         needs=(ADAPTERS,),
         on_resume=OnResume.ADAPTER,
     )
-    lora_dropout: float = option(
-        0.0, "Dropout on the input of the adapters", low=0, high=1, needs=(ADAPTERS,)
-    )
+    lora_dropout: float = option(0.0, "Dropout on adapter inputs", low=0, high=1, needs=(ADAPTERS,))
     lora_target_modules: str = option(
         "all",
-        "Layers that get an adapter: all (linear layers and experts), attention, default (query and value), a "
-        "comma-separated list of names, or a regex that matches full names",
+        "Layers with an adapter: all (linear layers and experts), attention, default (query and value), a "
+        "comma-separated list of names, or a regex for full names",
         needs=(ADAPTERS,),
         on_resume=OnResume.ADAPTER,
         joins_items="",
@@ -82,11 +80,11 @@ class MethodOptions:
         on_resume=OnResume.ADAPTER,
     )
     loraplus_lr_ratio: float = option(
-        1, "Ratio of the learning rate of B to that of A (LoRA+)", low=0, high=1e6, needs=(ADAPTERS,)
+        1, "Learning rate of B divided by the learning rate of A (LoRA+)", low=0, high=1e6, needs=(ADAPTERS,)
     )
     num_new_blocks: int = option(
         1,
-        "Number of blocks that llama_pro adds, spread evenly",
+        "Number of blocks to add, spread evenly over the model",
         low=1,
         high=1000,
         needs=(LLAMA_PRO, BLOCKS_TO_ADD),
@@ -95,10 +93,10 @@ class MethodOptions:
     quantization_backend: str = option(
         "auto", "Quantization library for the frozen base", choices=_quantizer_names
     )
-    n_bits: int = option(4, "Bits per weight of the quantized base", low=1, high=32, needs=(QUANTIZED_BASE,))
+    n_bits: int = option(4, "Bits per weight in the quantized base", low=1, high=32, needs=(QUANTIZED_BASE,))
     group_size: int = option(
         64,
-        "Number of weights that share a scale in the quantized base",
+        "Weights per quantization scale",
         aliases=("hqq_group_size",),
         low=1,
         high=2**20,
@@ -106,18 +104,18 @@ class MethodOptions:
     )
     quant_type: str = option(
         "auto",
-        "Number type of the quantized base: nf4 or fp4 (bnb), int or float8 (quanto); auto: the library's default",
+        "Data type of the quantized base: nf4 or fp4 (bnb), int or float8 (quanto); auto: the library's default",
         choices=("auto", "nf4", "fp4", "int", "float8"),
         needs=(TORCH_ENGINE, QUANTIZED_BASE),
     )
     double_quant: bool = option(
         True,
-        "Quantize the scales of the quantized base too (bnb, 4 bits)",
+        "Quantize the scales as well (bnb, 4 bits)",
         needs=(TORCH_ENGINE, QUANTIZED_BASE, DOUBLE_QUANT),
     )
     no_4bit: bool = option(
         False,
-        "Do not quantize the base, whatever the train type",
+        "Do not quantize the base, regardless of --train_type",
         needs=(QUANTIZING_TRAIN_TYPE,),
     )
 
@@ -131,17 +129,17 @@ class ModelOptions:
         holds=Holds.PATH,
     )
     base_adapter: str | None = option(
-        None, "Adapter folder to start from", needs=(ADAPTERS,), holds=Holds.PATH
+        None, "Folder of an adapter to start from", needs=(ADAPTERS,), holds=Holds.PATH
     )
     tokenizer: str | None = option(
         None,
-        "Folder with tokenizer files to use instead of the model's own",
+        "Folder with the tokenizer to use instead of the model's",
         holds=Holds.PATH,
         on_resume=OnResume.DIVIDES_DATA,
     )
     llama_pro_path: str | None = option(
         None,
-        "Folder of a block-expanded model for llama_pro, named ..._blk_exp-OLD-NEW; used instead of model_name",
+        "Folder of an already expanded model, named ..._blk_exp-OLD-NEW; replaces model_name",
         needs=(LLAMA_PRO,),
         holds=Holds.PATH,
     )

@@ -1,8 +1,9 @@
-"""Options for the run folder, checkpoints, resuming, evaluation and output."""
+"""Options for the run folder, checkpoints, resuming, evaluation, output and profiling."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from crosstune.config.conditions import (
     EVALUATION,
@@ -18,9 +19,7 @@ from crosstune.config.conditions import (
 from crosstune.config.option import Holds, OnResume, check_duration, option
 
 MISMATCHES = ("model", "data", "eval_data", "order", "quantization", "trainable", "optimizer", "loss")
-"""The values of `allow_mismatch`."""
-
-
+"""Values of `allow_mismatch`."""
 LONGEST_NAME_BYTES = 200
 """File systems allow 255; crosstune appends to the name: `~1`, the suffix of an archive or a temporary folder."""
 
@@ -32,7 +31,7 @@ def mismatches(value: str) -> list[str]:
 
 def _check_mismatches(value: str) -> str | None:
     unknown = set(mismatches(value)) - set(MISMATCHES)
-    return f"one or more of {', '.join(MISMATCHES)}, with commas between them" if unknown else None
+    return f"one or more of {', '.join(MISMATCHES)}, separated by commas" if unknown else None
 
 
 def _check_name(value: str) -> str | None:
@@ -42,62 +41,53 @@ def _check_name(value: str) -> str | None:
     return None
 
 
+_option = partial(option, on_resume=OnResume.FREE)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    output_dir: str = option("runs", "Folder for run folders", on_resume=OnResume.FREE, holds=Holds.PATH)
-    name: str | None = option(
+    output_dir: str = _option("runs", "Parent folder of the run folder", holds=Holds.PATH)
+    name: str | None = _option(
         None,
         "Name of the run folder; unset: made from the time and the model",
-        on_resume=OnResume.FREE,
         holds=Holds.FOLDER_NAME,
         check=_check_name,
     )
     overwrite: bool = option(
         False,
-        "Rename an existing run of this name instead of stopping with an error",
+        "Rename an existing run of the same name instead of stopping with an error",
         on_resume=OnResume.ONE_START,
     )
-    save_model: bool = option(True, "Save the trained adapter or model at the end", on_resume=OnResume.FREE)
-    save_steps: int = option(
-        0, "Save a checkpoint every N steps; 0 for never", low=0, high=10**12, on_resume=OnResume.FREE
+    save_model: bool = _option(True, "Save the trained adapter or model at the end")
+    save_steps: int = _option(0, "Save a checkpoint every N steps; 0: never", low=0, high=10**12)
+    save_minutes: float = _option(10, "Save a checkpoint every N minutes; 0: never", low=0, high=1e6)
+    keep_last_n: int = _option(3, "Number of newest checkpoints to keep", low=1, high=10**6, needs=(SAVING,))
+    keep_best: bool = _option(
+        True, "Also keep the checkpoint with the lowest evaluation loss", needs=(SAVING,)
     )
-    save_minutes: float = option(
-        10, "Save a checkpoint every N minutes; 0 for never", low=0, high=1e6, on_resume=OnResume.FREE
-    )
-    keep_last_n: int = option(
-        3, "Number of newest checkpoints to keep", low=1, high=10**6, needs=(SAVING,), on_resume=OnResume.FREE
-    )
-    keep_best: bool = option(
-        True,
-        "Also keep the checkpoint with the lowest evaluation loss",
-        needs=(SAVING,),
-        on_resume=OnResume.FREE,
-    )
-    keep_every: int = option(
+    keep_every: int = _option(
         0,
-        "Also keep every checkpoint whose step is a multiple of this; 0 for none",
+        "Also keep checkpoints whose step is a multiple of N; 0: none",
         low=0,
         high=10**12,
         needs=(SAVING,),
-        on_resume=OnResume.FREE,
     )
-    on_save_error: str = option(
+    on_save_error: str = _option(
         "stop",
-        "When a checkpoint cannot be written: stop the run, or continue and try again at the next checkpoint",
+        "If a checkpoint cannot be written: stop the run, or continue and try again at the next checkpoint",
         choices=("stop", "continue"),
-        on_resume=OnResume.FREE,
     )
     resume: str = option(
         "none",
-        "Continue a run: auto (from the newest valid checkpoint of --name, if there is one), none, or the path of a run, a "
-        "checkpoint, or an archive made by `crosstune move`",
+        "Resume a run: auto (from the newest valid checkpoint of --name, if any), none, or the path of a run, a checkpoint, "
+        "or an archive made by `crosstune move`",
         aliases=("resume_from_checkpoint",),
         on_resume=OnResume.ONE_START,
         holds=Holds.PATH,
     )
     allow_mismatch: str = option(
         "",
-        f"What may differ from the checkpoint when resuming, as a comma-separated list: {', '.join(MISMATCHES)}",
+        f"Differences from the checkpoint to allow on resume, as a comma-separated list: {', '.join(MISMATCHES)}",
         needs=(RESUMING,),
         on_resume=OnResume.ONE_START,
         check=_check_mismatches,
@@ -107,131 +97,84 @@ class RunOptions:
     )
     time_limit: str | None = option(
         None,
-        "Save a checkpoint and stop before this much time has passed, such as 3h30m",
+        "Save a checkpoint and stop before this time has passed, such as 3h30m",
         on_resume=OnResume.ONE_START,
         check=check_duration,
     )
-    eval_steps: int = option(
+    eval_steps: int = _option(
         0,
-        "Evaluate every N steps; 0 for before and after training only",
+        "Evaluate every N steps; 0: only before and after training",
         low=0,
         high=10**12,
         needs=(EVALUATION,),
-        on_resume=OnResume.FREE,
     )
-    early_stopping: int = option(
+    early_stopping: int = _option(
         0,
-        "Stop after N evaluations in a row without a lower loss; 0 for never",
+        "Stop after N consecutive evaluations without a lower loss; 0: never",
         low=0,
         high=10**6,
         needs=(EVALUATION, EVALUATIONS),
-        on_resume=OnResume.FREE,
     )
-    result: str = option(
+    result: str = _option(
         "auto",
-        "The weights to write as the result: with the lowest evaluation loss (best) or of the last step (last); "
-        "auto is best if there was more than one evaluation",
+        "Weights to save as the result: best (lowest evaluation loss) or last; auto: best if there was more than one "
+        "evaluation",
         choices=("auto", "best", "last"),
-        on_resume=OnResume.FREE,
     )
     skip_eval: bool = option(False, "Do not evaluate", on_resume=OnResume.FREE | OnResume.DIVIDES_DATA)
-    num_samples: int = option(
+    num_samples: int = _option(
         3,
-        "Number of held-out prompts whose answers are recorded at each evaluation",
+        "Number of held-out prompts to answer and record in each evaluation",
         low=0,
         high=10**4,
         needs=(EVALUATION,),
-        on_resume=OnResume.FREE,
     )
-    max_new_tokens: int = option(
-        64,
-        "Maximum number of tokens generated per answer in an evaluation",
-        low=1,
-        high=2**20,
-        needs=(EVALUATION,),
-        on_resume=OnResume.FREE,
+    max_new_tokens: int = _option(
+        64, "Maximum number of tokens per generated answer", low=1, high=2**20, needs=(EVALUATION,)
     )
-    log_to: str = option(
+    log_to: str = _option(
         "tqdm",
-        "Comma-separated: how to show progress, tqdm (a bar) or stdout (plain lines), and trackers: wandb, weave, trackio, "
-        "tensorboard",
-        on_resume=OnResume.FREE,
+        "Comma-separated list: the progress display, tqdm (a bar) or stdout (plain lines), and trackers: wandb, weave, "
+        "trackio, tensorboard",
         check=check_targets,
         joins_items="",
     )
-    log_every_n_steps: int = option(
-        1,
-        "Print a line every N steps; with the progress bar only when this option is set",
-        low=1,
-        high=10**12,
-        on_resume=OnResume.FREE,
+    log_every_n_steps: int = _option(
+        1, "Print a line every N steps; with the progress bar only if set", low=1, high=10**12
     )
-    verbose: bool = option(False, "Print more", on_resume=OnResume.FREE)
-    strict: bool = option(
-        False, "Stop with an error instead of changing an option that was set", on_resume=OnResume.FREE
+    verbose: bool = _option(False, "Print more")
+    strict: bool = _option(False, "Stop with an error instead of changing an option that was set")
+    project_name: str = _option("crosstune", "Project in the trackers", needs=(PROJECTS,))
+    tracker_group: str | None = _option(
+        None, "Group of the run in the trackers", aliases=("group",), needs=(TRACKER_GROUPS,)
     )
-    project_name: str = option(
-        "crosstune", "Project of the run in its trackers", needs=(PROJECTS,), on_resume=OnResume.FREE
-    )
-    tracker_group: str | None = option(
-        None,
-        "Group of the run in its trackers",
-        aliases=("group",),
-        needs=(TRACKER_GROUPS,),
-        on_resume=OnResume.FREE,
-    )
-    entity: str | None = option(
-        None, "User or team that owns the project", needs=(TRACKER_OWNERS,), on_resume=OnResume.FREE
-    )
+    entity: str | None = _option(None, "User or team that owns the project", needs=(TRACKER_OWNERS,))
+
+
+_profiling = partial(option, needs=(PROFILE,))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingOptions:
-    profile: bool = option(False, "Profile the training steps")
-    profiling_output: str = option(
-        "profiles",
-        "Folder for profiles; in the run folder unless it is given",
-        needs=(PROFILE,),
-        holds=Holds.PATH,
+    profile: bool = option(False, "Profile training steps")
+    profiling_output: str = _profiling(
+        "profiles", "Folder for profiles; unset: in the run folder", holds=Holds.PATH
     )
     profile_memory: bool = option(False, "Record memory allocations of the first steps")
-    profile_with_stack: bool = option(False, "Record call stacks", aliases=("with_stack",), needs=(PROFILE,))
-    profile_with_shapes: bool = option(
-        False, "Record operator input shapes", aliases=("with_shapes",), needs=(PROFILE,)
+    profile_with_stack: bool = _profiling(False, "Record call stacks", aliases=("with_stack",))
+    profile_with_shapes: bool = _profiling(False, "Record operator input shapes", aliases=("with_shapes",))
+    profile_export_trace: bool = _profiling(True, "Write a trace file", aliases=("export_trace",))
+    profile_export_memory_timeline: bool = _profiling(
+        False, "Write a memory timeline", aliases=("export_memory_timeline",)
     )
-    profile_export_trace: bool = option(
-        True, "Write a trace file", aliases=("export_trace",), needs=(PROFILE,)
+    profile_wait_steps: int = _profiling(
+        0, "Steps to wait in each cycle", low=0, high=10**9, aliases=("wait_steps",)
     )
-    profile_export_memory_timeline: bool = option(
-        False, "Write a memory timeline", aliases=("export_memory_timeline",), needs=(PROFILE,)
+    profiler_warmup_steps: int = _profiling(1, "Warm-up steps in each cycle", low=0, high=10**9)
+    profile_active_steps: int = _profiling(
+        2, "Steps to record in each cycle", low=1, high=10**6, aliases=("active_steps",)
     )
-    profile_wait_steps: int = option(
-        0,
-        "Number of steps to wait in each cycle",
-        low=0,
-        high=10**9,
-        aliases=("wait_steps",),
-        needs=(PROFILE,),
+    profile_repeat: int = _profiling(
+        1, "Number of profiling cycles; 0: no limit", low=0, high=10**6, aliases=("repeat",)
     )
-    profiler_warmup_steps: int = option(
-        1, "Number of warm-up steps in each cycle", low=0, high=10**9, needs=(PROFILE,)
-    )
-    profile_active_steps: int = option(
-        2,
-        "Number of steps to record in each cycle",
-        low=1,
-        high=10**6,
-        aliases=("active_steps",),
-        needs=(PROFILE,),
-    )
-    profile_repeat: int = option(
-        1,
-        "Number of profiling cycles; 0 for no limit",
-        low=0,
-        high=10**6,
-        aliases=("repeat",),
-        needs=(PROFILE,),
-    )
-    profiling_frequency: int = option(
-        10, "Begin a profiling cycle every N steps", low=1, high=10**9, needs=(PROFILE,)
-    )
+    profiling_frequency: int = _profiling(10, "Start a profiling cycle every N steps", low=1, high=10**9)

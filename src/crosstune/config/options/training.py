@@ -11,15 +11,8 @@ from crosstune.core.schedule import SCHEDULES
 AUTO = 0
 """The value of `--batch_size auto`."""
 OPTIMIZERS = (
-    "adamw",
-    "fused_adamw",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-    "adam",
-    "fused_adam",
-    "sgd",
-    "adadelta",
-    "adafactor",
+    *("adamw", "fused_adamw", "adamw_8bit", "paged_adamw_8bit", "adam", "fused_adam"),
+    *("sgd", "adadelta", "adafactor"),
 )
 
 
@@ -27,11 +20,11 @@ OPTIMIZERS = (
 class TrainingOptions:
     num_epochs: float = option(1, "Number of passes over the data", aliases=("epochs",), low=0, high=1e6)
     max_steps: int = option(
-        -1, "Stop after this many optimizer steps; -1 for no limit", low=-1, high=10**12, check=not_zero
+        -1, "Stop after this many optimizer steps; -1: no limit", low=-1, high=10**12, check=not_zero
     )
     batch_size: int = option(
         8,
-        "Rows per micro-batch and device; auto: the most that fit, found with real passes before the training",
+        "Rows per micro-batch and device; auto: the largest that fits, measured before training",
         low=1,
         high=2**20,
         auto=AUTO,
@@ -41,13 +34,13 @@ class TrainingOptions:
     )
     rows_per_step: int = option(
         0,
-        "Rows per optimizer step over all devices; 0 for batch_size x gradient_accumulation_steps x world_size",
+        "Rows per optimizer step over all devices; 0: batch_size x gradient_accumulation_steps x world_size",
         low=0,
         high=2**40,
     )
     eval_batch_size: int = option(
         0,
-        "Rows per batch of an evaluation; 0: batch_size, and at least 16 prompts at a time in generation",
+        "Rows per evaluation batch; 0: batch_size, but at least 16 prompts for generation",
         low=0,
         high=2**20,
         on_resume=OnResume.FREE,
@@ -64,8 +57,8 @@ class TrainingOptions:
     lr_scheduler: str = option("cosine", "Learning-rate schedule", choices=SCHEDULES)
     warmup_steps: int | None = option(
         None,
-        "Number of linear warm-up steps w: the learning rate of step s, from 0, is (s + 1) / w of --lr, so the first "
-        "step is not at 0 as in transformers (s / w)",
+        "Number of linear warm-up steps; step s, counted from 0, uses the fraction (s + 1) / warmup_steps of --lr "
+        "(transformers: s / warmup_steps)",
         low=0,
         high=10**12,
     )
@@ -75,13 +68,13 @@ class TrainingOptions:
     cosine_min_lr_ratio: float = option(
         0.1, "Final learning rate as a fraction of the peak", low=0, high=1, needs=(SCHEDULE_WITH_FLOOR,)
     )
-    apply_gradient_clipping: bool = option(True, "Clip the norm of the gradient")
+    apply_gradient_clipping: bool = option(True, "Clip the gradient norm")
     grad_norm: float = option(
-        1.0, "Maximum norm of the gradient", aliases=("max_grad_norm",), low=0, high=1e9, needs=(CLIPPING,)
+        1.0, "Maximum gradient norm", aliases=("max_grad_norm",), low=0, high=1e9, needs=(CLIPPING,)
     )
     seed: int = option(
         42,
-        "Seed for data order, initial adapters and dropout",
+        "Seed for data order, adapter initialization and dropout",
         low=0,
         high=2**63 - 1,
         on_resume=OnResume.DIVIDES_DATA,

@@ -1,4 +1,4 @@
-"""Choose the method and the quantizer from --train_type and the quantization options."""
+"""Resolve --train_type and the quantization options into method, quantizer and bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from crosstune.core.errors import UserError
 
 
 def choose_method(draft: Draft) -> tuple[str, str, int]:
-    """Return method, quantizer and bits for --train_type and the quantization options."""
+    """Return method, quantizer and bits per weight."""
     train_type = draft["train_type"]
     method, wanted = TRAIN_TYPE_PARTS[train_type]
     explicit = draft["quantization_backend"]
@@ -19,7 +19,7 @@ def choose_method(draft: Draft) -> tuple[str, str, int]:
             draft.problems.append(
                 UserError(
                     f"--train_type {train_type} and --quantization_backend {explicit} contradict each other.",
-                    do=f"leave one out, or use --train_type {'qlora' if method == 'lora' else method}",
+                    do=f"omit one of them, or use --train_type {'qlora' if method == 'lora' else method}",
                 )
             )
         wanted = explicit
@@ -31,9 +31,9 @@ def choose_method(draft: Draft) -> tuple[str, str, int]:
     if method == "full":
         draft.problems.append(
             UserError(
-                "A quantized base cannot be trained in full.",
+                "Full fine-tuning of a quantized base is impossible.",
                 why=f"--train_type full updates every weight, --quantization_backend {wanted} freezes them.",
-                do="use --train_type qlora, or leave --quantization_backend out",
+                do="use --train_type qlora, or omit --quantization_backend",
             )
         )
     return method, _fit_quantizer(draft, wanted), draft["n_bits"]
@@ -42,7 +42,7 @@ def choose_method(draft: Draft) -> tuple[str, str, int]:
 def _fit_quantizer(draft: Draft, wanted: str) -> str:
     report, bits, known = draft.report, draft["n_bits"], draft.facts.quantizers
     if wanted != "auto" and bits not in known[wanted].bits:
-        # Another library replaces one that is missing on this machine, not one that never has these bits.
+        # Replace a library that is missing on this machine, but not one that never supports these bits.
         draft.problems.append(
             UserError(
                 f"{wanted} does not quantize to {bits} bits.",
@@ -61,7 +61,7 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
         draft.set("quantization_backend", used, f"runs with {bits} bits on {report.name}")
     elif used != wanted:
         if known[wanted].engine == "mlx" != report.engine:
-            reason = "mlx quantization belongs to the MLX engine (--backend mlx)"
+            reason = "mlx quantization needs the MLX engine (--backend mlx)"
         else:
             reason = f"{wanted} does not run with {bits} bits on {report.name} here"
         draft.set("quantization_backend", used, reason, kind="change")
@@ -69,14 +69,14 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
     if sizes and draft["group_size"] not in sizes:
         draft.problems.append(
             UserError(
-                f"{used} does not have groups of {draft['group_size']} weights.",
+                f"{used} does not support groups of {draft['group_size']} weights.",
                 do=f"use --group_size {', '.join(map(str, sizes))}",
             )
         )
     if report.name == "mps" and bits == 4:
-        draft.warn("n_bits", "MPS has no fast 4-bit kernels: expect it to be slow")
+        draft.warn("n_bits", "MPS has no fast 4-bit kernels; training will be slow")
     if report.is_torch_cpu:
-        draft.warn("n_bits", "quantization has limited support on a CPU: expect it to be slow")
+        draft.warn("n_bits", "quantization has limited support on a CPU; training will be slow")
     return used
 
 

@@ -1,4 +1,4 @@
-"""The facts that a plan depends on: machine, model, data. Resolving reads nothing else but the request."""
+"""Define the facts about machine, model and data that `resolve` combines with the request."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from crosstune.process.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class StoredQuantization:
-    """The quantization that a folder of quantized weights records."""
+    """The quantization recorded in a folder of quantized weights."""
 
     source: str
     """The folder."""
     quantizer: str
     options: Mapping[str, Any]
-    """The options that give exactly these weights."""
+    """The options that produce exactly these weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A value that a recipe chooses for an option that was left open, and why."""
+    """A recipe's value for an option that was not set, with the reason."""
 
     value: Any
     reason: str
@@ -37,33 +37,33 @@ class Preset:
 class Facts:
     machine: Machine
     backends: Mapping[str, BackendSpec]
-    """By name, in the order in which `auto` tries them."""
+    """By name, in the order of `auto`."""
     quantizers: Mapping[str, Quantizer]
-    """By name, in the order in which `auto` prefers them."""
+    """By name, in the order of `auto`."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """The variables of the backends that are set."""
+    """The backends' environment variables that are set."""
     ranks: Ranks | None = None
-    """Set when several processes were started."""
+    """Set for a run of several processes."""
     shape: ModelShape | None = None
     stored: StoredQuantization | None = None
-    """Set when the model is a folder of quantized weights."""
+    """Set if the model is a folder of quantized weights."""
     base: BaseChoice | None = None
-    """What was decided about the base by the training that is continued or opened; None for a new one."""
+    """The base of the training to continue or open; None for a new one."""
     mlx_settings: Mapping[str, Any] = field(default_factory=dict)
-    """The settings in the file of --mlx_config."""
+    """The settings in the --mlx_config file."""
     longest_row: int | None = None
-    """Tokens in the longest row, once the data is loaded; the memory estimate then uses it instead of the context."""
+    """Tokens in the longest row, once the data is loaded; replaces the context in memory estimates."""
     longest_target: int | None = None
-    """The most tokens of a row that reach the head, once the data is loaded; None for all."""
+    """Maximum tokens per row that reach the head, once the data is loaded; None: all."""
     corrections: Mapping[str, Correction] = field(default_factory=dict)
-    """Backend -> how far earlier runs on this machine were from their estimates."""
+    """Backend -> correction of memory estimates, from earlier runs on this machine."""
     preset: Mapping[str, Preset] = field(default_factory=dict)
-    """The recipe's choices for the backend; only options that were not set."""
+    """The recipe's values for options that were not set."""
     engines: tuple[str, ...] = ()
-    """The engines that the recipe has a task for; empty for all."""
+    """The engines that the recipe supports; empty: all."""
 
     def preference(self) -> list[str]:
-        """Return the backends that `auto` may take, in the order in which it tries them."""
+        """Return the backends that `auto` tries, in order."""
         return auto_preference(self.backends, engines=self.engines)
 
 

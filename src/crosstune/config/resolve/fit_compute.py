@@ -1,4 +1,4 @@
-"""Choose --kernels, the fast layers for adapters where they can run, and whether the general ones are compiled."""
+"""Resolve --precision, --kernels and --torch_compile for the backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crosstune.core.errors import UserError
 from crosstune.estimate.machine import BackendReport
 
 BF16_WORTH_IT = 1.3
-"""On a CPU, `auto` chooses bf16 if its matrix products are this many times as fast as in fp32."""
+"""On a CPU, `auto` chooses bf16 if its matrix products are at least this much faster than fp32."""
 
 
 def fit_precision(draft: Draft) -> None:
@@ -40,51 +40,43 @@ def fit_precision(draft: Draft) -> None:
             )
             return
     draft.problems.append(
-        UserError(f"No number format works on {report.name} here.", why="see: crosstune doctor")
+        UserError(f"No number format works on {report.name} here.", do="see: crosstune doctor")
     )
 
 
 def best_precision(report: BackendReport) -> tuple[str, str]:
-    """Return the precision that `auto` chooses on a backend, and why."""
+    """Return the precision that `auto` chooses on a backend, with the reason."""
     if report.device == "cpu":
         if "bf16" in report.dtypes and report.bf16_speedup >= BF16_WORTH_IT:
-            return (
-                "bf16_autocast",
-                f"bf16 matrix products are {report.bf16_speedup:.1f}x as fast as fp32 here",
-            )
+            reason = f"bf16 matrix products are {report.bf16_speedup:.1f}x as fast as fp32 here"
+            return "bf16_autocast", reason
         return "fp32", "bf16 is not faster on this CPU"
     if "bf16" in report.dtypes:
         return "bf16", "bf16 works here; trained weights are kept in fp32"
     if "fp16" in report.dtypes and report.name != "mps":
         short = "fp16" if report.engine == "mlx" else "fp16_autocast"
         return short, "no bf16 here; fp16 with loss scaling"
-    return (
-        "fp32",
-        "no bf16 here, and fp16 is prone to overflow"
-        if "fp16" in report.dtypes
-        else "no 16-bit format works here",
-    )
+    overflows = "no bf16 here, and fp16 is prone to overflow"
+    return "fp32", overflows if "fp16" in report.dtypes else "no 16-bit format works here"
 
 
 FAST_BY_DEFAULT = ("cuda", "cpu")
-"""The backends on which `auto` may choose the fast layers."""
+"""Backends on which `auto` may choose the fast layers."""
 
 
 def fit_kernels(draft: Draft, *, method: str, quantizer: str, world_size: int) -> None:
-    """Resolve `auto`, and replace `fast` where it cannot run. The model's classes are checked when it is opened."""
+    """Resolve --kernels auto, and replace fast where it cannot run. Opening the model checks its classes."""
     asked, reason = draft["kernels"], _why_general(draft, method, world_size)
     if asked == "auto":
         _choose(draft, reason, quantizer)
     elif asked == "fast" and draft.report.engine == "torch" and (why := reason or _model_reason(draft)):
         draft.set("kernels", "general", why)
     if draft["base_precision"] == "fp8" and draft["kernels"] == "general" and draft.report.engine == "torch":
-        draft.warn(
-            "base_precision", "the general layers multiply in --precision; --kernels fast multiplies in fp8"
-        )
+        draft.warn("base_precision", "only --kernels fast multiplies in fp8; general layers use --precision")
 
 
 def _choose(draft: Draft, reason: str | None, quantizer: str) -> None:
-    """Choose the fast layers where they are preferred and can run. Stay silent unless the model lacks them."""
+    """Choose the fast layers where they are preferred and supported; record a reason only if the model lacks them."""
     report = draft.report
     preferred = prefers_fast(report, draft["precision"], quantizer=quantizer)
     if not preferred or reason or draft["torch_compile"]:
@@ -96,10 +88,9 @@ def _choose(draft: Draft, reason: str | None, quantizer: str) -> None:
 
 
 def prefers_fast(report: BackendReport, precision: str, *, quantizer: str) -> bool:
-    """Return whether LoRA uses the fast layers by default: where they were measured to be faster.
+    """Return whether LoRA uses the fast layers by default, because they were measured to be faster.
 
-    That is an NVIDIA GPU in bf16 with flash attention and Triton, and a CPU with fast 16-bit products over weights that
-    are not quantized.
+    These are NVIDIA GPUs in bf16 with flash attention and Triton, and CPUs with fast bf16 and an unquantized base.
     """
     if report.name == "cuda":
         return precision == "bf16" and report.has_flash_attention and report.has_triton
@@ -108,12 +99,12 @@ def prefers_fast(report: BackendReport, precision: str, *, quantizer: str) -> bo
 
 
 def _model_reason(draft: Draft) -> str | None:
-    """Return why the model has no fast layers, as far as its configuration is known."""
+    """Return why the model has no fast layers, or None if it has them or is unknown."""
     return (draft.facts.shape.why_general or None) if draft.facts.shape is not None else None
 
 
 def fit_compile(draft: Draft, *, world_size: int) -> None:
-    """Turn --torch_compile off where it would do nothing or has not been tried."""
+    """Turn off --torch_compile where it has no effect or is untested."""
     if not draft["torch_compile"] or draft.report.engine != "torch":
         return
     if draft["kernels"] == "fast":
@@ -122,7 +113,7 @@ def fit_compile(draft: Draft, *, world_size: int) -> None:
         draft.set(
             "torch_compile",
             False,
-            "sharded weights are not compiled; --sharding_strategy ddp keeps them whole",
+            "sharded weights are not compiled; --sharding_strategy ddp replicates them",
         )
 
 
@@ -136,9 +127,9 @@ def _why_general(draft: Draft, method: str, world_size: int) -> str | None:
     if draft["lora_dropout"]:
         return "the fast layers have no dropout on adapters"
     if world_size > 1 and shards_weights(draft["sharding_strategy"]):
-        return "the fast layers need whole weights; --sharding_strategy ddp keeps them whole"
+        return "the fast layers need unsharded weights; --sharding_strategy ddp replicates them"
     if draft["use_flash_attention"] is False:
-        return "the fast layers have no attention that holds its scores"
+        return "the fast layers need flash attention"
     return None
 
 
@@ -147,17 +138,17 @@ _WITH_TRITON = ("cuda", "rocm", "xpu")
 
 
 def check_compiler(plan: Plan) -> None:
-    """Raise a UserError if --torch_compile is asked for and cannot work here."""
+    """Raise a UserError if --torch_compile is set but cannot work here."""
     missing = missing_compiler(plan.backend.name) if plan.config.torch_compile else None
     if missing is not None:
         raise UserError(
-            f"--torch_compile on {plan.backend.name} needs {missing}, which is not here.",
-            do=f"install {missing}, or leave --torch_compile out",
+            f"--torch_compile on {plan.backend.name} needs {missing}.",
+            do=f"install {missing}, or omit --torch_compile",
         )
 
 
 def missing_compiler(backend: str) -> str | None:
-    """Return what torch.compile lacks on this machine for a backend."""
+    """Return the compiler that torch.compile needs on a backend and this machine lacks."""
     if backend == "cpu" and not any(map(shutil.which, (os.environ.get("CXX") or "", *_CPP_COMPILERS))):
         return "a C++ compiler such as g++"
     if backend in _WITH_TRITON and importlib.util.find_spec("triton") is None:

@@ -1,4 +1,4 @@
-"""Fit a training step into memory by changes that do not change the result."""
+"""Fit a training step into memory by changes that keep the result the same."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from crosstune.estimate.memory import GIB, Fitted, MemoryParts, largest_batch, s
 from crosstune.estimate.model_shape import Step, expand_shape
 
 MOST_ESTIMATED = 64
-"""The largest batch that is estimated for `--batch_size auto`."""
+"""Maximum estimated batch for `--batch_size auto`."""
 RECOMPUTES_BY_MEMORY = "cuda"
-"""The torch device (of ROCm, too) on which the fast layers know how much memory is free."""
+"""The torch device (also of ROCm) on which the fast layers recompute by free memory."""
 
 
 def fit_memory(
@@ -29,8 +29,10 @@ def fit_memory(
     limit: int,
     num_shards: int = 1,
 ) -> Fitted | None:
-    """Turn on activation checkpointing, then reduce the micro-batch, until the step fits into `limit` bytes of each
-    process; return the fitted step. The weights are sharded over `num_shards` processes."""
+    """Turn on activation checkpointing, then reduce the micro-batch, until a step fits into `limit` bytes per process.
+
+    Return the fitted step; None if the shape of the model is unknown.
+    """
     facts, report = draft.facts, draft.report
     fitted = _Fitting(
         draft=draft, method=method, quantizer=quantizer, n_bits=n_bits, num_shards=num_shards, limit=limit
@@ -43,7 +45,7 @@ def fit_memory(
     if not limit:
         return fitted.result()
     why = f"the step is estimated at {need / GIB:.1f} GiB and {report.name} has {limit / GIB:.1f} GiB to use"
-    # The fast layers recompute as many of them as needed.
+    # The fast layers recompute as many layers as needed.
     recomputes = draft["kernels"] == "fast" and report.device == RECOMPUTES_BY_MEMORY
     if need > limit and not recomputes and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, why)
@@ -77,7 +79,7 @@ def fit_memory(
 
 @dataclass(kw_only=True)
 class _Fitting:
-    """Estimates of the step of a draft, whose options may still change."""
+    """Estimate the step of a draft while its options change."""
 
     draft: Draft
     method: str
@@ -105,9 +107,8 @@ class _Fitting:
             rank=draft["lora_rank"],
             targets=draft["lora_target_modules"],
             quantizer=self.quantizer,
-            n_bits=16
-            if fast and self.quantizer == "fp8"
-            else self.n_bits,  # the fast layers hold fp8 in two layouts
+            # The fast layers hold fp8 in two layouts.
+            n_bits=16 if fast and self.quantizer == "fp8" else self.n_bits,
             group_size=draft["group_size"],
             double_quant=draft["double_quant"],
             batch=draft["batch_size"],
@@ -147,32 +148,29 @@ class _Fitting:
         return self.result().estimated_bytes
 
     def _corrected(self, parts: MemoryParts) -> int:
-        # The memory of a GPU's context was not in what earlier runs measured.
+        # Measurements of earlier runs exclude the memory of the GPU context.
         apart = 0 if self.draft.report.is_torch_cpu else parts.overhead
         return int((parts.total - apart) * self._factor()) + apart
 
     def _factor(self) -> float:
-        """Return how much more than predicted earlier runs took."""
+        """Return measured divided by predicted memory of earlier runs."""
         correction = self.draft.facts.corrections.get(self.draft.report.name)
         return correction.factor if correction is not None else 1.0
 
 
 def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
-    """Set an estimated batch for `--batch_size auto`; `train` replaces it by a search."""
-    usual = options_by_name()["batch_size"].default
-    chosen = usual
+    """Set an estimate for `--batch_size auto`; `train` replaces it by a measured value."""
+    chosen = options_by_name()["batch_size"].default
     if fitting.shape is not None and limit:
         draft.values["batch_size"] = 1
-        step = replace(
-            fitting.step(), limit_bytes=0
-        )  # more rows do not pay for layers that are computed again
+        step = replace(fitting.step(), limit_bytes=0)  # more rows do not pay for recomputed layers
         chosen = max(1, largest_batch(fitting.shape, step, limit_bytes=limit, at_most=MOST_ESTIMATED))
-    how = "estimated" if fitting.shape is not None else "a first guess, as the model's sizes are not known"
-    draft.set("batch_size", chosen, f"{how}; train finds it with real passes", kind="choice")
+    how = "estimated" if fitting.shape is not None else "a first guess: the model's sizes are unknown"
+    draft.set("batch_size", chosen, f"{how}; train measures it", kind="choice")
 
 
 def _num_new_blocks(draft: Draft, method: str) -> int:
-    """Return how many blocks llama_pro trains, read from the folder name when the model is already expanded."""
+    """Return the number of blocks that llama_pro trains; read it from the folder name of an expanded model."""
     if method != "llama_pro":
         return 0
     if not draft["llama_pro_path"]:

@@ -1,4 +1,4 @@
-"""Advise on options that reduce the memory of a run and are not in use already."""
+"""Suggest options that reduce the memory of a run."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from crosstune.core.out_of_memory import EVALUATING, GENERATING, LOADING, OutOfM
 from crosstune.estimate.machine import BackendReport
 
 Need = Literal["weights", "forward", "step"]
-"""The part that did not fit: the weights, a forward pass, or a training step."""
+"""The part that does not fit: the weights, a forward pass, or a training step."""
 SHORT_ROW = 128
-"""Rows of at most this many tokens are not worth shortening."""
+"""Do not suggest shortening rows of at most this many tokens."""
 _QUANTIZED = {
     "lora": ("qlora",),
     "dora": ("hqq_dora", "bnb_dora"),
     "llama_pro": ("hqq_llama_pro", "bnb_llama_pro"),
 }
-"""Method -> the train types with the same method over a quantized base."""
+"""Method -> train types with a quantized base."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """Changes that save memory, most harmless first."""
+    """Changes that save memory, least intrusive first."""
 
     resumable: tuple[str, ...]
-    """Changes with which the same training can be continued."""
+    """Changes that keep the training resumable."""
     new_run: tuple[str, ...]
-    """Changes that make it another training."""
+    """Changes that need a new training."""
 
     def sentence(self) -> str:
         return f"use {_either((*self.resumable, *self.new_run))}"
@@ -53,10 +53,7 @@ def advise(
     need: Need = "step",
     longest_row: int | None = None,
 ) -> Advice:
-    """Return the changes to the resolved `options` that would reduce the memory.
-
-    `environment` are the variables that are set; `longest_row` is in tokens, if the data is known.
-    """
+    """Return changes to the resolved `options` that reduce memory; `longest_row` is in tokens, if known."""
     resumable: list[str] = []
     if need != "weights" and options["batch_size"] > 1:
         resumable.append(_smaller_batch(options))
@@ -82,7 +79,7 @@ def _smaller_batch(options: Mapping[str, Any]) -> str:
 
 
 def _less_kept(options: Mapping[str, Any], report: BackendReport) -> list[str]:
-    """Return the options that keep less in memory between the operations of a step."""
+    """Return options that keep less in memory during a step."""
     found = [] if options["use_gradient_checkpointing"] else ["--use_gradient_checkpointing"]
     # On a CPU, torch keeps no cache that --low_memory could release.
     if not options["low_memory"] and not report.is_torch_cpu:
@@ -96,7 +93,7 @@ def _smaller_weights(
     if method == "full":
         return ["--train_type lora or qlora"]
     if quantizer == "none":
-        # Which quantizers run is known only if the run asked for one.
+        # Quantizers are probed only if the run asked for one.
         able = [
             name
             for name in _QUANTIZED[method]
@@ -115,7 +112,7 @@ _NEEDS: dict[str, Need] = {LOADING: "weights", EVALUATING: "forward", GENERATING
 
 
 def with_advice(error: OutOfMemory, plan: Plan, *, longest_row: int | None) -> OutOfMemory:
-    """Return the error with advice that the run does not follow already; `longest_row` is in tokens."""
+    """Return the error with advice for this run; `longest_row` is in tokens."""
     advice = advise(
         plan.config.options(),
         report=plan.backend,

@@ -1,4 +1,4 @@
-"""Define the plan of a run: the resolved options, and each difference from the request with its reason."""
+"""Define a plan: the resolved options and each adjustment of the request with its reason; and its draft."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Kind = Literal["choice", "change", "warning", "name"]
 class Adjustment:
     """One difference between the request and the plan.
 
-    A `choice` sets an option that was left open, a `change` replaces a value that was set (--strict forbids it). A
-    `warning` changes nothing, and a `name` is an option that was set under another trainer's name.
+    A `choice` sets an option that was not set, a `change` replaces a value that was set (forbidden by --strict), a
+    `warning` changes nothing, and a `name` reports an option set under another trainer's name.
     """
 
     option: str
@@ -31,7 +31,7 @@ class Adjustment:
     kind: Kind
 
     def to_event(self) -> Adjusted:
-        """Return the event that records it."""
+        """Return the event for the record."""
         return Adjusted(
             option=self.option,
             asked=self.requested,
@@ -42,7 +42,7 @@ class Adjustment:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of plan.json, where the requested value is called `asked`."""
+        """Return the entry of plan.json; `requested` is called `asked` there."""
         return {"asked" if name == "requested" else name: value for name, value in asdict(self).items()}
 
     def sentence(self) -> str:
@@ -68,16 +68,16 @@ class Plan:
     world_size: int
     collective: str | None
     estimated_bytes: int | None
-    """Estimated memory of one training step; None when the model's shape is not known."""
+    """Estimated memory of a training step; None if the model's shape is unknown."""
     usable_bytes: int
-    """The memory that a step of one process may use."""
+    """Memory available to a step, per process."""
     adjustments: tuple[Adjustment, ...]
     fitted: Fitted | None = None
-    """The step whose memory is estimated; None when the model's shape is not known."""
+    """The step whose memory is estimated; None if the model's shape is unknown."""
     correction: Correction | None = None
-    """Corrections of the estimate by earlier runs on this machine."""
+    """Correction of the estimate, from earlier runs on this machine."""
     base: BaseChoice | None = None
-    """What is decided about the base already; None until the model of a new run is opened."""
+    """The decisions about the base; None until a new run opens its model."""
 
     @property
     def engine(self) -> str:
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def attention(self) -> tuple[Attention, str]:
-        """The implementation of attention, and why it was chosen."""
+        """The attention implementation and the reason for it."""
         config = self.config
         return choose_attention(
             self.backend,
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def quant_spec(self) -> QuantSpec | None:
-        """The quantization of the base; None without one."""
+        """The quantization of the base, if any."""
         if self.quantizer == "none":
             return None
         return QuantSpec(
@@ -134,11 +134,11 @@ class Plan:
         }
 
     def has_chosen(self, option: str) -> bool:
-        """Return whether an option was left open and has been chosen for the user."""
+        """Return whether the value of an option was chosen automatically."""
         return any(a.option == option and a.kind == "choice" for a in self.adjustments)
 
     def replaced(self) -> list[Adjustment]:
-        """Return the adjustments of options that the user set, including those set to `auto`."""
+        """Return the adjustments of options that the user set, also to `auto`."""
         return [
             a for a in self.adjustments if a.kind in ("choice", "change") and a.option in self.config.sources
         ]
@@ -150,7 +150,7 @@ def _shown(value: Any) -> str:
 
 @dataclass
 class Draft:
-    """The requested options with the values changed so far, the adjustments and the problems."""
+    """A plan in progress: the request, the values changed so far, adjustments and problems."""
 
     request: Config
     facts: Facts
@@ -166,7 +166,7 @@ class Draft:
         return option in self.request.sources
 
     def set(self, option: str, used: Any, reason: str, *, kind: Kind | None = None) -> None:
-        """Use another value. By default it is a `change` of a value that the user set, and a `choice` otherwise."""
+        """Use another value: by default a `change` if the user set the option, otherwise a `choice`."""
         requested = options_by_name()[option].written(getattr(self.request, option))
         if kind is None:
             kind = "change" if self.is_asked(option) and requested not in ("auto", None) else "choice"

@@ -1,4 +1,4 @@
-"""Resolve a request and the facts into a plan. This is a pure function; each change is an Adjustment with a reason."""
+"""Resolve a request and facts into a plan: a pure function that records each change as an Adjustment."""
 
 from __future__ import annotations
 
@@ -17,84 +17,17 @@ from crosstune.estimate.machine import auto_reason, choose_backend
 from crosstune.estimate.memory import usable_bytes
 from crosstune.process.ranks import Ranks
 
-
-def warn_without_effect(draft: Draft, decided: ResolvedOptions) -> None:
-    facts = draft.facts
-    # A folder of quantized weights sets all options in its record; the user did not set those.
-    folder = facts.stored.source if facts.stored is not None else None
-    for option in option_list():
-        reason = idle_reason(option.needs, decided)
-        if reason and draft.is_asked(option.name) and draft.request.sources[option.name] != folder:
-            draft.warn(option.name, reason)
-    without_metal = decided.engine == "mlx" and not facts.machine.system.startswith("Darwin")
-    for reason in idle_settings(facts.mlx_settings, without_metal=without_metal):
-        draft.warn("mlx_config", reason)
-
-
-def check_values(draft: Draft, method: str) -> None:
-    """Add a problem or a warning to the draft for each of them."""
-    if draft["max_steps"] != -1 and not draft.is_asked("num_epochs"):
-        draft.values["num_epochs"] = 0  # max_steps alone decides when to stop
-    if draft["num_epochs"] == 0 and draft["max_steps"] == -1:
-        draft.problems.append(UserError("num_epochs is 0 and max_steps is not set.", do="set one of the two"))
-    if draft.is_asked("warmup_steps") and draft.is_asked("warmup_ratio"):
-        draft.problems.append(
-            UserError("warmup_steps and warmup_ratio are both set.", do="keep one of the two")
-        )
-    must_be_positive = [
-        ("lr", True),
-        ("lora_alpha", method in ("lora", "dora")),
-        ("loraplus_lr_ratio", method in ("lora", "dora")),
-        ("grad_norm", draft["apply_gradient_clipping"]),
-    ]
-    for option, matters in must_be_positive:
-        if matters and draft[option] == 0:
-            draft.problems.append(
-                UserError(f"{option} is 0.", why="nothing would be learned.", do="set a larger value")
-            )
-    if draft["lora_dropout"] == 1:
-        draft.problems.append(
-            UserError("lora_dropout is 1.", why="it would drop every input of the adapters.")
-        )
-    if (
-        draft["warmup_steps"] is not None
-        and draft["max_steps"] != -1
-        and draft["warmup_steps"] > draft["max_steps"]
-    ):
-        draft.warn("warmup_steps", "is longer than the run: the learning rate never reaches its peak")
-    if method == "llama_pro" and draft["base_adapter"]:
-        draft.problems.append(
-            UserError("base_adapter does not fit llama_pro.", why="llama_pro trains blocks, not adapters.")
-        )
-
-
 CONTEXT_WITHOUT_FLASH = 2048
-
-
-def fit_attention(draft: Draft) -> None:
-    """Turn off flash attention where there is none, and limit the context."""
-    shape = draft.facts.shape
-    if draft["use_flash_attention"] and not draft.report.has_flash_attention:
-        draft.set("use_flash_attention", False, f"no flash attention on {draft.report.name} here")
-        if draft["context_length"] > CONTEXT_WITHOUT_FLASH:
-            draft.set(
-                "context_length",
-                CONTEXT_WITHOUT_FLASH,
-                "without flash attention, longer rows need too much memory",
-            )
-    if shape is not None and shape.max_context and draft["context_length"] > shape.max_context:
-        draft.set("context_length", shape.max_context, f"the model's context is {shape.max_context} tokens")
-
-
+"""Context limit without flash attention: longer rows need too much memory."""
 EIGHT_BIT_OPTIMIZERS_FROM = "bnb"
-"""The quantizer whose library has the 8-bit optimizers."""
+"""The quantizer whose library provides the 8-bit optimizers."""
 _ONE_RANK_PER_DEVICE = ("nccl", "xccl")
 FUSED_OPTIMIZERS_ON = ("cuda", "cpu", "mps", "xpu")
-"""Devices of torch; ROCm's is called cuda."""
+"""Torch devices; ROCm is called cuda."""
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
-    """Return the plan for these facts; raise one ConfigError with all problems."""
+    """Return the plan; raise one ConfigError with all problems."""
     config = _with_stored_quantization(config, facts)
     draft = _choose_backend(config, facts)
     _mention_names(draft)
@@ -102,15 +35,15 @@ def resolve(config: Config, facts: Facts) -> Plan:
         draft.set(option, preset.value, preset.reason)
     method, quantizer, n_bits = choose_method(draft)
     if method == "llama_pro" and draft["llama_pro_path"]:
-        draft.set("model_name", draft["llama_pro_path"], "llama_pro_path names it", kind="choice")
+        draft.set("model_name", draft["llama_pro_path"], "set by llama_pro_path", kind="choice")
     fit_precision(draft)
     world_size, collective = _fit_world(draft)
-    fit_attention(draft)
+    _fit_attention(draft)
     fit_kernels(draft, method=method, quantizer=quantizer, world_size=world_size)
     fit_compile(draft, world_size=world_size)
     _fit_optimizer(draft)
     if draft["low_memory"] and not draft.is_asked("use_gradient_checkpointing"):
-        draft.set("use_gradient_checkpointing", True, "low_memory recomputes activations")
+        draft.set("use_gradient_checkpointing", True, "low_memory turns it on")
     usable = usable_bytes(
         facts.machine, draft.report, facts.backends[draft.report.name], environment=facts.environment
     ) // _num_sharing(draft, world_size)
@@ -121,7 +54,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         draft, method=method, quantizer=quantizer, n_bits=n_bits, limit=usable, num_shards=shares
     )
     _check_sharded_optimizer(draft, num_shards=shares)
-    check_values(draft, method)
+    _check_values(draft, method)
     decided = ResolvedOptions(
         options={option.name: draft[option.name] for option in option_list()},
         engine=draft.report.engine,
@@ -130,7 +63,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
         n_bits=n_bits,
         world_size=world_size,
     )
-    warn_without_effect(draft, decided)
+    _warn_without_effect(draft, decided)
     if config.strict:
         draft.problems += [_forbidden(a) for a in draft.adjustments if a.kind == "change"]
     raise_all(draft.problems)
@@ -153,7 +86,7 @@ def resolve(config: Config, facts: Facts) -> Plan:
 
 
 def _mention_names(draft: Draft) -> None:
-    """Record the options that were set under another trainer's name."""
+    """Record options set under another trainer's name."""
     for option, name in draft.request.renamed.items():
         value = getattr(draft.request, option)
         draft.adjustments.append(
@@ -162,7 +95,7 @@ def _mention_names(draft: Draft) -> None:
 
 
 def _with_stored_quantization(config: Config, facts: Facts) -> Config:
-    """Use the quantization options of a folder of quantized weights, unless the user set others."""
+    """Use the quantization recorded in a folder of quantized weights, unless the user set another."""
     library, stored = TRAIN_TYPE_PARTS[config.train_type][1], facts.stored
     if library == "none" or stored is None or library not in ("auto", stored.quantizer):
         return config
@@ -172,7 +105,7 @@ def _with_stored_quantization(config: Config, facts: Facts) -> Config:
 
 
 def _num_sharing(draft: Draft, world_size: int) -> int:
-    """Return how many processes use the same memory."""
+    """Return the number of processes that share the same memory."""
     if draft.report.engine != "mlx" and not draft.report.is_torch_cpu:
         return 1
     ranks = draft.facts.ranks
@@ -181,9 +114,9 @@ def _num_sharing(draft: Draft, world_size: int) -> int:
 
 def _forbidden(adjustment: Adjustment) -> UserError:
     return UserError(
-        f"{adjustment.option} cannot stay {adjustment.requested}.",
-        why=f"{adjustment.reason}; --strict forbids using {adjustment.used} instead.",
-        do=f"use --{adjustment.option} {adjustment.used}, or leave out --strict",
+        f"{adjustment.option} cannot be {adjustment.requested} here.",
+        why=f"{adjustment.reason}; --strict forbids {adjustment.used} instead.",
+        do=f"use --{adjustment.option} {adjustment.used}, or omit --strict",
     )
 
 
@@ -194,42 +127,41 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
         draft = Draft(request=config, facts=facts, report=machine.backends[name])
         reason = auto_reason(machine, preference=facts.preference())
         if draft.report.is_torch_cpu:
-            reason += "; a CPU is slow: for small models and tests"
+            reason += "; a CPU is slow, suited to small models and tests"
         draft.set("backend", name, reason, kind="choice")
         return draft
     report = machine.backends.get(config.backend)
     if report is None or not report.available:
-        reason = report.reason if report else f"{machine.name} has no report on it."
+        reason = report.reason if report else f"the report of {machine.name} does not have it."
         raise UserError(
             f"Backend '{config.backend}' is not available",
             why=reason,
-            do=f"{facts.backends[config.backend].install.rstrip('.')}; or use --backend auto, or one that is available here: "
+            do=f"{facts.backends[config.backend].install.rstrip('.')}; or use --backend auto, or one of those available here: "
             f"{', '.join(machine.available())}",
         )
     return Draft(request=config, facts=facts, report=report)
 
 
 def _fit_world(draft: Draft) -> tuple[int, str | None]:
-    """Return the number of processes, and the communication library when there are several."""
+    """Return the number of processes, and the communication library if there are several."""
     report, asked, ranks = draft.report, draft["world_size"], draft.facts.ranks
     num_devices = max(1, len(report.devices))
     world_size = 1 if asked == -1 else asked
     if ranks is not None:
         world_size = _fit_ranks(draft, ranks)
     elif asked == -1 and num_devices > 1 and not report.is_torch_cpu and report.engine != "mlx":
-        why = f"one of {num_devices} devices; `crosstune train` starts a process for each"
+        why = f"one of {num_devices} devices; `crosstune train` starts one process per device"
         draft.set("world_size", 1, why, kind="choice")
     if report.engine == "mlx" and world_size > 1 and (ranks is None or ranks.local_size > 1):
         draft.warn(
             "world_size",
-            "MLX processes on one machine share its GPU, which is for tests only; to train faster, start one on each "
+            "MLX processes on one machine share its GPU, useful only for tests; to train faster, start one process on each "
             "of several machines with mlx.launch",
         )
     collective = draft.facts.backends[report.name].collective
     wanted = draft["distributed_backend"]
-    offers = (
-        () if report.engine == "mlx" else report.collectives
-    )  # MLX has others; only its ring is supported
+    # Of the libraries of MLX, only its ring is supported.
+    offers = () if report.engine == "mlx" else report.collectives
     if wanted not in ("auto", collective) and wanted not in offers:
         _refuse_collective(draft, wanted, collective or "auto", world_size=world_size)
     elif wanted != "auto":
@@ -240,8 +172,10 @@ def _fit_world(draft: Draft) -> tuple[int, str | None]:
 
 
 def _refuse_collective(draft: Draft, wanted: str, used: str, *, world_size: int) -> None:
-    """Add a problem for a communication library that the backend lacks. In a run of one process it is ignored. On MPS it
-    becomes gloo, since commands written for NVIDIA's GPUs are promised to work there."""
+    """Add a problem for a communication library that the backend lacks.
+
+    Replace it in a run of one process, and on MPS, where the guides promise that commands for NVIDIA GPUs work.
+    """
     report = draft.report
     why = f"{wanted} does not run on {report.name} ({draft.facts.backends[report.name].title}), {used} does"
     if world_size == 1 or report.name == "mps":
@@ -251,36 +185,36 @@ def _refuse_collective(draft: Draft, wanted: str, used: str, *, world_size: int)
         UserError(
             f"--distributed_backend {wanted} does not work with --backend {report.name}.",
             why=f"{why}.",
-            do=f"use --distributed_backend {used}, or leave it out",
+            do=f"use --distributed_backend {used}, or omit it",
         )
     )
 
 
 def _check_devices(draft: Draft, num_local: int, num_devices: int) -> None:
-    """Add a problem for more processes on a machine than it has devices."""
+    """Add a problem for more processes than devices on a machine."""
     if num_local > num_devices:
         plural = "device" if num_devices == 1 else "devices"
         draft.problems.append(
             UserError(
                 f"{num_local} processes cannot train on {num_devices} {draft.report.name} {plural}.",
-                why="their communication library needs a device for each process.",
+                why="the communication library needs one device per process.",
                 do=f"use --world_size {num_devices}, more machines, or --distributed_backend gloo to share a device",
             )
         )
 
 
 def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
-    """Return the number of processes that were started; add a problem when the options contradict it."""
+    """Return the number of started processes; add a problem for options that contradict it."""
     report, asked = draft.report, draft["world_size"]
     if report.engine != ranks.engine:
         draft.problems.append(
             UserError(
-                f"{ranks.size} {ranks.engine} processes were started, but --backend {report.name} is not for them.",
-                do="use a backend of that engine, or start one process without a launcher",
+                f"{ranks.size} {ranks.engine} processes were started, but --backend {report.name} uses {report.engine}.",
+                do=f"use a backend of {ranks.engine}, or start one process without a launcher",
             )
         )
     if asked == -1:
-        draft.set("world_size", ranks.size, "the number of processes that were started", kind="choice")
+        draft.set("world_size", ranks.size, "the number of started processes", kind="choice")
     elif asked != ranks.size:
         draft.problems.append(
             UserError(
@@ -292,15 +226,15 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
 
 
 def _check_sharded_optimizer(draft: Draft, *, num_shards: int) -> None:
-    """Add a problem for an optimizer whose moments cannot be sharded: they are not one number per weight."""
+    """Add a problem for an optimizer whose state cannot be sharded, because it is not one number per weight."""
     optimizer = draft["optimizer"]
     if num_shards > 1 and (optimizer == "adafactor" or optimizer.endswith("_8bit")):
         each = "row and column" if optimizer == "adafactor" else "256 weights"
         draft.problems.append(
             UserError(
                 f"--optimizer {optimizer} does not work with --sharding_strategy {draft['sharding_strategy']}.",
-                why=f"it keeps a number for each {each} of a whole weight, and a process has a part of it.",
-                do="use --optimizer adamw, whose moments are sharded too, or --sharding_strategy ddp",
+                why=f"its state has a number per {each} of the whole tensor, and a process has only a shard.",
+                do="use --optimizer adamw, or --sharding_strategy ddp",
             )
         )
 
@@ -313,8 +247,67 @@ def _fit_optimizer(draft: Draft) -> None:
     if optimizer.endswith("_8bit") and (
         report.name in ("mps", "mlx") or EIGHT_BIT_OPTIMIZERS_FROM not in report.quantizers
     ):
-        draft.set(
-            "optimizer", "adamw", f"no 8-bit optimizer on {report.name} here; it comes with bitsandbytes"
-        )
+        draft.set("optimizer", "adamw", f"no 8-bit optimizer on {report.name} here; it needs bitsandbytes")
     elif optimizer == "paged_adamw_8bit" and report.is_torch_cpu:
-        draft.set("optimizer", "adamw_8bit", "on a CPU there is nothing to page")
+        draft.set("optimizer", "adamw_8bit", "a CPU has nothing to page")
+
+
+def _fit_attention(draft: Draft) -> None:
+    """Turn off flash attention where it is missing, and limit the context."""
+    shape = draft.facts.shape
+    if draft["use_flash_attention"] and not draft.report.has_flash_attention:
+        draft.set("use_flash_attention", False, f"no flash attention on {draft.report.name} here")
+        if draft["context_length"] > CONTEXT_WITHOUT_FLASH:
+            draft.set(
+                "context_length",
+                CONTEXT_WITHOUT_FLASH,
+                "without flash attention, longer rows need too much memory",
+            )
+    if shape is not None and shape.max_context and draft["context_length"] > shape.max_context:
+        draft.set("context_length", shape.max_context, f"the model's context is {shape.max_context} tokens")
+
+
+def _warn_without_effect(draft: Draft, decided: ResolvedOptions) -> None:
+    facts = draft.facts
+    # Options from the record of a folder of quantized weights were not set by the user.
+    folder = facts.stored.source if facts.stored is not None else None
+    for option in option_list():
+        reason = idle_reason(option.needs, decided)
+        if reason and draft.is_asked(option.name) and draft.request.sources[option.name] != folder:
+            draft.warn(option.name, reason)
+    without_metal = decided.engine == "mlx" and not facts.machine.system.startswith("Darwin")
+    for reason in idle_settings(facts.mlx_settings, without_metal=without_metal):
+        draft.warn("mlx_config", reason)
+
+
+def _check_values(draft: Draft, method: str) -> None:
+    """Add problems and warnings for values that do not fit together."""
+    if draft["max_steps"] != -1 and not draft.is_asked("num_epochs"):
+        draft.values["num_epochs"] = 0  # max_steps alone decides when to stop
+    if draft["num_epochs"] == 0 and draft["max_steps"] == -1:
+        draft.problems.append(UserError("num_epochs is 0 and max_steps is not set.", do="set one of the two"))
+    if draft.is_asked("warmup_steps") and draft.is_asked("warmup_ratio"):
+        draft.problems.append(
+            UserError("warmup_steps and warmup_ratio are both set.", do="keep one of the two")
+        )
+    must_be_positive = [
+        ("lr", True),
+        ("lora_alpha", method in ("lora", "dora")),
+        ("loraplus_lr_ratio", method in ("lora", "dora")),
+        ("grad_norm", draft["apply_gradient_clipping"]),
+    ]
+    for option, matters in must_be_positive:
+        if matters and draft[option] == 0:
+            draft.problems.append(
+                UserError(f"{option} is 0.", why="nothing would be learned.", do="set a positive value")
+            )
+    if draft["lora_dropout"] == 1:
+        draft.problems.append(UserError("lora_dropout is 1.", why="it would drop all adapter inputs."))
+    if draft["max_steps"] != -1 and (draft["warmup_steps"] or 0) > draft["max_steps"]:
+        draft.warn("warmup_steps", "exceeds max_steps: the learning rate never reaches its peak")
+    if method == "llama_pro" and draft["base_adapter"]:
+        draft.problems.append(
+            UserError(
+                "base_adapter does not work with llama_pro.", why="llama_pro trains blocks, not adapters."
+            )
+        )

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from crosstune.tracking.tracker import Place, Rows, TrackedRun, Values
@@ -17,7 +16,7 @@ FOLDER = "tensorboard"
 
 
 class Tracker:
-    """Write event files without a thread in between, so that a full disk is noticed at once."""
+    """Write event files directly, to notice a full disk at once."""
 
     repeats = True
 
@@ -27,16 +26,16 @@ class Tracker:
 
         folder = run.folder / FOLDER
         folder.mkdir(exist_ok=True)
-        # The usual name has the host's name in it.
+        # Not the usual file name, since it contains the host name.
         path = folder / f"events.out.tfevents.{time.time_ns() // 1000:016d}.{os.getpid()}"
         self._file = path.open("wb")
         self._records = RecordWriter(self._file)
         self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if run.continues:  # readers then drop what earlier files have from this step on
+        if run.continues:  # makes readers drop later steps in earlier files
             status = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._write(event_pb2.Event(wall_time=time.time(), step=run.resumes_at + 1, session_log=status))
         self._write_text("config", f"```json\n{_indented(run.config)}\n```", step=run.resumes_at)
-        return Place(where=str(folder), view=f"tensorboard --logdir {_parent(run.folder)}")
+        return Place(where=str(folder), view=f"tensorboard --logdir {run.folder.parent}")
 
     def log(self, values: Values, *, step: int) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -76,17 +75,12 @@ class Tracker:
         self._file.flush()
 
 
-def _parent(folder: Path) -> Path:
-    """Return the folder of all runs: TensorBoard shows the runs below a folder side by side."""
-    return folder.parent
-
-
 def _indented(data: Mapping[str, Any]) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False)
 
 
 def _markdown(rows: Rows) -> str:
-    """Return a table; line breaks inside of a cell would end its row."""
+    """Return a Markdown table; escape line breaks, since they would end a row."""
     columns = list(rows[0]) if rows else []
     lines = [columns, ["---"] * len(columns), *([row.get(name, "") for name in columns] for row in rows)]
     return "\n".join("| " + " | ".join(_cell(item) for item in line) + " |" for line in lines)

@@ -12,7 +12,7 @@ ENVIRONMENT: Mapping[str, str] = {"HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 class Tracker:
-    repeats = False  # a row of a step that it has would stand beside the old one
+    repeats = False  # it would keep both rows of a repeated step
 
     def start(self, run: TrackedRun) -> Place:
         import trackio

@@ -13,21 +13,21 @@ from crosstune.tracking.tracker import Place, Rows, TrackedRun, Unavailable, Val
 PACKAGE = "wandb"
 ENVIRONMENT: Mapping[str, str] = {
     "WANDB_SILENT": "true",
-    "WANDB_ERROR_REPORTING": "false",  # reports of its own errors to another service
+    "WANDB_ERROR_REPORTING": "false",  # no reports of its own errors to another service
 }
 START_S = 30.0
-"""Time for its server to answer."""
+"""Time limit for its server to answer."""
 FINISH_S = 45.0
-"""Time for what is not uploaded yet; the rest stays in the run folder, for `wandb sync`."""
+"""Time limit for the last uploads; the rest stays in the run folder, for `wandb sync`."""
 NO_ROOM_BYTES = 1 << 16
-"""A disk with less is full."""
+"""A disk with less free space is full."""
 
 
 class Tracker:
-    repeats = False  # its server takes each step once
+    repeats = False  # its server accepts each step once
 
     def start(self, run: TrackedRun) -> Place:
-        # Copies of tables that wait for an upload, which it keeps in the home folder otherwise.
+        # For tables to be uploaded; by default wandb keeps them in the home folder.
         self._added = add_variables({"WANDB_DATA_DIR": str(run.folder / "wandb")})
         import wandb
         from wandb.errors import CommError, UsageError
@@ -42,7 +42,7 @@ class Tracker:
                 id=run.id,
                 dir=None if "WANDB_DIR" in launch_variables() else str(run.folder),
                 resume="allow",
-                reinit="create_new",  # a run of the caller stays open
+                reinit="create_new",  # keep a run of the caller open
                 config=dict(run.config),
                 settings=_settings(),
             )
@@ -70,12 +70,12 @@ class Tracker:
         self._run.finish(exit_code=0 if succeeded else 1)
         remove_variables(self._added)
         files = Path(self._run.settings.sync_dir)
-        if files.is_dir() and free_space(files) < NO_ROOM_BYTES:  # wandb itself says nothing about it
-            raise Unavailable(f"the disk of {files} is full, so the files there lack values")
+        if files.is_dir() and free_space(files) < NO_ROOM_BYTES:  # wandb does not report it
+            raise Unavailable(f"the disk of {files} is full; values are missing there")
 
 
 def _settings() -> Any:
-    """Return what wandb collects by itself: the load of the machine, and nothing about its user and code."""
+    """Let wandb collect the load of the machine, but nothing about its user and code."""
     from wandb import Settings
 
     return Settings(
@@ -98,5 +98,5 @@ def _explained(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     offline = "WANDB_MODE=offline keeps the values in the run folder"
     if "api key" in lines[0].lower():
-        return f"there is no valid key for it: log in with `wandb login`, or {offline}"
+        return f"it has no valid key: log in with `wandb login`, or {offline}"
     return f"{lines[0].rstrip('.')}; {offline}"

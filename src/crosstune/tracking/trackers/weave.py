@@ -1,4 +1,4 @@
-"""Weave: evaluations with their samples as traces, and the steps of the run as a data set. It has no offline mode."""
+"""Weave: evaluations and samples as traces, the steps of a run as a dataset. It has no offline mode."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ENVIRONMENT: Mapping[str, str] = {
     "WEAVE_CAPTURE_CODE": "false",
     "WEAVE_CAPTURE_SYSTEM_INFO": "false",
     "WEAVE_CAPTURE_CLIENT_INFO": "false",
-    "WEAVE_ENABLE_DISK_FALLBACK": "false",  # it writes what it could not send into the working folder
+    "WEAVE_ENABLE_DISK_FALLBACK": "false",  # it would write unsent data into the working folder
     "WEAVE_USE_SERVER_CACHE": "false",
 }
 MOST_STEPS = 20_000
-"""Steps in the data set of a run; of a longer run every second, third, ... step."""
+"""Maximum steps in the dataset of a run; a longer run is thinned out."""
 
 
 class Tracker:
@@ -32,7 +32,7 @@ class Tracker:
         from weave.trace.env import weave_wandb_api_key
 
         if _is_offline():
-            raise Unavailable("weave has no offline mode, and WANDB_MODE asks for no connection")
+            raise Unavailable("weave has no offline mode, but WANDB_MODE forbids a connection")
         if not weave_wandb_api_key():
             raise Unavailable("there is no key; log in with `wandb login`, or set WANDB_API_KEY")
         self._weave, self._tracked = weave, run
@@ -47,7 +47,7 @@ class Tracker:
         return Place(where=str(self._call.ui_url))
 
     def log(self, values: Values, *, step: int) -> None:
-        """Trace an evaluation or a test; the values of a step are published at the end."""
+        """Trace an evaluation or a test; steps are published at the end."""
         kinds = {name.partition("/")[0] for name in values}
         if "train" in kinds:
             return
@@ -78,7 +78,7 @@ class Tracker:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values that JSON has: NaN and infinities as text."""
+    """Return values for JSON, with NaN and infinities as text."""
     return {
         name: value if not isinstance(value, float) or value - value == 0 else str(value)
         for name, value in values.items()
