@@ -154,7 +154,7 @@ def test_a_file_of_predictions_alone_gives_the_table_of_the_test(tmp_path: Path,
     ]
     path.write_text(json.dumps(rows))
     assert main(["judge", "eval", "--predictions", str(path)]) == 0
-    assert "fitted on these very items" in capsys.readouterr().out
+    assert "fitted on the same items" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
