@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from crosstune.core.version import __version__
+from crosstune.core import __version__
 
 if TYPE_CHECKING:
     from crosstune.api.callbacks import STOP, Callback, StopTraining

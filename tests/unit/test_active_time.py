@@ -9,8 +9,8 @@ import pytest
 
 from crosstune.distributed.links import Channel
 from crosstune.distributed.watchdog import LauncherWatch
-from crosstune.process.active_time import GAP_S, ActiveClock
 from crosstune.process.ranks import RankState
+from crosstune.process.this_process import GAP_S, ActiveClock
 
 
 class Times:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from forks import LIMIT_S, Forked, fork
 
+from crosstune.core import __version__
 from crosstune.core.errors import UserError
-from crosstune.core.version import __version__
 from crosstune.distributed import processes
 from crosstune.distributed.attempts import Failure, Report
 from crosstune.distributed.coordinator import Coordinator

@@ -162,7 +162,7 @@ def _main(words: list[str]) -> int:
         print(fold_help(HELP.format(commands=commands)))
         return EXIT_DONE
     if words[0] in ("-V", "--version"):
-        from crosstune.core.version import __version__
+        from crosstune.core import __version__
 
         print(f"crosstune {__version__}")
         return EXIT_DONE

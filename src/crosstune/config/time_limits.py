@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from crosstune.config.option import parse_duration
 from crosstune.config.schema import Config
-from crosstune.core.durations import parse_duration
 from crosstune.process.ranks import Limits
 
 SHORTEST_S = 60.0

@@ -12,8 +12,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from crosstune.core import __version__
 from crosstune.core.errors import EXIT_OUR_FAULT, EXIT_USER_MUST_ACT, PortTaken, UserError, readable
-from crosstune.core.version import __version__
 from crosstune.distributed.attempts import Outcome, Report, RestartPolicy
 from crosstune.distributed.environment import MOST_PROCESSES, Nodes
 from crosstune.distributed.links import Channel, Message

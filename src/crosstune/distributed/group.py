@@ -17,8 +17,8 @@ from typing import Any
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.config.time_limits import limits_of
+from crosstune.core import __version__
 from crosstune.core.errors import UserError
-from crosstune.core.version import __version__
 from crosstune.distributed.watchdog import FolderBoard, Watchdog
 from crosstune.estimate.machine import Machine
 from crosstune.files.json_files import finite

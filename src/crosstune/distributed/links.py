@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from crosstune.core import __version__
 from crosstune.core.errors import EXIT_OUR_FAULT, UserError
-from crosstune.core.version import __version__
 from crosstune.distributed.attempts import AttemptDecision, Outcome, Report, RestartPolicy
 from crosstune.distributed.environment import Nodes
 from crosstune.distributed.master import check_master, free_ports, reach
 from crosstune.files.json_files import parse_json
-from crosstune.process.active_time import ActiveClock
+from crosstune.process.this_process import ActiveClock
 
 BEAT_S = 1.0
 """Seconds between two heartbeats."""

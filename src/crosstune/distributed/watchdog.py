@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 
 from crosstune.core.errors import EXIT_HUNG, EXIT_PEER_LOST
-from crosstune.process.active_time import ActiveClock
 from crosstune.process.ranks import Activity, Board, BoardLost, Ranks, RankState
+from crosstune.process.this_process import ActiveClock
 
 _COLLECTIVE = ("torch/distributed/", "torch/autograd/graph.py", "_engine/group.py", "_engine/sharding/")
 """Path fragments of code that waits for other ranks."""

@@ -11,9 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from crosstune.core import __version__
 from crosstune.core.errors import UserError
 from crosstune.core.names import unknown_name
-from crosstune.core.version import __version__
 from crosstune.files.atomic_files import put_in_place, remove_folder, staged_name, staging_folder
 from crosstune.files.json_fields import OBJECT, TEXT, map_of, object_with, whole, wrong_field
 from crosstune.files.json_files import read_object, write_json

@@ -12,9 +12,9 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
+from crosstune.core import __version__
 from crosstune.core.errors import UserError
 from crosstune.core.safe_text import printable
-from crosstune.core.version import __version__
 from crosstune.files.atomic_files import write_bytes
 from crosstune.report.charts import Chart
 from crosstune.report.layout import layout

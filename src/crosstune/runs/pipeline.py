@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.load import to_yaml
+from crosstune.config.option import parse_duration
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
-from crosstune.core.durations import parse_duration
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Observers, RunMovedAside, Started, Warned, check_metric_names
 from crosstune.core.safe_text import redact, redact_command

@@ -87,7 +87,7 @@ def _folders(target: Path) -> list[tuple[int, Path]]:
 def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
     from crosstune.checkpoint.manifest import DamagedCheckpoint, UnknownVersion
     from crosstune.checkpoint.read import open_checkpoint
-    from crosstune.checkpoint.rotate import lowest
+    from crosstune.checkpoint.write import lowest
 
     rows: list[dict[str, Any]] = []
     for step, folder in _folders(target):
@@ -195,7 +195,7 @@ def _prune(own: Any) -> int:
 
 
 def _prune_held(own: Any) -> int:
-    from crosstune.checkpoint.rotate import Keep, rotate
+    from crosstune.checkpoint.write import Keep, rotate
 
     rows = _rows(own.target, hashes=False)
     evaluations = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
