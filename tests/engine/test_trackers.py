@@ -24,10 +24,10 @@ from tracked import Seen
 
 from crosstune.config.load import make_config
 from crosstune.core.events import StepMetrics
-from crosstune.core.tracking_events import TrackingFailed, TrackingStarted
 from crosstune.files.json_files import read_jsonl
 from crosstune.runs.pipeline import train
 from crosstune.tracking import observe
+from crosstune.tracking.tracker import TrackingFailed, TrackingStarted
 from crosstune.tracking.values import numbers
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -329,7 +329,7 @@ NO_KEY = """
 import sys
 from pathlib import Path
 from crosstune.config.load import make_config
-from crosstune.core.tracking_events import TrackingFailed
+from crosstune.tracking.tracker import TrackingFailed
 from crosstune.tracking import observe
 from tracked import Seen
 

@@ -28,8 +28,9 @@ from crosstune.checkpoint.manifest import (
     seal,
 )
 from crosstune.checkpoint.read import newest_valid, open_checkpoint
+from crosstune.checkpoint.rotate import Keep, rotate, superfluous
 from crosstune.checkpoint.tensors import describe_tensors, describe_trainable, read_tensors, write_tensors
-from crosstune.checkpoint.write import Keep, SaveFailed, rotate, superfluous, write_checkpoint
+from crosstune.checkpoint.write import SaveFailed, write_checkpoint
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import SessionState
 from crosstune.files.atomic_files import set_aside, staging_path

@@ -11,13 +11,14 @@ from typing import Any
 from crosstune.cli.terminal.event_lines import LINES
 from crosstune.cli.terminal.screen import Screen
 from crosstune.config.resolve.plan import Adjustment
-from crosstune.core import events, tracking_events
+from crosstune.core import events
 from crosstune.core.events import Event, Failed, Interrupted
 from crosstune.core.loss_measurement import Comparison, LossMeasurement
 from crosstune.files.json_files import read_jsonl
 from crosstune.files.run_record import RunRecord
 from crosstune.loop.profile_result import PhaseClock, profile_result
 from crosstune.report.tables import NOTABLE_KINDS
+from crosstune.tracking import tracker as tracking_events
 
 NOT_SHOWN = (Failed, Interrupted)
 """The command prints the error that ended the run."""

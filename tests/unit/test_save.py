@@ -14,7 +14,8 @@ from manifests import make_manifest
 
 from crosstune.checkpoint import write as writing
 from crosstune.checkpoint.read import open_checkpoint
-from crosstune.checkpoint.write import Keep, SaveFailed
+from crosstune.checkpoint.rotate import Keep
+from crosstune.checkpoint.write import SaveFailed
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Event, Warned
 from crosstune.core.protocols import SessionState
 from crosstune.loop import save as saving

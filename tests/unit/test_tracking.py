@@ -24,11 +24,11 @@ from crosstune.core.events import (
     StepMetrics,
     Stopped,
 )
-from crosstune.core.tracking_events import TrackingFailed, TrackingStarted, TrackingWaits
 from crosstune.files.json_files import read_jsonl
 from crosstune.files.run_record import RunRecord
 from crosstune.tracking import observe
 from crosstune.tracking.observe import Tracking, check_trackers
+from crosstune.tracking.tracker import TrackingFailed, TrackingStarted, TrackingWaits
 from crosstune.tracking.values import table_rows, tracked_config
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"

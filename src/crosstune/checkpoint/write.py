@@ -1,33 +1,21 @@
-"""Write a checkpoint atomically (stage, hash, sync, rename), and remove old ones."""
+"""Write a checkpoint atomically: stage it, hash it, sync it, then rename it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from crosstune.checkpoint.folders import checkpoint_folders, name_of, point_latest
-from crosstune.checkpoint.manifest import (
-    MANIFEST,
-    MOMENTS,
-    RANDOM,
-    SEAL,
-    WEIGHTS,
-    DamagedCheckpoint,
-    Manifest,
-    encode,
-    seal,
-)
-from crosstune.checkpoint.read import open_checkpoint
+from crosstune.checkpoint.folders import name_of, point_latest
+from crosstune.checkpoint.manifest import MANIFEST, MOMENTS, RANDOM, SEAL, WEIGHTS, Manifest, encode, seal
 from crosstune.checkpoint.tensors import file_bytes, write_new, write_tensors
 from crosstune.core.errors import UserError
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Array, SessionState
-from crosstune.files.atomic_files import put_new, remove_folder, staging_folder
+from crosstune.files.atomic_files import put_new, staging_folder
 from crosstune.files.plain_files import NO_ROOM, free_space, readable_bytes
 
 SPARE_BYTES = 4 * 2**20
@@ -133,49 +121,3 @@ def no_memory(error: BaseException) -> SaveFailed:
         "the older checkpoints are intact.",
         do="free memory (a smaller --batch_size, other programs), then continue with --resume auto",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Keep:
-    last_n: int
-    best: bool = True
-    """Keep the one with the lowest evaluation loss."""
-    every: int = 0
-    """Keep all whose step is a multiple of this; 0 for none."""
-
-
-def lowest(steps: Sequence[int], evaluations: Mapping[int, float]) -> int | None:
-    """Return which of `steps` has the lowest finite evaluation loss, the earliest of equal ones."""
-    evaluated = [step for step in steps if math.isfinite(evaluations.get(step, math.nan))]
-    return min(evaluated, key=lambda step: (evaluations[step], step)) if evaluated else None
-
-
-def superfluous(steps: Sequence[int], keep: Keep, evaluations: Mapping[int, float]) -> list[int]:
-    """Return the steps whose checkpoints may be removed, oldest first."""
-    kept = set(sorted(steps, reverse=True)[: keep.last_n])
-    if keep.every:
-        kept |= {step for step in steps if step % keep.every == 0}
-    best = lowest(steps, evaluations)
-    if keep.best and best is not None:
-        kept.add(best)
-    return sorted(set(steps) - kept)
-
-
-def rotate(root: Path, keep: Keep, evaluations: Mapping[int, float], *, dry_run: bool = False) -> list[Path]:
-    """Verify the newest checkpoint, then remove superfluous ones and return them; with `dry_run`, only return them."""
-    folders = checkpoint_folders(root)
-    steps = superfluous([step for step, _ in folders], keep, evaluations)
-    if not steps:
-        return []
-    try:
-        open_checkpoint(folders[0][1])
-    except DamagedCheckpoint as error:
-        raise UserError(
-            f"No checkpoint is removed: the newest, {folders[0][1].name}, cannot be read back.",
-            why=error.why,
-            do="check the disk; all older checkpoints are kept",
-        ) from error
-    removed = [path for step, path in folders if step in set(steps)]
-    for path in reversed(removed if not dry_run else []):
-        remove_folder(path)
-    return removed

@@ -12,9 +12,10 @@ import psutil
 
 from crosstune.checkpoint.folders import name_of
 from crosstune.checkpoint.manifest import Manifest
+from crosstune.checkpoint.rotate import Keep, rotate
 from crosstune.checkpoint.shards import write_divided
 from crosstune.checkpoint.tensors import describe_trainable
-from crosstune.checkpoint.write import Committed, Keep, SaveFailed, no_memory, rotate, write_checkpoint
+from crosstune.checkpoint.write import Committed, SaveFailed, no_memory, write_checkpoint
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Observer, Warned

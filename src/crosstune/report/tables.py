@@ -19,7 +19,6 @@ from crosstune.core.events import (
     Stopped,
     Warned,
 )
-from crosstune.core.tracking_events import TrackingFailed
 from crosstune.report.files import RunFiles, is_adjustment, listed, mapping, number
 from crosstune.report.formatting import (
     MINUS,
@@ -38,6 +37,7 @@ from crosstune.report.formatting import (
     show_time,
 )
 from crosstune.report.outcome import devices, duration
+from crosstune.tracking.tracker import TrackingFailed
 
 Fact = tuple[str, Shown]
 Row = dict[str, Any]

@@ -22,16 +22,18 @@ from crosstune.core.errors import UserError, readable
 from crosstune.core.events import Evaluated, Event, Observer, Observers, StepMetrics
 from crosstune.core.names import load_plugin
 from crosstune.core.safe_text import HIDDEN
-from crosstune.core.tracking_events import (
+from crosstune.files.run_record import RecordFailed
+from crosstune.process.this_process import note_unfinished
+from crosstune.tracking.tracker import (
     TRACKER_THREAD,
+    TrackedRun,
+    Tracker,
     TrackingFailed,
     TrackingStarted,
     TrackingWaits,
+    Unavailable,
     in_tracker_thread,
 )
-from crosstune.files.run_record import RecordFailed
-from crosstune.process.this_process import note_unfinished
-from crosstune.tracking.tracker import TrackedRun, Tracker, Unavailable
 from crosstune.tracking.values import (
     EVAL,
     TEST,

@@ -16,7 +16,7 @@ from typing import Any
 from crosstune.checkpoint.folders import checkpoint_folders, leftovers
 from crosstune.checkpoint.manifest import WEIGHTS
 from crosstune.checkpoint.read import open_checkpoint
-from crosstune.checkpoint.write import Keep, superfluous
+from crosstune.checkpoint.rotate import Keep, superfluous
 from crosstune.core.errors import UserError
 from crosstune.core.events import CheckpointSaved, Event, StepMetrics
 from crosstune.files.json_files import read_jsonl

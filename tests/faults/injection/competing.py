@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from crosstune.checkpoint.write import Keep
+from crosstune.checkpoint.rotate import Keep
 from crosstune.files.json_files import read_json
 from crosstune.process.this_process import stop_signals
 from injection.bench import Bench, die_after, differences, lost_or_torn, read_bits

@@ -204,7 +204,7 @@ def _plant_bad_token(home: Path) -> tuple[Path, Path, int]:
 
 
 def _keep() -> Any:
-    from crosstune.checkpoint.write import Keep
+    from crosstune.checkpoint.rotate import Keep
 
     return Keep(last_n=LONG["keep_last_n"], best=False)
 

@@ -195,7 +195,7 @@ def _prune(own: Any) -> int:
 
 
 def _prune_held(own: Any) -> int:
-    from crosstune.checkpoint.write import Keep, rotate
+    from crosstune.checkpoint.rotate import Keep, rotate
 
     rows = _rows(own.target, hashes=False)
     evaluations = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}

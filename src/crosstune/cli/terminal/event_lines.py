@@ -31,9 +31,9 @@ from crosstune.core.events import (
     Stopped,
     Warned,
 )
-from crosstune.core.tracking_events import TrackingFailed, TrackingStarted, TrackingWaits
 from crosstune.files.paths import shown_path
 from crosstune.report.next_steps import use_result
+from crosstune.tracking.tracker import TrackingFailed, TrackingStarted, TrackingWaits
 
 Lines = Iterable[tuple[str, str | None]]
 """Lines with their styles."""

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from crosstune.core.errors import UserError
 from crosstune.core.safe_text import printable
-from crosstune.core.tracking_events import in_tracker_thread
+from crosstune.tracking.tracker import in_tracker_thread
 
 MOST_WAITING = 500
 """Maximum number of texts queued for a terminal; further ones are dropped."""
