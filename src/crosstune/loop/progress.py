@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from crosstune.checkpoint.write import lowest
+from crosstune.checkpoint.rotate import lowest
 from crosstune.core.events import SampleRow, StepMetrics
 from crosstune.core.protocols import Backward, Memory, Sample
 

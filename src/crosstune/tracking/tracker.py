@@ -1,4 +1,4 @@
-"""Define the interface of a tracker, implemented by the files in `trackers/`."""
+"""Define the interface of a tracker, implemented by the files in `trackers/`, and its events."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _folders(target: Path) -> list[tuple[int, Path]]:
 def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
     from crosstune.checkpoint.manifest import DamagedCheckpoint, UnknownVersion
     from crosstune.checkpoint.read import open_checkpoint
-    from crosstune.checkpoint.write import lowest
+    from crosstune.checkpoint.rotate import lowest
 
     rows: list[dict[str, Any]] = []
     for step, folder in _folders(target):
