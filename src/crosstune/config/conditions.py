@@ -8,6 +8,7 @@ from typing import Any
 
 from crosstune.core.names import did_you_mean, plugin_names
 from crosstune.core.quantization import Quantizer
+from crosstune.core.schedule import SCHEDULES_WITH_FLOOR
 
 TRACKERS_PACKAGE = "crosstune.tracking.trackers"
 SCREENS = ("tqdm", "stdout")
@@ -63,7 +64,6 @@ TRAIN_TYPE_PARTS: Mapping[str, tuple[str, str]] = {
 ADAPTER_METHODS = ("lora", "dora")
 REPLICATED = ("ddp", "no_shard")
 """Values of --sharding_strategy that replicate the model in every process."""
-_SCHEDULES_WITH_FLOOR = ("cosine", "cosine_with_restarts", "exponential")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +210,8 @@ DEVICE_MEMORY = Condition(
 RECOMPUTATION = _with_option("use_gradient_checkpointing")
 CLIPPING = _with_option("apply_gradient_clipping")
 SCHEDULE_WITH_FLOOR = Condition(
-    summary=f"{', '.join(_SCHEDULES_WITH_FLOOR)}",
-    holds=lambda now: now.options["lr_scheduler"] in _SCHEDULES_WITH_FLOOR,
+    summary=f"{', '.join(SCHEDULES_WITH_FLOOR)}",
+    holds=lambda now: now.options["lr_scheduler"] in SCHEDULES_WITH_FLOOR,
     otherwise="has no effect with lr_scheduler {lr_scheduler}",
 )
 EVALUATION = Condition(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
-NUM_RESTARTS = 3
+SCHEDULES_WITH_FLOOR = ("cosine", "cosine_with_restarts", "exponential")
+"""Schedules that end at `floor_ratio` of the peak; the others end at 0 or stay at the peak."""
+NUM_CYCLES = 3
 POLYNOMIAL_POWER = 2.0
 
 
@@ -21,7 +23,7 @@ def warmup_steps(*, schedule: str, num_steps: int, steps: int | None, ratio: flo
 def learning_rate(
     step: int, *, peak: float, schedule: str, num_steps: int, warmup: int, floor_ratio: float
 ) -> float:
-    """Return the learning rate of step `step`, counted from 0, out of `num_steps`."""
+    """Return the learning rate of a step, counted from 0: a linear warm-up to `peak`, then the decay of the schedule."""
     if step < warmup:
         # Unlike step / warmup in transformers, the first step has a learning rate above 0.
         return peak * (step + 1) / warmup
@@ -31,6 +33,7 @@ def learning_rate(
 
 
 def _decay(schedule: str, progress: float, floor_ratio: float) -> float:
+    """Return the fraction of the peak; `progress` is 0 after the warm-up and 1 at the end."""
     if schedule == "constant":
         return 1.0
     if schedule == "linear":
@@ -42,6 +45,6 @@ def _decay(schedule: str, progress: float, floor_ratio: float) -> float:
         return float(max(floor_ratio, 1e-3) ** progress)
     assert schedule in ("cosine", "cosine_with_restarts"), schedule
     if schedule == "cosine_with_restarts" and progress < 1.0:
-        progress = (progress * NUM_RESTARTS) % 1.0
+        progress = (progress * NUM_CYCLES) % 1.0
     shape = 0.5 * (1.0 + math.cos(math.pi * progress))
     return floor_ratio + (1.0 - floor_ratio) * shape

@@ -54,7 +54,11 @@ class TrainingOptions:
         low=0,
         high=1000,
     )
-    lr_scheduler: str = option("cosine", "Learning-rate schedule", choices=SCHEDULES)
+    lr_scheduler: str = option(
+        "cosine",
+        "Learning-rate schedule after the warm-up; linear and polynomial (power 2) end at 0, cosine_with_restarts has 3 cycles",
+        choices=SCHEDULES,
+    )
     warmup_steps: int | None = option(
         None,
         "Number of linear warm-up steps; step s, counted from 0, uses the fraction (s + 1) / warmup_steps of --lr "
@@ -63,10 +67,17 @@ class TrainingOptions:
         high=10**12,
     )
     warmup_ratio: float | None = option(
-        None, "Warm-up as a fraction of all steps; unset: 0.1 for schedules that decay", low=0, high=1
+        None,
+        "Warm-up as a fraction of all steps; unset: 0 with constant, 0.1 with all other schedules",
+        low=0,
+        high=1,
     )
     cosine_min_lr_ratio: float = option(
-        0.1, "Final learning rate as a fraction of the peak", low=0, high=1, needs=(SCHEDULE_WITH_FLOOR,)
+        0.1,
+        "Final learning rate as a fraction of the peak; exponential: at least 0.001",
+        low=0,
+        high=1,
+        needs=(SCHEDULE_WITH_FLOOR,),
     )
     apply_gradient_clipping: bool = option(True, "Clip the gradient norm")
     grad_norm: float = option(

@@ -304,7 +304,7 @@ def _check_values(draft: Draft, method: str) -> None:
     if draft["lora_dropout"] == 1:
         draft.problems.append(UserError("lora_dropout is 1.", why="it would drop all adapter inputs."))
     if draft["max_steps"] != -1 and (draft["warmup_steps"] or 0) > draft["max_steps"]:
-        draft.warn("warmup_steps", "exceeds max_steps: the learning rate never reaches its peak")
+        draft.warn("warmup_steps", "exceeds max_steps: the warm-up is shortened to the whole run")
     if method == "llama_pro" and draft["base_adapter"]:
         draft.problems.append(
             UserError(
