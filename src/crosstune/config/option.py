@@ -56,8 +56,8 @@ class OnResume(Flag):
     """The option applies to one start only and is not recorded."""
     OWN_MACHINE = auto()
     """The option is chosen per machine: a checkpoint from another machine does not set it."""
-    DIVIDES_DATA = auto()
-    """The option determines the training rows."""
+    MAY_CHANGE_DATA = auto()
+    """The option may change the training examples. Their hash decides about a resume; the option explains it."""
     ADAPTER = auto()
     """The option determines the shape or scale of adapters."""
     NEW_BLOCKS = auto()

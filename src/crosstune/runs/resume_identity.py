@@ -1,4 +1,4 @@
-"""Check that a request matches the training of a checkpoint, and describe the differences."""
+"""Decide what counts as the same training: build a run's identity, compare it with a checkpoint's, refuse differences."""
 
 from __future__ import annotations
 
@@ -144,9 +144,9 @@ def _is_adapted(difference: Difference, *, measured: bool) -> bool:
 
 
 def explain_data(differences: Sequence[Difference], manifest: Manifest, config: Config) -> list[Difference]:
-    """Replace a difference of the training data by the changed options that split the same file differently."""
+    """Name the changed options that may explain other training data, instead of its hashes."""
     was, now = manifest.options, config.options()
-    dividing = options_on_resume(OnResume.DIVIDES_DATA)
+    dividing = options_on_resume(OnResume.MAY_CHANGE_DATA)
     changed = [name for name in now if name in dividing and name in was and was[name] != now[name]]
     if not changed or not any(difference.kind == "data" for difference in differences):
         return list(differences)

@@ -79,6 +79,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
+    """Return the data report of a recipe as lines; its values are computed in `Corpus.stats`."""
     train = report["train"]
     rows = [
         ("data", f"{report['dataset']}, read as {report['format']}"),

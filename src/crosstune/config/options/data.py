@@ -8,7 +8,7 @@ from functools import partial
 from crosstune.config.conditions import EVALUATION, NO_SKIP_EVAL, STREAMED_LOADING, TORCH_ENGINE
 from crosstune.config.option import Holds, OnResume, not_zero, option
 
-_option = partial(option, on_resume=OnResume.DIVIDES_DATA)
+_option = partial(option, on_resume=OnResume.MAY_CHANGE_DATA)
 _FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "question_answer", "guanaco", "text")
 
 

@@ -11,7 +11,7 @@ from crosstune.config.option import Holds, OnResume, option
 from crosstune.core.backend import BACKENDS_PACKAGE
 from crosstune.core.names import plugin_names
 
-_option = partial(option, needs=(JUDGE,), on_resume=OnResume.DIVIDES_DATA)
+_option = partial(option, needs=(JUDGE,), on_resume=OnResume.MAY_CHANGE_DATA)
 
 
 def _backend_names() -> Sequence[str]:

@@ -135,7 +135,7 @@ class ModelOptions:
         None,
         "Folder with the tokenizer to use instead of the model's",
         holds=Holds.PATH,
-        on_resume=OnResume.DIVIDES_DATA,
+        on_resume=OnResume.MAY_CHANGE_DATA,
     )
     llama_pro_path: str | None = option(
         None,

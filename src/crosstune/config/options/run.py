@@ -19,7 +19,7 @@ from crosstune.config.conditions import (
 from crosstune.config.option import Holds, OnResume, check_duration, option
 
 MISMATCHES = ("model", "data", "eval_data", "order", "quantization", "trainable", "optimizer", "loss")
-"""Values of `allow_mismatch`."""
+"""Parts of a training's identity, in the order of messages; `loss` is the check after a move."""
 LONGEST_NAME_BYTES = 200
 """File systems allow 255; crosstune appends to the name: `~1`, the suffix of an archive or a temporary folder."""
 
@@ -121,7 +121,7 @@ class RunOptions:
         "evaluation",
         choices=("auto", "best", "last"),
     )
-    skip_eval: bool = option(False, "Do not evaluate", on_resume=OnResume.FREE | OnResume.DIVIDES_DATA)
+    skip_eval: bool = option(False, "Do not evaluate", on_resume=OnResume.FREE | OnResume.MAY_CHANGE_DATA)
     num_samples: int = _option(
         3,
         "Number of held-out prompts to answer and record in each evaluation",

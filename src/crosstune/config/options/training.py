@@ -88,5 +88,5 @@ class TrainingOptions:
         "Seed for data order, adapter initialization and dropout",
         low=0,
         high=2**63 - 1,
-        on_resume=OnResume.DIVIDES_DATA,
+        on_resume=OnResume.MAY_CHANGE_DATA,
     )

@@ -1,4 +1,4 @@
-"""Summarize a dataset: the lengths of its examples, and one example with its supervised tokens marked."""
+"""Summarize a dataset for the page of a run: a histogram of lengths, and one example with its supervised tokens."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Corpus:
 
     @cached_property
     def stats(self) -> dict[str, Any]:
-        """The statistics for the screen and plan.json."""
+        """The statistics for `crosstune data`, plan.json, the page of the run and the trackers."""
         full, lengths = self.full_lengths(), self.lengths()
         tokens, supervised = int(lengths.sum()), int(self.num_supervised.sum())
         cut = int((full > self.limit).sum())
