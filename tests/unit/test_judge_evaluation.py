@@ -19,9 +19,9 @@ from crosstune.estimate.machine import BackendReport, Device
 from crosstune.files.json_files import to_json
 from crosstune.recipes.judge.evaluation import (
     baseline_verdicts,
+    defined_metrics,
     evaluate_items,
     evaluate_with_baselines,
-    headline,
     worst_items,
 )
 from crosstune.recipes.judge.items import Item, Scale
@@ -74,7 +74,7 @@ def test_a_test_set_of_one_class_has_no_correlation_and_says_so() -> None:
     report = evaluate_items(scored(5, 5, 5), [Judgement(score=s) for s in (4.0, 5.0, 6.0)], scale=TEN)
     assert math.isnan(report["metrics"]["pearson"]) and "pearson" not in report["intervals"]
     assert "every item has the same label, 5" in report["notes"][0] and "pearson" in report["notes"][0]
-    assert "pearson" not in headline(report) and "mae" in headline(report)
+    assert "pearson" not in defined_metrics(report) and "mae" in defined_metrics(report)
     assert any("undefined" in line for line in table_lines(report))
     pairs = evaluate_items(compared("A", "A"), [Judgement(winner="A", consistent=True)] * 2, scale=TEN)
     assert math.isnan(pairs["metrics"]["kappa"]) and "same label, A" in pairs["notes"][0]

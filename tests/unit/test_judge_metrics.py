@@ -21,7 +21,7 @@ from crosstune.recipes.judge.metrics import (
     all_once,
     are_within,
     cohen_kappa,
-    count_pairs,
+    confusion_matrix,
     draw_weights,
     expected_calibration_error,
     fit_temperature,
@@ -98,7 +98,7 @@ def test_agreement_is_that_of_scikit_learn(count: int, num_classes: int) -> None
         first = draw.integers(0, num_classes, count)
         second = np.where(draw.random(count) < 0.6, first, draw.integers(0, num_classes, count))
         classes = list(range(num_classes))
-        counts = count_pairs(first, second, num_classes=num_classes)
+        counts = confusion_matrix(first, second, num_classes=num_classes)
         assert counts.tolist() == sklearn.metrics.confusion_matrix(first, second, labels=classes).tolist()
         assert accuracy(counts) == pytest.approx(sklearn.metrics.accuracy_score(first, second), abs=1e-12)
         f1 = sklearn.metrics.f1_score(first, second, average="macro")
@@ -196,7 +196,7 @@ def test_metrics_of_draws_are_those_of_the_drawn_items(seed: int) -> None:
         assert ours(weights, first, second) == pytest.approx(expected, abs=1e-9, nan_ok=True)
     rows, columns = draw.integers(0, 4, (2, count))
     for metric in (accuracy, macro_f1, cohen_kappa):
-        expected = [metric(count_pairs(rows[each], columns[each], num_classes=4)) for each in drawn]
+        expected = [metric(confusion_matrix(rows[each], columns[each], num_classes=4)) for each in drawn]
         assert of_counts(weights, rows, columns, metric, num_classes=4) == pytest.approx(
             expected, nan_ok=True
         )

@@ -26,6 +26,7 @@ TITLES = {
     "ece": "calibration error",
     "rouge_l": "ROUGE-L",
 }
+"""Metric -> title, in the order of the table; a metric that is not here is not shown."""
 LOWER_IS_BETTER = frozenset({"mae", "rmse", "ece"})
 METRICS_FILE, PREDICTIONS_FILE = "test_metrics.json", "test_predictions.json"
 MOST_POINTS = 2000

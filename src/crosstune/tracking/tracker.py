@@ -24,13 +24,13 @@ class TrackedRun:
     name: str
     project: str
     project_asked: bool
-    """False for the default project: the tracker's environment variable overrides it."""
+    """False for the default project; then use `project_or(VARIABLE)`."""
     entity: str | None
     group: str | None
     folder: Path
     """The run folder, for the tracker's local files unless its environment variables set another."""
     id: str
-    """The tracker's id of the run; a resumed run keeps it."""
+    """An id made for this run in this tracker; a resumed run keeps it. Trackers with other ids store it as a tag."""
     continues: bool
     """True if the tracker knows this id from before."""
     resumes_at: int
@@ -55,16 +55,20 @@ class Place:
 class Tracker(Protocol):
     """A tracker, called from one thread: `start`, then any number of logs, then `finish`.
 
-    A file in `trackers/` defines this class `Tracker`, the `PACKAGE` that `start` imports, and `ENVIRONMENT`: default
-    values of environment variables.
+    A file in `trackers/` defines this class `Tracker`, the `PACKAGE` that must be installed, and `ENVIRONMENT`: variables
+    that are set before `start` where they are unset.
     """
 
     repeats: bool
     """True if steps repeated after a resume are logged again, because the tracker replaces the old values."""
 
-    def start(self, run: TrackedRun) -> Place: ...
+    def start(self, run: TrackedRun) -> Place:
+        """Open or continue the run and return where its values go; raise `Unavailable` if it cannot run here."""
+        ...
 
-    def log(self, values: Values, *, step: int) -> None: ...
+    def log(self, values: Values, *, step: int) -> None:
+        """Log numbers of a step; a step may come several times: train, eval, test."""
+        ...
 
     def log_rows(self, name: str, rows: Rows, *, step: int) -> None:
         """Log a table of texts and numbers, such as the samples of an evaluation."""

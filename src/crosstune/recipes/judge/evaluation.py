@@ -26,7 +26,7 @@ def evaluate_items(
 ) -> Report:
     """Return the metrics, their 95 % intervals, the confusion matrix, and notes on undefined metrics.
 
-    An unreadable verdict counts as wrong: as the score farthest from people's score, or as a fourth winner.
+    An unreadable verdict counts as wrong: as the score farthest from people's score, or as a fourth class.
     """
     is_pair = items[0].is_pair
     computed, confusion = (_compare_winners if is_pair else _compare_scores)(items, found, scale)
@@ -53,8 +53,8 @@ def evaluate_items(
     return report
 
 
-def headline(report: Report) -> dict[str, float]:
-    """Return the metrics to show during training: those that are defined."""
+def defined_metrics(report: Report) -> dict[str, float]:
+    """Return the metrics that are defined, and the share of unreadable verdicts."""
     shown = {name: value for name, value in report["metrics"].items() if math.isfinite(value)}
     return shown | {"unreadable": report["num_unreadable"] / report["num_items"]}
 
@@ -110,8 +110,8 @@ def _compare_scores(
     first, second = (np.abs(values[None] - each[:, None]).argmin(axis=1) for each in (expected, scores))
     error, near = scores - expected, are_within(expected, scores, distance=scale.point)
     kappa = partial(metrics.cohen_kappa, quadratic=True)
-    readable = np.where([one.score is None for one in found], size, second)
-    table = metrics.count_pairs(first, readable, num_classes=size + 1)
+    columns = np.where([one.score is None for one in found], size, second)
+    table = metrics.confusion_matrix(first, columns, num_classes=size + 1)
     return {
         "mae": lambda w: metrics.mean(w, np.abs(error)),
         "rmse": lambda w: np.sqrt(metrics.mean(w, error**2)),
@@ -136,7 +136,7 @@ def _compare_winners(
     def counted(metric: Callable[[metrics.Counts], float]) -> Metric:
         return lambda w: metrics.of_counts(w, expected, winners, metric, num_classes=len(classes))
 
-    table = metrics.count_pairs(expected, winners, num_classes=len(classes))
+    table = metrics.confusion_matrix(expected, winners, num_classes=len(classes))
     return {
         "accuracy": counted(metrics.accuracy),
         "macro_f1": counted(metrics.macro_f1),
@@ -147,12 +147,17 @@ def _compare_winners(
 
 def _notes(items: Sequence[Item], values: Mapping[str, float]) -> list[str]:
     undefined = [name for name, value in values.items() if not math.isfinite(value)]
+    if "swap_consistency" in undefined:  # not a matter of labels
+        undefined.remove("swap_consistency")
+        notes = ["swap_consistency undefined: pairs were not judged in both orders"]
+    else:
+        notes = []
     if not undefined:
-        return []
+        return notes
     labels = {item.winner if item.is_pair else item.score for item in items}
     same_label = f"every item has the same label, {labels.pop()}" if len(labels) == 1 else ""
     why = same_label or "every verdict is the same"
-    return [f"{', '.join(undefined)} undefined: {why}"]
+    return [*notes, f"{', '.join(undefined)} undefined: {why}"]
 
 
 def _add_calibration(report: Report, items: Sequence[Item], found: Sequence[Judgement], scale: Scale) -> None:

@@ -1,7 +1,8 @@
 """Compute a judge's metrics: correlation, agreement, calibration, ROUGE-L and bootstrap intervals.
 
 A metric over items gets a row of `weights` per bootstrap draw, the count of each item in the draw. It returns one value
-per draw, NaN where it is undefined. `all_once` counts every item once.
+per draw, NaN where it is undefined. `all_once` counts every item once. A metric of labels (accuracy, kappa) gets a
+confusion matrix and returns one number; `of_counts` applies it to each draw.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
+"""A confusion matrix: rows expected, columns found."""
 NUM_DRAWS = 1000
 NUM_BINS = 10
 _DRAWS_AT_ONCE = 50
@@ -198,7 +200,7 @@ def are_within(expected: ArrayLike, found: ArrayLike, *, distance: float) -> NDA
     return near
 
 
-def count_pairs(rows: NDArray[np.int64], columns: NDArray[np.int64], *, num_classes: int) -> Counts:
+def confusion_matrix(rows: NDArray[np.int64], columns: NDArray[np.int64], *, num_classes: int) -> Counts:
     """Return the confusion matrix of classes numbered from 0: rows expected, columns found."""
     counted = np.bincount(rows * num_classes + columns, minlength=num_classes**2)
     return counted.reshape(num_classes, num_classes)
@@ -224,9 +226,9 @@ def cohen_kappa(counts: Counts, *, quadratic: bool = False) -> float:
     by_chance = np.outer(counts.sum(axis=1), counts.sum(axis=0)) / total
     place = np.arange(len(counts), dtype=np.float64)
     distance = place[:, None] - place[None, :]
-    weights = distance**2 if quadratic else (distance != 0) * 1.0
-    expected = float((weights * by_chance).sum())
-    return 1.0 - float((weights * counts).sum()) / expected if expected else math.nan
+    penalties = distance**2 if quadratic else (distance != 0) * 1.0
+    expected = float((penalties * by_chance).sum())
+    return 1.0 - float((penalties * counts).sum()) / expected if expected else math.nan
 
 
 def reliability(confidence: ArrayLike, correct: ArrayLike) -> list[dict[str, Any]]:

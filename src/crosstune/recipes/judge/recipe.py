@@ -19,7 +19,7 @@ from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
 from crosstune.data.checks.portrait import portrait
 from crosstune.data.checks.preflight import warnings_of
 from crosstune.models.folder import longest_context
-from crosstune.recipes.judge.evaluation import evaluate_items, headline
+from crosstune.recipes.judge.evaluation import defined_metrics, evaluate_items
 from crosstune.recipes.judge.examples import ItemCorpus, JudgeBatch, encode_items, find_label_tokens
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge, judge_task
@@ -180,7 +180,7 @@ class JudgeRecipe:
         report = evaluate_items(items, verdicts, scale=self.verdict.scale, intervals=False)
         self.temperature = judge.fit_temperature(items, verdicts)
         samples = self._samples(judge, items[: self.config.num_samples])
-        return Evaluation(metrics={"loss": result.loss, **headline(report)}, samples=samples)
+        return Evaluation(metrics={"loss": result.loss, **defined_metrics(report)}, samples=samples)
 
     def judge(self, session: Session) -> Judge:
         """Return a judge with the session's model."""
