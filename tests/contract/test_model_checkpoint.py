@@ -157,11 +157,7 @@ def test_without_strict_what_only_one_side_has_stays(tmp_path: Path) -> None:
 def test_a_quantized_model_comes_back_bit_for_bit(
     method: str, options: dict[str, Any], name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    from quantization_wrapper import (
-        QuantizationConfig,
-        QuantizationMethod,
-        create_quantization_adapter,
-    )
+    from quantization_wrapper import QuantizationConfig, QuantizationMethod, create_quantization_adapter
 
     adapter = create_quantization_adapter(
         "cpu", QuantizationConfig(method=QuantizationMethod[method], **options), strict=True

@@ -69,11 +69,7 @@ ACCEPTED: list[tuple[str, str, dict[str, Any]]] = [
         "--train_type qlora --quantization_backend hqq --n_bits 4 --group_size 128",
         {"quantizer": "hqq", "n_bits": 4},
     ),
-    (
-        "h200",
-        "--profile true --profiling_output ./profile_results",
-        {"backend": "cuda"},
-    ),
+    ("h200", "--profile true --profiling_output ./profile_results", {"backend": "cuda"}),
     ("apple-m1-16gb", "--backend mps --use_gradient_checkpointing --low_memory", {"backend": "mps"}),
     # The guides call this impossible; MLX has learned it since.
     ("apple-m1-16gb", "--backend mlx --world_size 2", {"world_size": 2, "collective": "ring"}),
