@@ -6,20 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import numpy as np
-import pytest
-from pages import Followed, Page, Workshop, open_workshop
+from pages import Followed, Page, Workshop
 
 PAGE = Page("latent-diffusion.md")
 PATH = "scripts/training/train_qwen_english_l2t_stable.sh"
-
-
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    with open_workshop(tmp_path_factory.mktemp("latents"), PAGE) as workshop:
-        yield workshop
 
 
 def test_the_commands_of_the_page(shop: Workshop) -> None:
@@ -66,19 +58,3 @@ def test_the_guides_commands_find_loss_and_speed(shop: Workshop) -> None:
     assert len(re.findall(r'samples_per_sec["\']:\s*(\d+\.\d+)', text)) == 4
     rows = shop.metrics("l2t")
     assert len(rows) == 4 and all(row["examples"] == 6 for row in rows)
-
-
-def test_the_sizes_of_the_page_are_real() -> None:
-    from crosstune.recipes.latent_diffusion.settings import ModelSettings
-
-    guide = ModelSettings(
-        vocabulary=30_525,
-        max_tokens=2048,
-        latent_dim=32,
-        hidden_size=1024,
-        n_blocks=24,
-        n_heads=16,
-        cond_dim=1024,
-        latent_tokens=1,
-    )
-    assert f"{guide.num_parameters() / 1e9:.2f} billion" in PAGE.text

@@ -43,12 +43,6 @@ def test_examples_are_requests_that_work(tmp_path: Path, monkeypatch: pytest.Mon
         assert list(load_config(words[2:], environment={}).sources) == [option.name]
 
 
-def test_a_part_of_a_name_lists_the_options_with_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["options", "lora"]) == 0
-    said = capsys.readouterr().out
-    assert "--lora_rank" in said and "--use_rslora" in said and "--batch_size" not in said
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -73,15 +67,6 @@ def test_bare_models_lists(
     monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path))
     assert main(["models"]) == 0
     assert "smollm2-135m" in capsys.readouterr().out
-
-
-def test_another_trainers_name_is_mentioned_once(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--machine", "rtx-4090", "--model_name", "nobody/no-model"]
-    assert main([*words, "--per_device_train_batch_size", "4"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("per_device_train_batch_size") == 1 and "read as      batch_size: 4" in said
-    assert main([*words, "--lora-r=4", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["asked"]["lora_rank"] == 4
 
 
 def test_ctrl_c_again_and_again_prints_no_traceback() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from crosstune.cli.main import main
-from crosstune.models.tiny import tiny_model as make_tiny
 
 Captured = pytest.CaptureFixture[str]
 
@@ -190,48 +189,12 @@ def test_a_model_that_is_here_is_checked_without_a_word(tiny_model: Path, capsys
     assert json.loads(capsys.readouterr().out)["not_checked"] == []
 
 
-def test_an_adapter_of_another_base_or_another_rank(tiny_model: Path, capsys: Captured) -> None:
-    options = f"--backend cpu --precision fp32 --max_steps 1 --skip_eval --output_dir runs --model_name {tiny_model}"
-    assert main(["train", *options.split(), "--name", "first", "--lora_rank", "4"]) == 0
-    adapter = Path("runs/first/adapter")
-    capsys.readouterr()
-    check_same(
-        f"--model_name {tiny_model} --base_adapter {adapter} --lora_rank 8",
-        "does not fit the adapter options",
-        capsys,
-    )
-    other = make_tiny(Path("other"), hidden=32, num_heads=2, num_kv_heads=1)
-    check_same(
-        f"--model_name {other} --base_adapter {adapter} --lora_rank 4", "was trained on another base", capsys
-    )
-
-
 def test_one_of_several_torch_processes(
     tiny_model: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_same(f"--model_name {tiny_model}", "This process is rank 1 of 2", capsys)
-
-
-@pytest.mark.parametrize("backend", ["cpu --train_type dora", "mlx"])
-def test_experts_without_an_adapter_are_said_by_plan_and_training(
-    backend: str, tiny_model: Path, capsys: Captured
-) -> None:
-    model = make_experts(tiny_model, Path("experts"))
-    request = f"--backend {backend} --precision fp32 --model_name {model} --output_dir out --name run --max_steps 1 --batch_size 1"
-    words = [*request.split(), "--skip_eval", "--context_length", "128"]
-    said = "adapts attention only (k_proj, o_proj, q_proj, v_proj): "
-    assert main(["plan", *words]) == 0
-    assert said in capsys.readouterr().out
-    assert main(["plan", *words, "--json"]) == 0
-    assert [said in warning for warning in json.loads(capsys.readouterr().out)["warnings"]] == [True]
-    assert main(["train", *words]) == 0
-    shown = capsys.readouterr()
-    assert said in shown.out + shown.err
-    assert said in json.loads(Path("out/run/summary.json").read_text())["warnings"][0]
-    assert main(["plan", *words, "--lora_target_modules", "attention", "--json", "--name", "other"]) == 0
-    assert json.loads(capsys.readouterr().out)["warnings"] == [], "nobody asked for all"
 
 
 def test_rows_are_rendered_with_the_given_template_in_every_format(
