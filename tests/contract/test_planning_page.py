@@ -1,4 +1,4 @@
-"""The commands of docs/guide/planning.md, and what the page says they print."""
+"""The commands of docs/guide/planning.md and clusters.md, and what the pages say they print."""
 
 from __future__ import annotations
 
@@ -57,3 +57,13 @@ def test_a_cluster_needs_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--machine" in capsys.readouterr().err
     assert main(["plan", "--nnodes", "2", "--machine", "h200-x8", "--world_size", "3"]) == 2
     assert "16 processes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", Page("clusters.md").commands(), ids=lambda command: shlex.split(command)[3]
+)
+def test_the_command_prints_a_job(command: str, capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    assert command.endswith(" --print")
+    out = run(command, capsys)
+    assert "ORG/MODEL" in out and "--resume" in out
+    assert not list(home.iterdir())
