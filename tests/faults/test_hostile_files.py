@@ -25,7 +25,7 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
         yield Workshop(home)
 
 
-@pytest.mark.parametrize("first", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(11, 300, 10))])
+@pytest.mark.parametrize("first", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(11, 150, 10))])
 def test_damaged_files(shop: Workshop, first: int, capfd: pytest.CaptureFixture[str]) -> None:
     """`make fuzz` runs thousands."""
     for seed in range(first, first + CASES):
@@ -37,7 +37,7 @@ def test_damaged_files(shop: Workshop, first: int, capfd: pytest.CaptureFixture[
 def test_a_file_name_that_is_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = os.fsdecode(bytes(tmp_path) + b"/d\xff.jsonl")
     assert main(["train", "--backend", "cpu", "--dataset", data]) == 2
-    assert "not text in UTF-8" in capsys.readouterr().err
+    assert "UTF-8" in capsys.readouterr().err
 
 
 def test_a_name_of_300_characters(shop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
