@@ -67,7 +67,7 @@ def _has_16_bit_arithmetic() -> bool:
 
 @pytest.fixture(autouse=True)
 def no_framework_in_unit_tests(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a unit test that loads a framework; tests/contract/test_tiers.py reads the imports of their files."""
+    """Fail a unit test that loads a framework."""
     before = FRAMEWORKS & sys.modules.keys()
     yield
     if request.path.parent.name == "unit":

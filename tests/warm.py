@@ -30,13 +30,13 @@ class Program:
 
     pid: int
     output: Path
-    _server: subprocess.Popen[str]
+    _server: Server
     _code: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit code, less than 0 for a signal; None while it runs."""
         if self._code is None:
-            self._code = _ask(self._server, {"poll": self.pid})
+            self._code = self._server.ask({"poll": self.pid})
         return self._code
 
     def said(self) -> str:
@@ -57,17 +57,49 @@ class Program:
             os.kill(self.pid, signal.SIGKILL)
 
 
+class Server:
+    """A process with these environment variables that has imported torch and crosstune; ends with `close`."""
+
+    def __init__(self, environment: Mapping[str, str], *, home: Path | None = None) -> None:
+        self._environment = {"OMP_NUM_THREADS": "1", **environment}
+        self._outputs = tempfile.mkdtemp(prefix="crosstune-warm-")
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=self._environment,
+            cwd=home,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, code: str, *words: str, environment: Mapping[str, str] | None = None) -> Program:
+        """Start a program with `sys.argv[1:]`, and its own environment variables if not those of the process."""
+        handle, name = tempfile.mkstemp(dir=self._outputs)
+        os.close(handle)
+        variables = environment or self._environment
+        asked = {"code": code, "words": words, "environment": variables, "output": name}
+        return Program(pid=self.ask(asked), output=Path(name), _server=self)
+
+    def ask(self, question: Mapping[str, Any]) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()  # the end of its input ends it
+        shutil.rmtree(self._outputs)
+
+
 def start(code: str, *words: str, variables: Mapping[str, str | None] | None = None) -> Program:
     """Start a program with `sys.argv[1:]` and environment variables beside those of this process; None removes one."""
-    handle, name = tempfile.mkstemp(dir=_outputs())
-    os.close(handle)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
-    kept = {key: value for key, value in environment.items() if value is not None}
-    asked = {"code": code, "words": words, "environment": kept, "output": name}
-    server = _server()
-    return Program(pid=_ask(server, asked), output=Path(name), _server=server)
+    asked = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
+    kept = {key: value for key, value in asked.items() if value is not None}
+    return _server().start(code, *words, environment=kept)
 
 
+MAIN = "import sys\nfrom crosstune.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+"""The program `crosstune`."""
 _COMMAND = """
 import os, signal, sys
 from crosstune.cli.main import main
@@ -104,31 +136,10 @@ def start_ranks(
 
 
 @functools.lru_cache(maxsize=1)
-def _outputs() -> str:
-    folder = tempfile.mkdtemp(prefix="crosstune-warm-")
-    atexit.register(shutil.rmtree, folder)
-    return folder
-
-
-@functools.lru_cache(maxsize=1)
-def _server() -> subprocess.Popen[str]:
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    server = subprocess.Popen(
-        [sys.executable, __file__],
-        env=os.environ | variables,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    atexit.register(server.communicate)  # the end of its input ends it
+def _server() -> Server:
+    server = Server({**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    atexit.register(server.close)
     return server
-
-
-def _ask(server: subprocess.Popen[str], question: Mapping[str, Any]) -> Any:
-    assert server.stdin is not None and server.stdout is not None
-    server.stdin.write(json.dumps(question) + "\n")
-    server.stdin.flush()
-    return json.loads(server.stdout.readline())
 
 
 def _serve() -> None:

@@ -1,11 +1,25 @@
-"""Models that several contract tests quantize."""
+"""Models that several contract tests quantize, and pages that they follow."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import Followed, Workshop, open_workshop
+
+
+@pytest.fixture(scope="module")
+def shop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    """A copy of the package with the files of the test's PAGE in it."""
+    with open_workshop(tmp_path_factory.mktemp("page"), request.module.PAGE) as workshop:
+        yield workshop
+
+
+@pytest.fixture(scope="module")
+def followed(request: pytest.FixtureRequest, shop: Workshop) -> Followed:
+    return Followed(shop, request.module.PAGE)
 
 
 @pytest.fixture

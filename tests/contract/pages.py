@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from warm_process import Running, WarmProcess
+import warm
 
 ROOT = Path(__file__).parents[2]
 _FILE = re.compile(r"Save it as\s+`(?P<path>[^`]+)`:\n\n```python\n(?P<code>.*?)```", re.S)
@@ -48,8 +48,8 @@ class Workshop:
     home: Path
 
     @cached_property
-    def _warm(self) -> WarmProcess:
-        return WarmProcess(self.home, self.environment)
+    def _warm(self) -> warm.Server:
+        return warm.Server(self.environment, home=self.home)
 
     def close(self) -> None:
         if "_warm" in vars(self):
@@ -75,28 +75,24 @@ class Workshop:
 
     def shell(self, line: str) -> str:
         """Run a line of a page as it stands."""
-        return self._finish(["sh", "-c", line])
+        done = subprocess.run(
+            line, shell=True, cwd=self.home, env=self.environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
 
     def follow(self, line: str) -> str:
         """Run a line of a page: in a fork of a process that has torch imported, if it needs no shell."""
         plain = line.startswith("crosstune ") and not _NEEDS_SHELL.search(line)
         return self.run(line.removeprefix("crosstune ")) if plain else self.shell(line)
 
-    def start(self, words: str) -> Running:
-        """Start a subcommand, as a process that can be killed."""
-        return self._warm.command(shlex.split(words))
-
     def run(self, words: str, *, code: int = 0) -> str:
-        return self._end(self.start(words), words, code=code)
+        return self.python(warm.MAIN, *shlex.split(words), code=code)
 
-    def python(self, program: str, *, code: int = 0) -> str:
-        return self._end(self._warm.python(program), program, code=code)
-
-    def tool(self, name: str, *words: str) -> str:
-        """Run one of the tools of `make check`, which lie beside Python."""
-        found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-        assert found, f"{name} is not installed"
-        return self._finish([found, *words])
+    def python(self, program: str, *words: str, code: int = 0) -> str:
+        found, out = self._warm.start(program, *words).end()
+        assert found == code, f"{words or program}\n{out}"
+        return out
 
     def json(self, path: str) -> Any:
         return json.loads((self.home / path).read_text(encoding="utf-8"))
@@ -104,25 +100,6 @@ class Workshop:
     def metrics(self, name: str) -> list[dict[str, Any]]:
         lines = (self.home / "runs" / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
-
-    def _finish(self, command: list[str]) -> str:
-        done = subprocess.run(
-            command,
-            cwd=self.home,
-            env=self.environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}"
-        return done.stdout
-
-    @staticmethod
-    def _end(running: Running, words: str, *, code: int = 0) -> str:
-        found, out = running.wait()
-        assert found == code, f"{words}\n{out}"
-        return out
 
 
 @dataclass
@@ -154,11 +131,3 @@ def open_workshop(home: Path, page: Page) -> Iterator[Workshop]:
         yield workshop
     finally:
         workshop.close()
-
-
-def check_house_style(workshop: Workshop, page: Page) -> None:
-    """Check that the page's files pass what `make check` asks of every file, import directions included."""
-    paths = list(page.files())
-    workshop.tool("ruff", "check", "--no-cache", *paths)
-    workshop.tool("ruff", "format", "--no-cache", "--check", *paths)
-    workshop.tool("lint-imports", "--no-cache")

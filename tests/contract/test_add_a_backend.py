@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
-from pages import Followed, Page, Workshop, check_house_style, open_workshop
+from pages import Followed, Page, Workshop
 
 pytestmark = pytest.mark.slow
 
 PAGE = Page("add-a-backend.md")
-
-
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    """A copy of the package with the page's backend in it."""
-    with open_workshop(tmp_path_factory.mktemp("backend"), PAGE) as workshop:
-        yield workshop
-
-
-@pytest.fixture(scope="module")
-def followed(shop: Workshop) -> Followed:
-    return Followed(shop, PAGE)
 
 
 def test_doctor_probes_it_and_trains_on_it(shop: Workshop, followed: Followed) -> None:
@@ -62,13 +49,3 @@ def test_it_is_planned_as_the_device_it_is(shop: Workshop, followed: Followed) -
 
     assert "cpu2" in followed[0]
     assert plan("cpu2") == plan("cpu")
-
-
-def test_auto_still_takes_the_usual_one(shop: Workshop, followed: Followed) -> None:
-    assert "cpu2" in followed[0]
-    found = json.loads(shop.run("plan --machine machine.json --model_name tiny-random --json"))
-    assert found["backend"] != "cpu2"
-
-
-def test_the_file_passes_the_checks_of_the_house(shop: Workshop) -> None:
-    check_house_style(shop, PAGE)

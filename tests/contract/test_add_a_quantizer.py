@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
-from pages import Followed, Page, Workshop, check_house_style, open_workshop
+from pages import Followed, Page, Workshop
 
 pytestmark = pytest.mark.slow
 
 PAGE = Page("add-a-quantizer.md")
-
-
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    """A copy of the package with the page's quantizer in it."""
-    with open_workshop(tmp_path_factory.mktemp("quantizer"), PAGE) as workshop:
-        yield workshop
-
-
-@pytest.fixture(scope="module")
-def followed(shop: Workshop) -> Followed:
-    return Followed(shop, PAGE)
 
 
 def test_it_is_probed_and_planned(followed: Followed) -> None:
@@ -103,7 +90,3 @@ def test_other_bits_and_group_sizes_are_probed(shop: Workshop) -> None:
         assert json.loads(shop.python(ask).splitlines()[-1]) == {"six": [6, 8]}
     finally:
         other.unlink()
-
-
-def test_the_file_passes_the_checks_of_the_house(shop: Workshop) -> None:
-    check_house_style(shop, PAGE)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import yaml
-from pages import Page, Workshop, check_house_style, open_workshop
+from pages import Page, Workshop
 
 pytestmark = pytest.mark.slow  # about twenty short trainings
 
 PAGE = Page("add-a-rung.md")
-
-
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    with open_workshop(tmp_path_factory.mktemp("rung"), PAGE) as workshop:
-        yield workshop
 
 
 LADDER = """
@@ -80,7 +74,3 @@ def test_what_helps_is_kept_and_the_rest_is_rolled_back(shop: Workshop) -> None:
 
     refused = shop.run(WORDS.replace("12", "13"), code=2)
     assert "another request" in refused and "steps" in refused
-
-
-def test_the_files_pass_the_checks_of_the_house(shop: Workshop) -> None:
-    check_house_style(shop, PAGE)

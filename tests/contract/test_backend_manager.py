@@ -42,18 +42,13 @@ def test_checking_what_is_available_prints_it(capsys: pytest.CaptureFixture) -> 
     assert Backend.CPU in manager._available_backends
 
 
-def test_the_guides_custom_logic(cpu: BackendManager) -> None:
-    manager = BackendManager(backend="auto", verbose=False)
-    assert isinstance(manager.supports_quantization(4), bool)
-    assert manager.get_optimal_batch_size(model_size_b=7) >= 1
-    assert isinstance(cpu.capabilities.supports_flash_attention, bool)
-
-
 def test_cpu_here(cpu: BackendManager) -> None:
     assert (cpu.backend, cpu.device) == (Backend.CPU, torch.device("cpu"))
     assert cpu.supports_quantization(16) and not cpu.supports_quantization(32)
     assert cpu.get_dtype(prefer_bfloat16=False) is torch.float32
     assert cpu.get_distributed_backend() == "gloo"
+    assert get_backend_manager("cpu", verbose=False).backend is Backend.CPU
+    assert get_device("cpu") == torch.device("cpu") and isinstance(get_device(), torch.device)
 
 
 def test_memory_is_in_bytes_and_adds_up(cpu: BackendManager) -> None:
@@ -79,13 +74,6 @@ def test_the_environment_chooses_the_backend(monkeypatch: pytest.MonkeyPatch) ->
     assert BackendManager.from_env(verbose=False).backend is Backend.CPU
     for variables in ({"FSDP_BACKEND": "auto"}, {"FSDP_BACKEND": ""}, {}):
         assert BackendManager.from_env(verbose=False, environment=variables).backend is detect_backend()
-
-
-def test_functions() -> None:
-    assert get_backend_manager("cpu", verbose=False).backend is Backend.CPU
-    assert isinstance(detect_backend(), Backend)
-    assert get_device("cpu") == torch.device("cpu")
-    assert isinstance(get_device(), torch.device)
 
 
 def test_apple_m1_trains_in_mlx_and_mps_falls_back_to_fp16() -> None:

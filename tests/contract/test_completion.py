@@ -38,17 +38,10 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("tr", {"train"}),
         ("train --lora_ra", {"--lora_rank"}),
         ("plan --precision bf16_", {"bf16_autocast", "bf16_buffers_autocast"}),
-        ("train --lr 1e-3 --optimizer paged", {"paged_adamw_8bit"}),
-        ("train --packing t", {"true"}),
         ("train --dataset {folder}/ch", {"{folder}/chats.jsonl"}),
-        ("train --config {folder}/ch", {"{folder}/chats.jsonl"}),
         ("report {folder}/ch", {"{folder}/chats.jsonl"}),
-        ("generate {folder}/ch", {"{folder}/chats.jsonl"}),
-        ("options lora_al", {"lora_alpha"}),
         ("models g", {"get"}),
-        ("completion z", {"zsh"}),
         ("launch --on s", {"slurm", "ssh"}),
-        ("launch --on ray --lora_ra", {"--lora_rank"}),
     ],
 )
 def test_bash_completes(script: Path, tmp_path: Path, words: str, expected: set[str]) -> None:

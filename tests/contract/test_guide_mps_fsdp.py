@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (  # noqa: E402
     FullStateDictConfig,
     ShardingStrategy,
 )
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from crosstune.compat.torch_parts import fsdp_model  # noqa: E402
 from crosstune.distributed.master import free_ports  # noqa: E402
@@ -31,7 +30,6 @@ from mps_fsdp_wrapper import (  # noqa: E402
     MPSFSDPConfig,
     MPSFSDPWrapper,
     check_mps_fsdp_compatibility,
-    create_mps_fsdp_wrapper,
     wrap_model_for_mps,
 )
 
@@ -288,43 +286,6 @@ def test_debug_mode_logs_what_is_gathered(caplog: pytest.LogCaptureFixture) -> N
 
 
 # The complete example
-
-
-def train_with_fsdp(model: nn.Module, train_loader: Any, folder: Path, num_epochs: int = 2) -> nn.Module:
-    info = check_mps_fsdp_compatibility()
-    assert info["device"] == DEVICE
-    wrapper = create_mps_fsdp_wrapper(
-        sharding_strategy="FULL_SHARD", mixed_precision=True, min_num_params=1e6
-    )
-    fsdp_model_ = wrapper.wrap_transformer(model, transformer_layer_cls=nn.TransformerEncoderLayer)
-    fsdp_model_ = fsdp_model_.to(DEVICE)
-    optimizer = torch.optim.AdamW(fsdp_model_.parameters(), lr=1e-2)
-    criterion = nn.CrossEntropyLoss()
-    for epoch in range(num_epochs):
-        for batch_idx, (data, target) in enumerate(train_loader):
-            data, target = data.to(DEVICE), target.to(DEVICE)
-            with wrapper.profile_memory():
-                output = fsdp_model_(data)
-                loss = criterion(output, target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            if batch_idx % 100 == 0:
-                stats = wrapper.get_memory_stats()
-                print(f"Epoch {epoch}, batch {batch_idx}: {loss.item():.4f}, {stats['allocated_gb']:.2f} GB")
-        wrapper.save_checkpoint(
-            fsdp_model_, f"{folder}/checkpoint_epoch_{epoch}.pt", optimizer=optimizer, epoch=epoch
-        )
-    return fsdp_model_
-
-
-def test_the_complete_example_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, target = (tensor.cpu() for tensor in rows(32))
-    loader = DataLoader(TensorDataset(data, target % 2), batch_size=8)
-    train_with_fsdp(Classifier(), loader, tmp_path, num_epochs=6)
-    losses = [float(line.split(": ")[1].split(",")[0]) for line in capsys.readouterr().out.splitlines()]
-    assert losses[-1] < losses[0]
-    assert (tmp_path / "checkpoint_epoch_5.pt").is_file()
 
 
 def test_the_program_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,12 +36,3 @@ def test_no_import_cycles() -> None:
         TopologicalSorter(import_graph(ROOT)).prepare()
     except CycleError as error:
         raise AssertionError(" <- ".join(error.args[1])) from None
-
-
-def test_an_import_inside_a_function_counts(tmp_path: Path) -> None:
-    package = tmp_path / "p"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "a.py").write_text("from p import b\n")
-    (package / "b.py").write_text("def f():\n    from p.a import b\n")
-    assert import_graph(package) == {"p": set(), "p.a": {"p.b"}, "p.b": {"p.a"}}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import chat
 
 from crosstune.cli import adopt
 from crosstune.cli.main import main
@@ -55,20 +56,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "datasets" / "judge_eval"
     folder.mkdir(parents=True)
     for split, count in (("train", 6), ("val", 2), ("test", 2)):
-        rows = [
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": f"Source: {split} {number}\nTranslation: x\nGive a 0-10 score.",
-                    },
-                    {"role": "assistant", "content": f"Score: {number}/10\nIssues: none\nFeedback: fine"},
-                ],
-                "source": f"{split} {number}",
-                "translation": "x",
-            }
-            for number in range(count)
-        ]
+        rows = []
+        for number in range(count):
+            asked = f"Source: {split} {number}\nTranslation: x\nGive a 0-10 score."
+            row = chat(asked, f"Score: {number}/10\nIssues: none\nFeedback: fine")
+            rows.append({**row, "source": f"{split} {number}", "translation": "x"})
         (folder / f"judge_{split}.json").write_text(json.dumps(rows))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -118,13 +110,6 @@ def test_every_command_of_the_guide_is_planned(
     assert {name: plan["options"][name] for name in expected} == expected
     assert plan["options"]["dataset"] == "datasets/judge_eval"
     assert plan["options"]["output_dir"] == "adapters_eval"
-    chosen = {row["option"]: row for row in plan["adjustments"] if row["kind"] == "choice"}
-    asked = {word.lstrip("-") for word in words.split() if word.startswith("--")}
-    assert (
-        "batch_size" in asked
-        or "preset" in chosen["batch_size"]["reason"]
-        or "GB" in chosen["batch_size"]["reason"]
-    )
 
 
 def test_adopted_files_run_and_are_not_overwritten(
@@ -153,11 +138,10 @@ def test_adopted_files_run_and_are_not_overwritten(
     assert "run_entry" in (tmp_path / CUDA).read_text()
 
 
-@pytest.mark.parametrize("path", [CUDA])
 def test_an_entry_says_that_its_device_is_missing(
-    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entry = next(entry for entry in adopt.ENTRIES if entry.path == path)
+    entry = next(entry for entry in adopt.ENTRIES if entry.path == CUDA)
     monkeypatch.setattr(adopt, "_available", lambda backends: "cpu")
     words = adopt.entry_words(entry, ["--epochs", "1"])
     assert words[words.index("--backend") + 1] == "cpu"

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
-from pages import Followed, Page, open_workshop
+from pages import Followed, Page, Workshop
 
 from crosstune.models.tiny import tiny_model
-from crosstune.recipes.judge.presets import BY_BACKEND
-from crosstune.recipes.judge.verdicts import FORMATS
 
 pytestmark = pytest.mark.slow  # six commands that each load torch
 
 
+PAGE = Page("judge.md")
+
+
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Followed]:
-    home, page = tmp_path_factory.mktemp("judge"), Page("judge.md")
-    tiny_model(home / "my-model")
+def followed(shop: Workshop) -> Followed:
+    tiny_model(shop.home / "my-model")
     rows = "".join(f"word {number // 2},answer {number},{1 + number % 5}\n" for number in range(60))
-    (home / "ratings.csv").write_text(f"quelle,answer,note\n{rows}")
-    (home / "answers.jsonl").write_text(
-        '{"id": "x", "task": "say hi", "answer": "hi", "reference": "hello"}\n'
-    )
-    with open_workshop(home, page) as workshop:
-        yield Followed(workshop, page)
+    (shop.home / "ratings.csv").write_text(f"quelle,answer,note\n{rows}")
+    row = '{"id": "x", "task": "say hi", "answer": "hi", "reference": "hello"}\n'
+    (shop.home / "answers.jsonl").write_text(row)
+    return Followed(shop, PAGE)
 
 
 def test_a_judge_is_trained_and_tested(followed: Followed) -> None:
@@ -47,9 +44,3 @@ def test_verdicts_and_predictions(followed: Followed) -> None:
     row = json.loads((followed.workshop.home / "verdicts.jsonl").read_text())
     assert row["id"] == "x" and 0 <= row["predicted"] <= 10 and 0 < row["confidence"] <= 1
     assert "24 items in 6 groups" in followed[5]
-
-
-def test_the_page_names_every_format_and_preset_model() -> None:
-    text = Page("judge.md").text
-    assert all(f"| `{name}` |" in text for name in FORMATS)
-    assert all(f"`{preset['model_name']}`" in text for preset in BY_BACKEND.values())

@@ -6,22 +6,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from pages import Followed, Page, Workshop, open_workshop
+from pages import Followed, Page, Workshop
 
 PAGE = Page("latent-diffusion.md")
 PATH = "scripts/training/train_qwen_english_l2t_stable.sh"
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    with open_workshop(tmp_path_factory.mktemp("latents"), PAGE) as workshop:
-        yield workshop
-
-
+@pytest.mark.slow
 def test_the_commands_of_the_page(shop: Workshop) -> None:
     followed = Followed(shop, PAGE)
     assert "exact_match" in followed[0]
@@ -42,22 +36,11 @@ def test_the_guides_commands_find_loss_and_speed(shop: Workshop) -> None:
     flags = (
         "--backend cpu --precision fp32 --hidden_size 32 --n_blocks 2 --skip_eval true --log_every_n_steps 1"
     )
+    names = {"L2T_BASE_STEPS": "4", "L2T_TRAIN_BS": "6", "L2T_RUN_NAME": "l2t", "DATA_WORKERS": "8"}
+    environment = os.environ | shop.environment | {"PYTHON": sys.executable, "LATENT_DIM": "96"} | names
+    command = ["bash", str(script), *flags.split()]
     done = subprocess.run(
-        ["bash", str(script), *flags.split()],
-        cwd=shop.home,
-        env=os.environ
-        | shop.environment
-        | {
-            "PYTHON": sys.executable,
-            "L2T_BASE_STEPS": "4",
-            "L2T_TRAIN_BS": "6",
-            "L2T_RUN_NAME": "l2t",
-            "DATA_WORKERS": "8",
-            "LATENT_DIM": "96",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=shop.home, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     [log] = (shop.home / "train_logs").glob("train_*_node0.log")
@@ -66,19 +49,3 @@ def test_the_guides_commands_find_loss_and_speed(shop: Workshop) -> None:
     assert len(re.findall(r'samples_per_sec["\']:\s*(\d+\.\d+)', text)) == 4
     rows = shop.metrics("l2t")
     assert len(rows) == 4 and all(row["examples"] == 6 for row in rows)
-
-
-def test_the_sizes_of_the_page_are_real() -> None:
-    from crosstune.recipes.latent_diffusion.settings import ModelSettings
-
-    guide = ModelSettings(
-        vocabulary=30_525,
-        max_tokens=2048,
-        latent_dim=32,
-        hidden_size=1024,
-        n_blocks=24,
-        n_heads=16,
-        cond_dim=1024,
-        latent_tokens=1,
-    )
-    assert f"{guide.num_parameters() / 1e9:.2f} billion" in PAGE.text

@@ -1,4 +1,4 @@
-"""The commands of docs/guide/planning.md, and what the page says they print."""
+"""The commands of docs/guide/planning.md and clusters.md, and what the pages say they print."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from pages import Page
 
 from crosstune.cli.main import main
-from crosstune.estimate.step_time import LARGEST_ERROR
 from crosstune.files.json_files import read_json
 
 PAGE = Page("planning.md")
@@ -53,13 +52,18 @@ def test_the_search_of_the_page(capsys: pytest.CaptureFixture[str], home: Path) 
     assert read_json(home / "runs" / "auto" / "plan.json")["options"]["batch_size"] > 1
 
 
-def test_the_error_that_the_page_names() -> None:
-    said = f"on six others, of a 7B shape, the prediction is at most {100 * LARGEST_ERROR:.0f} % off"
-    assert said in " ".join(PAGE.text.split())
-
-
 def test_a_cluster_needs_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--nnodes", "2", "--backend", "cpu"]) == 2
     assert "--machine" in capsys.readouterr().err
     assert main(["plan", "--nnodes", "2", "--machine", "h200-x8", "--world_size", "3"]) == 2
     assert "16 processes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", Page("clusters.md").commands(), ids=lambda command: shlex.split(command)[3]
+)
+def test_the_command_prints_a_job(command: str, capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    assert command.endswith(" --print")
+    out = run(command, capsys)
+    assert "ORG/MODEL" in out and "--resume" in out
+    assert not list(home.iterdir())

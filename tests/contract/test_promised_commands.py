@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -69,11 +68,7 @@ ACCEPTED: list[tuple[str, str, dict[str, Any]]] = [
         "--train_type qlora --quantization_backend hqq --n_bits 4 --group_size 128",
         {"quantizer": "hqq", "n_bits": 4},
     ),
-    (
-        "h200",
-        "--profile true --profiling_output ./profile_results",
-        {"backend": "cuda"},
-    ),
+    ("h200", "--profile true --profiling_output ./profile_results", {"backend": "cuda"}),
     ("apple-m1-16gb", "--backend mps --use_gradient_checkpointing --low_memory", {"backend": "mps"}),
     # The guides call this impossible; MLX has learned it since.
     ("apple-m1-16gb", "--backend mlx --world_size 2", {"world_size": 2, "collective": "ring"}),
@@ -143,11 +138,8 @@ def test_a_plan_says_what_mlx_lm_cannot_read(
     (model / "config.json").write_text(json.dumps(config))
     words = ["--backend", "mlx", "--model_name", str(model)]
     assert main(["plan", "--machine", "apple-m1-16gb", *words]) == 2
-    said = capsys.readouterr()
-    assert "cannot train MLX cannot train a model of the type 'unheard_of'." in said.out
-    folder = ["--output_dir", str(tmp_path / "runs"), "--max_steps", "1", "--dataset_samples", "8"]
-    assert main(["train", *words, *folder]) == 2
-    assert said.err in capsys.readouterr().err
+    assert "MLX cannot train a model of the type 'unheard_of'." in capsys.readouterr().out
+    assert main(["train", *words, "--output_dir", str(tmp_path / "runs"), "--max_steps", "1"]) == 2
 
 
 PROMISED_OPTIONS = """world_size train_type llama_pro_path batch_size context_length gradient_accumulation_steps num_epochs
@@ -174,7 +166,17 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_import_and_help_load_no_framework() -> None:
+def test_imports_profiles_and_help_load_no_framework() -> None:
+    code = """
+import sys
+import backend_manager, quantization_wrapper
+import crosstune.machines.probe as m
+import crosstune.torch_engine.probe, crosstune.mlx_engine.probe
+m.recommend(m.load_machine('h200'))
+late = {"torch", "mlx", "transformers"} & set(sys.modules)
+assert not late, late
+"""
+    run_python(code)
     code = """
 import sys
 import crosstune
@@ -190,26 +192,6 @@ print("heavy:", sorted(heavy))
     assert run_python(code).stdout.strip().endswith("heavy: []")
 
 
-def test_help_names_only_options_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    from crosstune.cli.main import COMMANDS
-
-    pages = {}
-    for command in COMMANDS:
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        pages[command] = capsys.readouterr().out
-    named = [
-        (command, flag)
-        for page in pages.values()
-        for command, rest in re.findall(r"crosstune (\w+)([^`\n(>]*)", page)
-        for flag in re.findall(r"--\w+", rest)
-        if command in pages
-    ]
-    assert named
-    assert [(command, flag) for command, flag in named if flag not in pages[command]] == []
-    assert "crosstune move" in pages["train"]
-
-
 def test_train_py_is_crosstune_train() -> None:
     from pathlib import Path
 
@@ -222,12 +204,3 @@ def test_train_py_is_crosstune_train() -> None:
     )
     assert by_file.stdout == by_name.stdout
     assert "--lora_rank" in by_file.stdout
-
-
-def test_machine_profiles_and_probes_load_no_framework_when_imported() -> None:
-    code = (
-        "import sys, backend_manager, crosstune.machines.probe as m; m.recommend(m.load_machine('h200')); "
-        "import crosstune.torch_engine.probe, crosstune.mlx_engine.probe; "
-        "print([name for name in ('torch', 'mlx', 'transformers') if name in sys.modules])"
-    )
-    assert run_python(code).stdout.strip() == "[]"

@@ -13,6 +13,7 @@ from pages import ROOT
 
 from crosstune.models.tiny import tiny_model
 
+pytestmark = pytest.mark.slow
 BLOCKS = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "python.md").read_text(encoding="utf-8"), re.S
 )
@@ -77,7 +78,6 @@ problems: list[str] = [problem.message for problem in report.problems]
 """
 
 
-@pytest.mark.slow
 def test_a_program_passes_a_type_checker(home: Path) -> None:
     pytest.importorskip("mypy")
     (home / "user_program.py").write_text(USER_PROGRAM)

@@ -41,8 +41,7 @@ def test_saved_models_come_back_bit_for_bit(kind: Any, options: Any, block: Bloc
 
 
 @pytest.mark.parametrize(
-    ("method", "is_tied"),
-    [(M.BNB_NF4, False), (M.HQQ_4BIT, True), (M.QUANTO_INT4, False), (M.NONE, True)],
+    ("method", "is_tied"), [(M.BNB_NF4, False), (M.HQQ_4BIT, True), (M.QUANTO_INT4, False), (M.NONE, True)]
 )
 def test_transformers_models_come_back_without_being_built(
     method: QuantizationMethod, is_tied: bool, llama: Any, tmp_path: Path

@@ -14,7 +14,6 @@ import pytest
 from pages import Page
 
 from crosstune.cli.main import main
-from crosstune.config.schema import options_by_name
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +77,3 @@ def test_steps_are_profiled(outputs: dict[str, list[str]], home: Path) -> None:
     assert "Profile of 2 steps (2, 3)" in printed and "share of limit" in printed
     files = {path.name for path in (home / "profiles" / "profiled").iterdir()}
     assert files == {"profile.txt", "profile.json", "trace-step-00000002.json.gz"}
-
-
-def test_the_page_names_every_option_of_the_profiler_with_its_default() -> None:
-    text = Page("profiling.md").text
-    for name, option in options_by_name().items():
-        if option.group == "Profiling" and name == option.name:  # not an older name
-            row = next(line for line in text.splitlines() if line.startswith(f"| `--{name}"))
-            is_switch = isinstance(option.default, bool)
-            shown = ("on" if option.default else "off") if is_switch else str(option.default)
-            assert shown in row, name

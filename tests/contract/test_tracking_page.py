@@ -7,26 +7,23 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from pages import Page, Workshop, check_house_style, open_workshop
+from pages import Page, Workshop
 from support import chat
 
-from crosstune.core.names import plugin_names
 from crosstune.models.tiny import tiny_model
 
 PAGE = Page("tracking.md")
 pytestmark = pytest.mark.slow  # a copy of the package and a process that loads torch
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    home = tmp_path_factory.mktemp("tracking")
-    tiny_model(home / "my-model")
+@pytest.fixture(scope="module", autouse=True)
+def files(shop: Workshop) -> Iterator[None]:
+    tiny_model(shop.home / "my-model")
     rows = [json.dumps(chat(f"say {n}", f"it is {n}")) + "\n" for n in range(30)]
-    (home / "chats.jsonl").write_text("".join(rows))
+    (shop.home / "chats.jsonl").write_text("".join(rows))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")  # as its third line does
-        with open_workshop(home, PAGE) as workshop:
-            yield workshop
+        yield
 
 
 def commands() -> list[str]:
@@ -63,11 +60,3 @@ def test_a_tracker_that_is_not_installed_is_named(shop: Workshop) -> None:
         out = shop.run(f"{command} --backend cpu --model_name ./my-model --log_to lost", code=2)
         assert "pip install no_such_package_xyz" in out
     file.unlink()
-
-
-def test_the_file_passes_the_checks_of_the_house(shop: Workshop) -> None:
-    check_house_style(shop, PAGE)
-
-
-def test_the_page_names_every_tracker() -> None:
-    assert all(f"| `{name}` |" in PAGE.text for name in plugin_names("crosstune.tracking.trackers"))

@@ -122,7 +122,7 @@ def test_a_signal_leaves_the_last_step_in_a_checkpoint(bench: Bench, number: int
     "trial",
     [
         partial(signals.stop_at_once, method="lora", seed=3),
-        partial(signals.stop_by_time, method="lora"),
+        pytest.param(partial(signals.stop_by_time, method="lora"), marks=pytest.mark.slow),
         partial(signals.diverge, method="full"),
         partial(signals.bad_example, method="lora", allowed=0),
         partial(signals.bad_example, method="lora", allowed=1),

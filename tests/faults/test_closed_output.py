@@ -18,22 +18,11 @@ STEPS = 6
 
 
 def training(folder: Path, *more: str) -> list[str]:
-    flags = {
-        "model_name": "tiny-random",
-        "dataset": "commands",
-        "dataset_samples": 64,
-        "eval_samples": 2,
-        "max_new_tokens": 2,
-        "max_steps": STEPS,
-        "save_steps": 5,
-        "backend": "cpu",
-        "precision": "fp32",
-        "log_every_n_steps": 1,
-        "output_dir": folder,
-        "name": "run",
-    }
-    words = [f"--{name}={value}" for name, value in flags.items()]
-    return ["train", *words, *more]
+    words = (
+        "--model_name tiny-random --dataset commands --dataset_samples 64 --eval_samples 2 --max_new_tokens 2 "
+        f"--max_steps {STEPS} --save_steps 5 --backend cpu --precision fp32 --log_every_n_steps 1 --name run"
+    )
+    return ["train", *words.split(), "--output_dir", str(folder), *more]
 
 
 def check_finished(run: Path) -> None:

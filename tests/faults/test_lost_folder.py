@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import chat
 
 from crosstune import UserError, train
 from crosstune.checkpoint.read import newest_valid
@@ -21,25 +22,13 @@ from crosstune.runs.watch_folder import FolderWatch
 @pytest.fixture
 def options(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
-    rows = [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes"}]}
-        for n in range(8)
-    ]
+    rows = [chat(f"{n}?", "yes") for n in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {
-        "model_name": str(tiny_model),
-        "dataset": "data.jsonl",
-        "backend": "cpu",
-        "precision": "fp32",
-        "skip_eval": True,
-        "batch_size": 2,
-        "progress": False,
-    }
+    fixed = {"backend": "cpu", "precision": "fp32", "skip_eval": True, "batch_size": 2, "progress": False}
+    return {"model_name": str(tiny_model), "dataset": "data.jsonl", **fixed}
 
 
-@pytest.mark.parametrize(
-    ("lost", "save_steps"), [("renamed", 1), ("removed", 1), ("removed", 100), ("link elsewhere", 100)]
-)
+@pytest.mark.parametrize(("lost", "save_steps"), [("renamed", 1), ("removed", 100), ("link elsewhere", 100)])
 def test_the_last_step_is_kept(lost: str, save_steps: int, options: dict[str, Any]) -> None:
     folder, elsewhere = Path("runs/mine"), Path("runs/elsewhere")
     now = folder if lost == "removed" else Path("runs/renamed")

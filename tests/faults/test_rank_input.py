@@ -37,8 +37,7 @@ def start(bench: Bench, folder: Path, **of_rank_one: Any) -> list[tuple[int, str
 
 def start_rank(rank: int, words: list[str], port: int) -> warm.Program:
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    code = "import sys\nfrom crosstune.cli.main import main\nsys.exit(main(sys.argv[1:]))"
-    return warm.start(code, *words, variables=place)
+    return warm.start(warm.MAIN, *words, variables=place)
 
 
 def test_a_rank_with_other_options_is_refused_by_all(bench: Bench, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import chat
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
@@ -25,27 +26,10 @@ def files_with(secret: str, folder: Path) -> list[str]:
 def test_no_file_of_a_run_has_it(tmp_path: Path, tiny_model: Path, write_jsonl: Any) -> None:
     from crosstune.report import write_report
 
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"Keep {TOKEN} {n}"},
-                {"role": "assistant", "content": "Yes"},
-            ]
-        }
-        for n in range(12)
-    ]
-    config = make_config(
-        model_name=str(tiny_model),
-        dataset=str(write_jsonl(rows)),
-        backend="cpu",
-        precision="fp32",
-        max_steps=1,
-        batch_size=2,
-        save_steps=1,
-        max_new_tokens=2,
-        output_dir=str(tmp_path / "runs"),
-        name="one",
-    )
+    rows = [chat(f"Keep {TOKEN} {n}", "Yes") for n in range(12)]
+    amount = {"max_steps": 1, "batch_size": 2, "save_steps": 1, "max_new_tokens": 2}
+    place = {"output_dir": str(tmp_path / "runs"), "name": "one", "dataset": str(write_jsonl(rows))}
+    config = make_config(model_name=str(tiny_model), backend="cpu", precision="fp32", **amount, **place)
     command = ["crosstune", "train", "--token", TOKEN, f"--dataset=https://me:{TOKEN}@host/x"]
     result = train(config, command=command)
     write_report(result.folder)

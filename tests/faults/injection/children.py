@@ -73,6 +73,12 @@ class Child:
         found = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         assert found is not None and found.si_code == os.CLD_STOPPED, self.said()
 
+    def pause(self, seconds: float) -> None:
+        """Let it run so long, or to its end."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and self.alive():
+            time.sleep(0.002)
+
     def alive(self) -> bool:
         """Return whether it still runs; leave its end to `wait`."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None

@@ -99,37 +99,21 @@ def edit_manifest(subject: Subject) -> None:
 def edit_and_seal(subject: Subject) -> None:
     """One value of the manifest changed so that it no longer fits the files, with a new seal."""
     manifest = _read(subject)
-    subject.rng.choice(_MISFITS)(manifest, subject.rng)
+    _misfit(manifest, subject.rng)
     _write(subject, manifest, sealed=True)
 
 
 def edit_seal(subject: Subject) -> None:
     raw = (subject.folder / SEAL).read_bytes()
     digest, name = raw.split()
-    forms = [
-        raw + raw,
-        raw.strip(),
-        raw.upper(),
-        b"",
-        name + b"  " + digest + b"\n",
-        digest + b"\n",
-        b" " + raw,
-    ]
+    swapped = name + b"  " + digest + b"\n"
+    forms = [raw + raw, raw.strip(), raw.upper(), b"", swapped, digest + b"\n", b" " + raw]
     (subject.folder / SEAL).write_bytes(subject.rng.choice(forms))
 
 
 KINDS: tuple[Callable[[Subject], None], ...] = (
-    flip_bit,
-    cut_short,
-    zero_block,
-    append_bytes,
-    swap_files,
-    file_of_older,
-    folder_of_older,
-    delete_file,
-    edit_manifest,
-    edit_and_seal,
-    edit_seal,
+    *(flip_bit, cut_short, zero_block, append_bytes, swap_files, file_of_older, folder_of_older, delete_file),
+    *(edit_manifest, edit_and_seal, edit_seal),
 )
 
 
@@ -159,76 +143,40 @@ def corrupt(
     return Trial(kind=kind.__name__, method=method, seed=seed, problems=problems, kills=0)
 
 
-def _misfit_hash(manifest: Any, rng: random.Random) -> None:
-    facts = manifest["files"][rng.choice(sorted(manifest["files"]))]
-    facts["sha256"] = rng.randbytes(32).hex()
-
-
-def _misfit_size(manifest: Any, rng: random.Random) -> None:
-    manifest["files"][rng.choice(sorted(manifest["files"]))]["bytes"] += rng.choice([-8, 1, 4096, 2**60])
-
-
-def _misfit_shape(manifest: Any, rng: random.Random) -> None:
-    facts = manifest["trainable"][rng.choice(sorted(manifest["trainable"]))]
-    facts["shape"] = rng.choice([[*facts["shape"][::-1], 1], [], [2**40], [-1], "2x2", None])
-
-
-def _misfit_dtype(manifest: Any, rng: random.Random) -> None:
-    manifest["trainable"][rng.choice(sorted(manifest["trainable"]))]["dtype"] = rng.choice(
-        ["F16", "BF16", 4, None]
+def _misfit(manifest: Any, rng: random.Random) -> None:
+    """Change a hash, a size, a shape, a dtype, a name, a file, the step, a field or the version."""
+    name, array = rng.choice(sorted(manifest["files"])), rng.choice(sorted(manifest["trainable"]))
+    facts, tensor = manifest["files"][name], manifest["trainable"][array]
+    kind = rng.choice(
+        ["hash", "size", "shape", "dtype", "name", "file", "step", "field", "missing", "version"]
     )
-
-
-def _misfit_names(manifest: Any, rng: random.Random) -> None:
-    name = rng.choice(sorted(manifest["trainable"]))
-    facts = manifest["trainable"].pop(name)
-    if rng.random() < 0.5:
-        manifest["trainable"][name + ".other"] = facts
-
-
-def _misfit_files(manifest: Any, rng: random.Random) -> None:
-    name = rng.choice(sorted(manifest["files"]))
-    facts = manifest["files"].pop(name)
-    other = rng.choice(
-        [None, "absent.safetensors", f"../{name}", f"/{name}", f"./{name}", "", "a/b", ".", "..", MANIFEST]
-    )
-    if other is not None:
-        manifest["files"][other] = facts
-
-
-def _misfit_step(manifest: Any, rng: random.Random) -> None:
-    manifest["step"] += rng.choice([-1, 1, 1000, -manifest["step"] - 1])
-
-
-def _misfit_field(manifest: Any, rng: random.Random) -> None:
-    key = rng.choice(
-        ["step", "engine", "identity", "trainable", "data", "facts", "progress", "files", "backend"]
-    )
-    manifest[key] = rng.choice([None, True, 1.5, ["x"]])
-
-
-def _misfit_missing(manifest: Any, rng: random.Random) -> None:
-    del manifest[
-        rng.choice(["format", "format_version", "step", "files", "trainable", "progress", "schedule"])
-    ]
-
-
-def _misfit_version(manifest: Any, rng: random.Random) -> None:
-    manifest["format_version"] = rng.choice([0, 2, -1, "1", 1.5, None, True, [1]])
-
-
-_MISFITS: tuple[Callable[[Any, random.Random], None], ...] = (
-    _misfit_hash,
-    _misfit_size,
-    _misfit_shape,
-    _misfit_dtype,
-    _misfit_names,
-    _misfit_files,
-    _misfit_step,
-    _misfit_field,
-    _misfit_missing,
-    _misfit_version,
-)
+    if kind == "hash":
+        facts["sha256"] = rng.randbytes(32).hex()
+    elif kind == "size":
+        facts["bytes"] += rng.choice([-8, 1, 4096, 2**60])
+    elif kind == "shape":
+        tensor["shape"] = rng.choice([[*tensor["shape"][::-1], 1], [], [2**40], [-1], "2x2", None])
+    elif kind == "dtype":
+        tensor["dtype"] = rng.choice(["F16", "BF16", 4, None])
+    elif kind == "name":
+        del manifest["trainable"][array]
+        if rng.random() < 0.5:
+            manifest["trainable"][f"{array}.other"] = tensor
+    elif kind == "file":
+        del manifest["files"][name]
+        others = [f"../{name}", f"/{name}", f"./{name}", "", "a/b", ".", "..", MANIFEST, "absent.safetensors"]
+        if (other := rng.choice([None, *others])) is not None:
+            manifest["files"][other] = facts
+    elif kind == "step":
+        manifest["step"] += rng.choice([-1, 1, 1000, -manifest["step"] - 1])
+    elif kind == "field":
+        fields = ["step", "engine", "identity", "trainable", "data", "facts", "progress", "files", "backend"]
+        manifest[rng.choice(fields)] = rng.choice([None, True, 1.5, ["x"]])
+    elif kind == "missing":
+        fields = ["format", "format_version", "step", "files", "trainable", "progress", "schedule"]
+        del manifest[rng.choice(fields)]
+    else:
+        manifest["format_version"] = rng.choice([0, 2, -1, "1", 1.5, None, True, [1]])
 
 
 def _read(subject: Subject) -> dict[str, Any]:

@@ -31,14 +31,14 @@ from injection.mutations import (
 )
 
 MODEL_FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "special_tokens_map.json",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "chat_template.jinja",
+    *(
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ),
+    *("special_tokens_map.json", "model.safetensors", "model.safetensors.index.json"),
 )
 RUN_FILES = ("plan.json", "summary.json", "metrics.jsonl", "events.jsonl", "config.yaml")
 
@@ -167,10 +167,9 @@ def _adapter(shop: Workshop, work: Path, chance: random.Random) -> Case:
         "Unknown model",
         "There is no folder",
         "too long",
-        "precision",
-        "pattern",
     )
-    return Case(f"adapter {name} {commands[place][0]}", commands[place], (str(folder), name, *words))
+    names = (str(folder), name, *words, "precision", "pattern")
+    return Case(f"adapter {name} {commands[place][0]}", commands[place], names)
 
 
 def _checkpoint(shop: Workshop, work: Path, chance: random.Random) -> Case:
@@ -195,7 +194,10 @@ def _checkpoint(shop: Workshop, work: Path, chance: random.Random) -> Case:
             str(folder),
             "--output_dir",
             str(work / "runs"),
-            *["--name", "r", "--max_steps", "2"],
+            "--name",
+            "r",
+            "--max_steps",
+            "2",
         ],
     ]
     command = chance.choice(commands)

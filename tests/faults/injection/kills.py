@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def kill_at_random(bench: Bench, method: str, seed: int, *, longest_s: float, nu
     kills = 0
     for _ in range(num_kills):
         child = bench.again(method, folder)
-        _sleep_while_alive(child, rng.uniform(0, longest_s))
+        child.pause(rng.uniform(0, longest_s))
         child.send(9)
         kills += child.wait().signal == 9
         problems += lost_or_torn(folder)
@@ -100,9 +99,3 @@ def damage(path: Path) -> None:
 def _still_damaged(folder: Path) -> bool:
     """Return whether the damaged checkpoint is still there under its name: the kill came before it was set aside."""
     return not list((folder / "checkpoints").glob(f"step-{NUM_STEPS:08d}~*"))
-
-
-def _sleep_while_alive(child: Any, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and child.alive():
-        time.sleep(0.002)

@@ -119,23 +119,19 @@ def damage_tar(raw: bytes, chance: random.Random) -> bytes:
     if not headers:
         return damage_bytes(raw, chance)
     start = chance.choice(headers)
-    field, value = chance.choice(
+    names = [b"../x", b"/x", b"a\0b", b"x" * 100, b"move.json", b".", b"plan.json/x"]
+    sizes = [b"77777777777\0", b"00000000000\0", b"\x80" + b"\xff" * 11, b"zzz"]
+    kinds = [bytes([letter]) for letter in b"12356SxgLK?"]
+    prefixes = [b"..", b"deep/" * 30, b"\xff" * 20]
+    field, values = chance.choice(
         [
-            (
-                slice(0, 100),
-                chance.choice([b"../x", b"/x", b"a\0b", b"x" * 100, b"move.json", b".", b"plan.json/x"]),
-            ),
-            (
-                slice(124, 136),
-                chance.choice([b"77777777777\0", b"00000000000\0", b"\x80" + b"\xff" * 11, b"zzz"]),
-            ),
-            (
-                slice(156, 157),
-                chance.choice([b"1", b"2", b"3", b"5", b"6", b"S", b"x", b"g", b"L", b"K", b"?"]),
-            ),
-            (slice(345, 500), chance.choice([b"..", b"deep/" * 30, b"\xff" * 20])),
+            (slice(0, 100), names),
+            (slice(124, 136), sizes),
+            (slice(156, 157), kinds),
+            (slice(345, 500), prefixes),
         ]
     )
+    value = chance.choice(values)
     width = field.stop - field.start
     data[start + field.start : start + field.stop] = value[:width].ljust(width, b"\0")
     data[start + 148 : start + 156] = b" " * 8

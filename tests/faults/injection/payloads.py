@@ -6,6 +6,7 @@ traceback, and neither run the code nor write outside.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -64,18 +65,7 @@ def _pickle_as(name: str, target: Target) -> None:
 
 def _sealed_pickle_as(name: str, target: Target) -> None:
     """With a size, hash and seal that fit, so that only the reader of the contents can refuse it."""
-    import hashlib
-
-    raw = target.pickle()
-    (target.checkpoint / name).write_bytes(raw)
-    _edit(
-        target,
-        lambda m: m["files"].update({name: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}}),
-    )
-
-
-def _beside(name: str, target: Target) -> None:
-    (target.checkpoint / name).write_bytes(target.pickle())
+    _reseal(target, name, target.pickle())
 
 
 def _named(name: str, target: Target) -> None:
@@ -150,15 +140,9 @@ def _pickled_manifest(target: Target) -> None:
 
 
 def _yaml_tags(target: Target) -> list[str]:
-    file = target.home / "config.yaml"
+    file = target.run / "config.yaml"
     file.write_text(f"name: !!python/object/apply:os.mkdir ['{target.outside / CANARY}']\n")
     return ["train", "--config", str(file)]
-
-
-def _yaml_of_run(target: Target) -> list[str]:
-    text = f"name: !!python/object/apply:os.mkdir ['{target.outside / CANARY}']\n"
-    (target.run / "config.yaml").write_text(text)
-    return ["train", "--config", str(target.run / "config.yaml")]
 
 
 def _pickled_adapter(target: Target) -> list[str]:
@@ -182,12 +166,6 @@ def _pickled_base_adapter(target: Target) -> list[str]:
 def _pickled_settings(target: Target) -> list[str]:
     (target.run / "adapter" / "adapter_config.json").write_bytes(target.pickle())
     return ["generate", str(target.run), "--prompt", "Hi"]
-
-
-def _pickled_data(target: Target) -> list[str]:
-    path = target.home / "data.pkl"
-    path.write_bytes(target.pickle())
-    return [*_train(target), f"--dataset={path}"]
 
 
 def _disguised_data(suffix: str, target: Target) -> list[str]:
@@ -216,7 +194,10 @@ PAYLOADS: dict[str, Act] = {
     **{f"pickle as {name}": partial(_pickle_as, name) for name in (WEIGHTS, MOMENTS, RANDOM, MANIFEST, SEAL)},
     **{f"sealed pickle as {n}": partial(_sealed_pickle_as, n) for n in (WEIGHTS, MOMENTS, RANDOM)},
     "sealed pickle as the manifest": _pickled_manifest,
-    **{f"{n} beside": partial(_beside, n) for n in ("weights.pt", "state.bin", "weights.npy", "__init__.py")},
+    **{
+        f"{n} beside": partial(_pickle_as, n)
+        for n in ("weights.pt", "state.bin", "weights.npy", "__init__.py")
+    },
     "name with ..": partial(_named, "../../../outside/weights.safetensors"),
     "absolute name": partial(_named, "{outside}/weights.safetensors"),
     "name of a sub folder": partial(_named, "sub/weights.safetensors"),
@@ -233,12 +214,11 @@ PAYLOADS: dict[str, Act] = {
     "deep manifest": _deep_manifest,
     "key said twice": _twice,
     "tags in a configuration": _yaml_tags,
-    "tags in the configuration of a run": _yaml_of_run,
     "adapter as a pickle": _pickled_adapter,
     "adapter, a pickle in disguise": _disguised_adapter,
     "base adapter, a pickle in disguise": _pickled_base_adapter,
     "adapter settings": _pickled_settings,
-    "data as a pickle": _pickled_data,
+    "data as a pickle": partial(_disguised_data, "pkl"),
     "data, a pickle in disguise": partial(_disguised_data, "jsonl"),
     "parquet, a pickle in disguise": partial(_disguised_data, "parquet"),
     "model as a pickle": _pickled_model,
@@ -317,16 +297,8 @@ def _limited(call: Callable[[], int]) -> int:
 
 
 def _train(target: Target) -> list[str]:
-    return [
-        "train",
-        f"--model_name={target.model}",
-        f"--output_dir={target.home}",
-        "--name=new",
-        "--max_steps=1",
-        "--backend=cpu",
-        "--skip_eval",
-        f"--dataset={target.data}",
-    ]
+    flags = ["--name=new", "--max_steps=1", "--backend=cpu", "--skip_eval", f"--dataset={target.data}"]
+    return ["train", f"--model_name={target.model}", f"--output_dir={target.home}", *flags]
 
 
 def _listing(folder: Path) -> dict[str, int]:
@@ -349,8 +321,6 @@ def _write_manifest(target: Target, raw: bytes) -> None:
 
 
 def _reseal(target: Target, name: str, raw: bytes) -> None:
-    import hashlib
-
     (target.checkpoint / name).write_bytes(raw)
     facts = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     _edit(target, lambda manifest: manifest["files"].update({name: facts}))

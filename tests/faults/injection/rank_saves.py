@@ -22,16 +22,10 @@ from injection.bench import Bench, Bits, differences, lost_or_torn, read_bits, u
 from injection.children import Ended
 from injection.crash_points import CrashPoints
 from injection.kills import Trial
+from injection.ranks import ALIKE
 
 SIZE = 2
-# Neither packed nor with dropout in the attention, which a process draws for its own rows.
-OPTIONS: dict[str, Any] = {
-    "world_size": SIZE,
-    "packing": False,
-    "batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "connect_timeout": "3m",
-}
+OPTIONS: dict[str, Any] = {"world_size": SIZE} | ALIKE
 SAVES = {"first save": 1, "save and rotate": 2}
 """Scene -> which save of the run it is."""
 

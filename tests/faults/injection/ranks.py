@@ -29,14 +29,8 @@ LIMIT_S = 1200.0
 LATE_S = 60.0
 """Time on a busy machine between the limit of a hang and the end of the job."""
 # Neither packed nor with dropout in the attention, which a process draws for its own rows.
-OPTIONS: dict[str, Any] = {
-    "max_steps": NUM_STEPS,
-    "save_steps": SAVE_STEPS,
-    "packing": False,
-    "batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "connect_timeout": "3m",
-}
+ALIKE = {"packing": False, "batch_size": 1, "gradient_accumulation_steps": 1, "connect_timeout": "3m"}
+OPTIONS: dict[str, Any] = {"max_steps": NUM_STEPS, "save_steps": SAVE_STEPS} | ALIKE
 MOMENTS = ("while it starts", "at a step", "at a step", "while it saves")
 
 

@@ -28,18 +28,10 @@ from crosstune.core.safe_text import printable
 LONGEST_ANSWER = 20_000
 MACHINES = ("rtx-4090", "apple-m1-16gb", "cpu-laptop", "h200")
 VARIABLES = (
-    "FSDP_BACKEND",
-    "CROSSTUNE_CACHE",
-    "CROSSTUNE_LAUNCHER",
-    "RANK",
-    "WORLD_SIZE",
-    "MLX_RANK",
-    "MLX_HOSTFILE",
-    "PYTORCH_MPS_HIGH_WATERMARK_RATIO",
-    "PYTORCH_MPS_LOW_WATERMARK_RATIO",
-    "PYTORCH_ENABLE_MPS_FALLBACK",
+    *("FSDP_BACKEND", "CROSSTUNE_CACHE", "CROSSTUNE_LAUNCHER", "RANK", "WORLD_SIZE", "MLX_RANK", "MLX_HOSTFILE"),
+    *("PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO", "PYTORCH_ENABLE_MPS_FALLBACK"),
     "MLX_MAX_MB_PER_BUFFER",
-)
+)  # fmt: skip
 TEXTS = (
     *("", " ", "0", "-1", "1", "true", "yes", "null", "nan", "-inf", "1e400", "1e3", "0x10", "0b_", "1_000", "1.5"),
     *("+3", "--3", "٣", "½", "1e", "9" * 400, "9" * 5000, "0." + "9" * 5000, "18446744073709551616", "2024-13-45"),
@@ -53,30 +45,13 @@ VALUES: tuple[Any, ...] = (
     *([], {}, ["a", "b"], [[["x"]]], {"a": {"b": {"c": []}}}, b"bytes", {1, 2}),
 )  # fmt: skip
 SNIPPETS = (
-    "lr: 2024-13-45",
-    "lr: 0b_",
-    "seed: !!int abc",
-    "lr: !!timestamp abc",
-    "name: !!python/object/apply:os.system [id]",
-    "lr: " + "[" * 3000,
-    "batch_size: 1" + "0" * 400,
-    "batch_size: " + "9" * 5000,
-    "lr: &a [*a]",
+    *("lr: 2024-13-45", "lr: 0b_", "seed: !!int abc", "lr: !!timestamp abc", "lr: " + "[" * 3000, "lr: &a [*a]"),
+    *("name: !!python/object/apply:os.system [id]", "batch_size: 1" + "0" * 400, "batch_size: " + "9" * 5000),
     "a: &a [x,x,x,x]\nb: &b [*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b]\nlr: [*c,*c,*c,*c]",
-    "? [a, b]\n: 1",
-    "? {a: b}\n: 1",
-    "<<: {lr: 1}",
-    "lr: 1\nlr: 2",
-    "- lr\n- 1",
-    "just text",
-    "\t\tlr: 1",
-    'name: "a\\0b"',
-    'name: "\\ud800"',
-    "model:\n  lr: 1\n  lr: 2\nlr: 3",
-    "%YAML 9.9\n---\nlr: 1",
-    "lr: 1\n---\nlr: 2",
-    "1: 2\n3.5: 4\ntrue: x\nnull: y",
-)
+    *("? [a, b]\n: 1", "? {a: b}\n: 1", "<<: {lr: 1}", "lr: 1\nlr: 2", "- lr\n- 1", "just text", "\t\tlr: 1"),
+    *('name: "a\\0b"', 'name: "\\ud800"', "model:\n  lr: 1\n  lr: 2\nlr: 3", "%YAML 9.9\n---\nlr: 1"),
+    *("lr: 1\n---\nlr: 2", "1: 2\n3.5: 4\ntrue: x\nnull: y"),
+)  # fmt: skip
 
 
 @dataclass
@@ -95,10 +70,8 @@ def make_request(seed: int) -> Request:
     request = Request(seed=seed, names={"argument"})
     here = draw.random() < 0.15
     request.words = ["plan", "--backend", "cpu"] if here else ["plan", "--machine", draw.choice(MACHINES)]
-    request.words += [
-        "--model_name",
-        "nobody/no-model",
-    ]  # a model that is here would be opened, which takes seconds
+    # A model that is here would be opened, which takes seconds.
+    request.words += ["--model_name", "nobody/no-model"]
     request.names |= {"model_name", "backend"}
     for _ in range(draw.choice((0, 1, 1, 2, 3))):
         key, option = _key(draw)
@@ -148,9 +121,9 @@ def _text(draw: random.Random, option: Option | None) -> str:
         return draw.choice(TEXTS)
     if kind < 0.93:
         return str(draw.choice((-1, 1)) * draw.randrange(10 ** draw.randrange(1, 40)))
+    length = draw.randrange(40)
     return "".join(
-        chr(draw.choice((draw.randrange(1, 128), draw.randrange(0x10FFFF))))
-        for _ in range(draw.randrange(40))
+        chr(draw.choice((draw.randrange(1, 128), draw.randrange(0x10FFFF)))) for _ in range(length)
     )
 
 

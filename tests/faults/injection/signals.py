@@ -6,12 +6,12 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from crosstune.checkpoint.read import newest_valid
+from crosstune.checkpoint.rotate import Keep
 from crosstune.core.events import StepMetrics
 from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.files.run_record import RunRecord
@@ -29,6 +29,7 @@ from injection.children import Child, Ended
 from injection.kills import Trial
 
 LONG = {"max_steps": 18, "save_steps": 10, "keep_last_n": 3}
+KEEP = Keep(last_n=3, best=False)
 RARE = "\u03a9"
 """A letter that only one example has."""
 
@@ -47,12 +48,13 @@ def stop_by_signal(bench: Bench, method: str, number: int, seed: int) -> Trial:
     folder = bench.home / f"signal-{number}-{method}-{seed}"
     child = bench.start(method, folder, **LONG)
     _wait_for_steps(child, folder, num=1)
-    _pause(child, random.Random(seed).uniform(0, 0.6))
+    child.pause(random.Random(seed).uniform(0, 0.6))
     child.send(number)
     ended = child.wait()
-    done = (folder / "summary.json").exists() and _status(
-        folder
-    ) == "finished"  # it came too late to stop anything
+    summary = folder / "summary.json"
+    done = (
+        summary.exists() and read_json(summary)["status"] == "finished"
+    )  # it came too late to stop anything
     problems = [] if done else _judge_stop(folder, ended)
     again = bench.start(method, folder, resume="auto", **LONG).wait()
     if again.code != 0:
@@ -68,13 +70,13 @@ def stop_at_once(bench: Bench, method: str, seed: int) -> Trial:
     folder = bench.home / f"twice-{method}-{seed}"
     child = bench.start(method, folder, **LONG)
     _wait_for_steps(child, folder, num=1)
-    _pause(child, rng.uniform(0, 0.4))
+    child.pause(rng.uniform(0, 0.4))
     child.send(signal.SIGINT)
-    _pause(child, rng.uniform(0, 0.1))
+    child.pause(rng.uniform(0, 0.1))
     if child.alive():
         child.send(signal.SIGINT)
     ended = child.wait()
-    problems = lost_or_torn(folder, keep=_keep())
+    problems = lost_or_torn(folder, keep=KEEP)
     if ended.code not in (0, 3, 130) or "Traceback" in ended.said:
         problems.append(f"it ended with {ended}")
     return _trial("SIGINT twice", method, seed, problems, folder, stopped=ended.code in (3, 130))
@@ -176,11 +178,7 @@ def _judge_stop(folder: Path, ended: Ended) -> list[str]:
     newest = newest_valid(folder / "checkpoints")
     if newest is None or newest.step != len(rows):
         problems.append(f"{len(rows)} steps are done, the checkpoint is of {newest and newest.step}")
-    return problems + lost_or_torn(folder, keep=_keep())
-
-
-def _status(folder: Path) -> str:
-    return str(read_json(folder / "summary.json")["status"])
+    return problems + lost_or_torn(folder, keep=KEEP)
 
 
 def _plant_bad_token(home: Path) -> tuple[Path, Path, int]:
@@ -203,27 +201,11 @@ def _plant_bad_token(home: Path) -> tuple[Path, Path, int]:
     return model, data, row
 
 
-def _keep() -> Any:
-    from crosstune.checkpoint.rotate import Keep
-
-    return Keep(last_n=LONG["keep_last_n"], best=False)
-
-
 def _wait_for_steps(child: Child, folder: Path, *, num: int) -> None:
-    _wait(lambda: not child.alive() or len(read_jsonl(folder / "metrics.jsonl")) >= num)
-
-
-def _wait(condition: Callable[[], bool], *, seconds: float = 900) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
+    end = time.monotonic() + 900
+    while child.alive() and len(read_jsonl(folder / "metrics.jsonl")) < num:
         assert time.monotonic() < end, "it did not come to pass in time"
         time.sleep(0.005)
-
-
-def _pause(child: Child, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and child.alive():
-        time.sleep(0.002)
 
 
 def _trial(
