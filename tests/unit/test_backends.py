@@ -10,7 +10,7 @@ import pytest
 from crosstune.backends import _host
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
-from crosstune.estimate.machine import BackendReport, Machine, auto_order, auto_reason, choose_backend
+from crosstune.estimate.machine import BackendReport, Machine, choose_backend
 from crosstune.machines import probe
 
 ORDER = ["cuda", "rocm", "xpu", "mlx", "mps", "cpu"]
@@ -77,19 +77,6 @@ def test_auto_takes_the_first_available_with_a_device_of_its_own(
     assert probe.fastest_backend(make_machine(**devices)) == chosen
 
 
-def test_auto_says_why_and_in_which_order() -> None:
-    machine = make_machine(mlx="cpu", cpu="cpu")
-    assert auto_order(machine, preference=ORDER) == ["cpu", "mlx"]
-    assert auto_reason(machine, preference=ORDER) == "mlx would compute on the CPU here, where cpu is faster"
-    assert auto_order(make_machine(mlx="gpu", mps="mps", cpu="cpu"), preference=ORDER) == [
-        "mlx",
-        "mps",
-        "cpu",
-    ]
-    assert "before cpu" in auto_reason(make_machine(cuda="cuda", cpu="cpu"), preference=ORDER)
-    assert "only" in auto_reason(make_machine(cpu="cpu"), preference=ORDER)
-
-
 def test_no_backend_at_all_says_why_for_each() -> None:
     with pytest.raises(UserError, match="mps: not here") as caught:
         choose_backend(make_machine(), preference=ORDER)
@@ -113,22 +100,6 @@ def test_profile_covers_every_backend(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "mps_dtypes"),
-    [
-        ("apple-m1-16gb", "mlx", ("fp32", "fp16")),
-        ("apple-m2-max-64gb", "mlx", ("fp32", "fp16", "bf16")),
-        ("rtx-4090", "cuda", ()),
-        ("cpu-laptop", "cpu", ()),
-    ],
-)
-def test_profile_facts(name: str, backend: str, mps_dtypes: tuple[str, ...]) -> None:
-    machine = probe.load_machine(name)
-    assert probe.fastest_backend(machine) == backend
-    assert machine.backends["mps"].dtypes == mps_dtypes
-    assert machine.backends["mps"].collectives == ()
-
-
-@pytest.mark.parametrize(
     ("backend", "name"),
     [
         ("cuda", "a100-80gb"),
@@ -149,41 +120,6 @@ def test_a_machine_survives_its_json(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(machine.to_json()))
     assert probe.load_machine(str(file)) == machine
-
-
-def test_unknown_machine_names_near_profiles_and_the_list() -> None:
-    with pytest.raises(UserError) as caught:
-        probe.load_machine("rtx-4900")
-    text = str(caught.value)
-    assert "Unknown machine 'rtx-4900'" in text
-    assert "did you mean rtx-4090" in text
-    assert "crosstune plan --machine list" in text and "apple-m1-16gb" not in text
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("h200", ["--backend cuda --train_type lora"]),
-        ("rtx-4090", ["--backend cuda --train_type qlora --quantization_backend bnb"]),
-        ("apple-m1-16gb", ["--backend mlx --train_type qlora", "--backend mps --train_type lora"]),
-        (
-            "cpu-laptop",
-            [
-                "  crosstune train --backend cpu",
-                "OMP_NUM_THREADS=8 MKL_NUM_THREADS=8 crosstune train --backend cpu",
-            ],
-        ),
-    ],
-)
-def test_advice_follows_the_hardware(name: str, wanted: list[str]) -> None:
-    lines = probe.recommend(probe.load_machine(name))
-    for part in wanted:
-        assert any(part in line for line in lines), (part, lines)
-    assert all(line.endswith((":", ".")) or line.startswith("  ") for line in lines)
-
-
-def test_advice_for_a_bare_machine_is_to_install() -> None:
-    assert any("pip install" in line for line in probe.recommend(make_machine()))
 
 
 @pytest.mark.parametrize(("limit", "used"), [("2000000000", "500000000"), ("max", "0")])

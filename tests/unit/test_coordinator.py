@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -182,22 +181,6 @@ def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: py
     second.channel._socket.sendall(sent + b"\n")
     ended = first.await_message("end")
     assert ended["end"] == 1 and "machine 1 (host host-1) was lost" in ended["lines"][0]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_in_the_coordinator_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = ("127.0.0.1", free_ports(1)[0])
-    nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
-    before = set(threading.enumerate())
-    monkeypatch.setattr(Coordinator, "_run", lambda self, attempt, size: 1 // 0)
-    Coordinator(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
-    first, second = Machine(place, 0), Machine(place, 1)
-    assert second.await_message("end")["end"] == 1
-    second.channel.close()
-    assert first.await_message("end")["end"] == 1
-    for thread in set(threading.enumerate()) - before:
-        if "_coordinate" in thread.name:
-            thread.join()  # its exception belongs to this test
 
 
 def test_the_output_of_many_failed_ranks_fits_into_one_message(tmp_path: Path) -> None:

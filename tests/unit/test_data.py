@@ -14,7 +14,7 @@ from crosstune.data.batches.row_order import RowOrder
 from crosstune.data.batches.token_batch import IGNORED, Example, pad_rows, split_rows
 from crosstune.data.bundled.commands import NUM_HELD_OUT, NUM_TRAIN, make_commands
 from crosstune.data.read.formats import recognise, to_conversation
-from crosstune.data.render.rendering import encode_conversation, encode_prompt, render
+from crosstune.data.render.rendering import encode_conversation, encode_prompt
 from crosstune.data.tokens.tokenizer import Tokenizer
 
 TURNS = [
@@ -29,40 +29,6 @@ TURNS = [
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Tokenizer:
     return Tokenizer.from_folder(tiny_model)
-
-
-def supervised_texts(example: Example, tokenizer: Tokenizer) -> list[str]:
-    """The supervised stretches of an example, decoded."""
-    texts: list[list[int]] = []
-    previous = False
-    for token, marked in zip(example.tokens, example.supervised, strict=True):
-        if marked and not previous:
-            texts.append([])
-        if marked:
-            texts[-1].append(int(token))
-        previous = bool(marked)
-    return [tokenizer.decode(tokens, keep_special=True) for tokens in texts]
-
-
-def test_exactly_the_answers_and_their_end_tokens_are_supervised(tokenizer: Tokenizer) -> None:
-    example = encode_conversation(TURNS, tokenizer, index=0, whole=False)
-    assert supervised_texts(example, tokenizer) == [
-        f"Eins.{tokenizer.eos_token}",
-        f"Zwei. <b>ok</b>{tokenizer.eos_token}",
-    ]
-    assert tokenizer.decode(example.tokens, keep_special=True) == render(
-        TURNS, tokenizer, add_generation_prompt=False
-    )
-
-
-def test_the_plain_template_serves_models_without_one(tokenizer: Tokenizer) -> None:
-    from dataclasses import replace
-
-    bare = replace(tokenizer, chat_template=None)
-    example = encode_conversation(TURNS, bare, index=0, whole=False)
-    assert supervised_texts(example, bare) == [f" Eins.{bare.eos_token}", f" Zwei. <b>ok</b>{bare.eos_token}"]
-    prompt = encode_prompt(TURNS[:-1], bare)
-    assert example.tokens[: len(prompt)].tolist() == prompt, "what generation sees must be how training began"
 
 
 def test_train_on_prompt_supervises_everything(tokenizer: Tokenizer) -> None:
@@ -92,30 +58,11 @@ def test_formats_are_recognised_by_their_columns(row: dict[str, Any], form: str)
     assert to_conversation(row, form) == TURNS[1:3]
 
 
-def test_alpaca_input_joins_the_instruction() -> None:
-    [user, _] = to_conversation({"instruction": "Add.", "input": "1 2", "output": "3"}, "alpaca")
-    assert user["content"] == "Add.\n\n1 2"
-
-
 def test_wrong_columns_are_named() -> None:
     with pytest.raises(UserError, match="question, reply"):
         recognise({"question": "a", "reply": "b"}, asked="auto", source="x")
     with pytest.raises(UserError, match="no column completion"):
         to_conversation({"prompt": "a"}, "prompt_completion")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": []},
-        {"messages": "hello"},
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"role": "user", "content": ["an", "image"]}]},
-    ],
-)
-def test_conversations_that_are_none_are_refused(row: dict[str, Any]) -> None:
-    with pytest.raises(UserError):
-        to_conversation(row, "messages")
 
 
 def test_the_bundled_data_holds_out_pairs_that_training_never_shows() -> None:
@@ -181,18 +128,3 @@ def test_no_step_is_empty_whatever_the_epochs(num_examples: int, num_epochs: flo
     steps = all_rows(order(num_examples, 8, num_epochs=num_epochs))
     assert all(steps)
     assert sum(map(len, steps)) == math.ceil(num_examples * num_epochs)
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"Prompt": "a", "Completion": "b"}, "--columns Prompt=prompt,Completion=completion"),
-        ({"Question;Answer": "a;b"}, "save the file with commas"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "--columns chosen=completion"),
-        ({"a": 1}, "--columns query=prompt,reply=completion"),
-    ],
-)
-def test_columns_that_fit_no_format_are_explained(row: dict[str, Any], expected: str) -> None:
-    with pytest.raises(UserError) as caught:
-        recognise(row, asked="auto", source="data.csv")
-    assert expected in caught.value.do

@@ -240,13 +240,6 @@ def test_a_folder_of_held_out_files_can_be_evaluated_on(tmp_path: Path, tiny_mod
         opened(tmp_path / "held", tiny_model)
 
 
-def test_the_demo_data_is_announced(tiny_model: Path, tmp_path: Path) -> None:
-    demo = SftRecipe(make_config(), model_folder=tiny_model).describe()
-    assert "no --dataset was given" in demo["notes"][0]
-    named = SftRecipe(make_config(dataset="commands"), model_folder=tiny_model).describe()
-    assert "notes" not in named
-
-
 def test_a_context_beyond_the_model_is_not_advised(tmp_path: Path, tiny_model: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "word and " * 1500}])
     with pytest.raises(UserError, match="cannot be above 2048, the longest context of this model"):

@@ -83,14 +83,6 @@ def test_a_file_may_hold_lists(tmp_path: Path, written: str, value: str) -> None
     assert load_config(file=path, environment={}).dataset == value
 
 
-def test_lists_elsewhere_are_refused() -> None:
-    with pytest.raises(UserError, match="model_name cannot be"):
-        make_config(model_name=["a", "b"])
-    with pytest.raises(UserError, match="dataset cannot be"):
-        make_config(dataset=[["a", "b", "c"]])
-    assert make_config(columns={"query": "prompt"}).columns == "query=prompt"
-
-
 def test_shares_are_exact_and_no_row_repeats_before_all_are_used() -> None:
     mixture = Mixture(sizes=(100, 30, 7), weights=(2, 1, 1))
     assert mixture.num_rows == 137 == sum(mixture.counts())

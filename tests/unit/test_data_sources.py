@@ -15,8 +15,8 @@ from crosstune.core.errors import UserError
 from crosstune.data.bundled.named_datasets import known_names
 from crosstune.data.read import files
 from crosstune.data.read.columns import pick_rows, uniform_sources
-from crosstune.data.read.formats import has_empty_answer, recognise, to_conversation
-from crosstune.data.read.hub import HubPart, _missing
+from crosstune.data.read.formats import recognise, to_conversation
+from crosstune.data.read.hub import HubPart
 from crosstune.data.read.sources import Source, open_source, split_of
 from crosstune.files.hub_reach import why_unreachable
 
@@ -108,13 +108,6 @@ def test_bytes_that_are_not_text_are_named(tmp_path: Path) -> None:
             rows_of(open_source(str(path)))
 
 
-def test_lines_of_csv_are_counted_as_an_editor_does(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text('text,label\n"one\ntwo\nthree",1\nfour,2\nfive\n')
-    with pytest.raises(UserError, match="line 6 has 1 fields"):
-        rows_of(open_source(str(path)))
-
-
 def test_a_folder_is_read_in_order_and_its_splits_are_known(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", ROWS[1:2])
     write(tmp_path / "a.csv", ROWS[:1])
@@ -149,14 +142,6 @@ def test_a_folder_is_read_in_order_and_its_splits_are_known(tmp_path: Path) -> N
 )
 def test_names_of_files_tell_their_split(path: str, split: str) -> None:
     assert split_of(Path(path)) == split
-
-
-def test_folders_without_data_say_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no data"):
-        open_source(str(tmp_path))
-    write(tmp_path / "test.jsonl", ROWS)
-    with pytest.raises(UserError, match="holds no training data"):
-        open_source(str(tmp_path))
 
 
 def test_unknown_names_answer_with_the_known_ones() -> None:
@@ -219,12 +204,6 @@ def test_an_address_that_answers_or_is_behind_a_proxy_is_not_unreachable(
     monkeypatch.setenv("http_proxy", "http://proxy.invalid:1")
     monkeypatch.setenv("no_proxy", "")
     assert why_unreachable(unused_address) is None
-
-
-def test_errors_of_the_hub_say_what_to_do() -> None:
-    gated = _missing("a/b", ValueError("Dataset 'a/b' is a gated dataset on the Hub."), known="x")
-    assert "hf auth login" in str(gated)
-    assert "known name: x" in str(_missing("a/b", ValueError("doesn't exist"), known="x"))
 
 
 def test_without_the_library_the_install_command_is_given(
@@ -292,22 +271,6 @@ def test_images_and_mixed_formats_are_refused() -> None:
         recognise({"image": {"bytes": b"x"}, "text": "a"}, asked="auto", source="x")
     with pytest.raises(UserError, match="looks like alpaca: formats cannot be mixed in one file"):
         to_conversation({"instruction": "a", "output": "b"}, "messages")
-
-
-def test_empty_answers_are_seen() -> None:
-    assert has_empty_answer(to_conversation({"prompt": "a", "completion": None}, "prompt_completion"))
-    assert has_empty_answer(to_conversation({"text": " \n"}, "text"))
-    assert not has_empty_answer(to_conversation({"text": "a"}, "text"))
-
-
-def test_a_folder_of_everything_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from crosstune.data.read import sources
-
-    monkeypatch.setattr(sources, "MOST_FILES", 5)
-    for number in range(6):
-        (tmp_path / f"{number}.txt").touch()
-    with pytest.raises(UserError, match="more than 5 files"):
-        sources.open_source(str(tmp_path))
 
 
 @pytest.mark.parametrize(("needs_training", "option"), [(True, "--dataset"), (False, "--eval_dataset")])

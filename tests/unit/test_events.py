@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.terminal.event_lines import LINES
-from crosstune.cli.terminal.screen import Screen
 from crosstune.config.resolve.plan import Adjustment
 from crosstune.core import events
-from crosstune.core.events import Event, Failed, Interrupted
+from crosstune.core.events import Event
 from crosstune.core.loss_measurement import Comparison, LossMeasurement
 from crosstune.files.json_files import read_jsonl
 from crosstune.files.run_record import RunRecord
 from crosstune.loop.profile_result import PhaseClock, profile_result
-from crosstune.report.tables import NOTABLE_KINDS
 from crosstune.tracking import tracker as tracking_events
 
-NOT_SHOWN = (Failed, Interrupted)
-"""The command prints the error that ended the run."""
 MEASURED_ROW: dict[str, Any] = {
     "step": 4,
     "first_step": 4,
@@ -123,9 +117,6 @@ CLASSES = {
     for found in [*vars(events).values(), *vars(tracking_events).values()]
     if isinstance(found, type) and issubclass(found, Event) and found is not Event
 }
-SHOWN = {*vars(Screen)["on_event"].dispatcher.registry, *LINES} - {object, Event}
-# The first sets up the live bar; the second prints once it has taken a while.
-QUIET = (events.TrainingStarted, events.TrainingEnded, events.ModelProgress, events.Tokenizing)
 
 
 def test_the_rows_of_events_are_a_file_format(tmp_path: Path) -> None:
@@ -139,18 +130,3 @@ def test_the_rows_of_events_are_a_file_format(tmp_path: Path) -> None:
         assert event.kind == kind and list(event.to_json().items()) == list(row.items())
         assert list(found) == ["time", "kind", *row], "the report shows fields in their order"
         assert found == {"time": found["time"], "kind": kind} | json.loads(json.dumps(row))
-
-
-def test_the_screen_prints_a_line_for_every_event_that_it_shows() -> None:
-    assert SHOWN | set(NOT_SHOWN) == CLASSES and not SHOWN & set(NOT_SHOWN)
-    for event, _, _ in ROWS:
-        stream = io.StringIO()
-        screen = Screen(live=False, verbose=True, stream=stream)
-        screen.on_event(event)
-        screen.close()
-        assert bool(stream.getvalue()) == (not isinstance(event, (*NOT_SHOWN, *QUIET))), event
-
-
-def test_the_report_highlights_these_kinds() -> None:
-    always = {"warning", "failed", "stopped", "nonfinite", "checkpoint_failed", "moved"}
-    assert always | {"tracking_failed"} == NOTABLE_KINDS

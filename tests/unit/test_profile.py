@@ -14,7 +14,7 @@ from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Profiled, StepMetrics, Warned
 from crosstune.core.profiling import BACKWARD, DATA, FORWARD, Limits, Operator, Recorded, no_phase
-from crosstune.loop.profile import StepProfile, check_profile_folder, profile_folder, schedule
+from crosstune.loop.profile import StepProfile, check_profile_folder, schedule
 from crosstune.loop.profile_result import PhaseClock, profile_lines, profile_result
 
 
@@ -96,15 +96,6 @@ def test_nested_phases_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert [span.name for span in clock.spans] == [FORWARD, DATA, FORWARD, "step 7"]
 
 
-def test_a_phase_that_raises_is_closed() -> None:
-    clock = PhaseClock()
-    with clock.step(1), contextlib.suppress(ValueError), clock.phase(BACKWARD):
-        raise ValueError
-    with clock.step(2), clock.phase(DATA):
-        pass
-    assert set(clock.seconds) == {BACKWARD, DATA}
-
-
 def run_steps(
     session: FakeSession, folder: Path, observer: Events, num_steps: int, **options: object
 ) -> None:
@@ -154,15 +145,6 @@ def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     assert [type(event) for event in observer.seen] == [Warned, Warned]
 
 
-def test_the_folder_of_a_profile(tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "demo"
-    assert profile_folder(make_config(profile=True), run) == run / "profiles"
-    asked = make_config(profile=True, profiling_output=str(tmp_path / "out"))
-    assert profile_folder(asked, run) == tmp_path / "out" / "demo"
-    check_profile_folder(asked, run)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("kind", ["file", "locked"])
 def test_an_output_that_cannot_be_written_is_refused_at_once(kind: str) -> None:
     with reachable_folder() as folder:
@@ -200,8 +182,3 @@ def test_the_shares_add_up_to_the_step(clock: PhaseClock) -> None:
     assert (
         "20 GFLOP/s in bfloat16" in text and "1 TB/s of memory" in text and "evaluation, not counted" in text
     )
-
-
-def test_nothing_is_said_that_is_not_known(clock: PhaseClock) -> None:
-    text = "\n".join(profile_lines(profile_result(clock, [], None, engine="x", other_steps_s=[])))
-    assert "limit" not in text and "operator" not in text and "device busy" not in text

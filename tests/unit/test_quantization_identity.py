@@ -38,25 +38,6 @@ def test_every_spelling_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "words", "kind"),
-    [
-        (BNB, "bnb with 4 bits, groups of 64, kind nf4, scales quantized too", "nf4"),
-        (
-            {**BNB, "double": False, "kind": "fp4"},
-            "bnb with 4 bits, groups of 64, kind fp4, plain scales",
-            "fp4",
-        ),
-        ({**BNB, "quantizer": "hqq", "kind": "nf4"}, "hqq with 4 bits, groups of 64", "int"),
-        ({**BNB, "quantizer": "quanto"}, "quanto with 4 bits, groups of 64, kind int", "int"),
-        ({**FP8, "kept": ("a.up", "b.up")}, "fp8 with 8 bits, without 2 layers such as a.up", "float8"),
-    ],
-)
-def test_a_quantization_in_words(spec: dict[str, Any], words: str, kind: str) -> None:
-    made = QuantSpec(**spec)
-    assert (made.describe(), made.resolved_kind()) == (words, kind)
-
-
-@pytest.mark.parametrize(
     ("one", "other", "same"),
     [
         ({**BNB, "kind": "nf4"}, BNB, True),

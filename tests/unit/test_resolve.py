@@ -8,7 +8,6 @@ import pytest
 from planned import adjustment, plan_on
 
 from crosstune.cli.commands.plan import describe_plan
-from crosstune.config.load import make_config
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.estimate.model_shape import shape_for_size
 from crosstune.process.ranks import Ranks
@@ -222,14 +221,6 @@ def test_a_model_far_too_large_is_a_warning_with_a_way_out() -> None:
     assert "qlora" in adjustment(plan, "batch_size", "warning").reason
 
 
-def test_slow_paths_are_warned_about() -> None:
-    plan = plan_on("cpu-laptop", train_type="qlora")
-    assert "slow" in adjustment(plan, "backend", "choice").reason
-    assert "limited support" in adjustment(plan, "n_bits", "warning").reason
-    mps = plan_on("apple-m1-16gb", backend="mps", train_type="qlora")
-    assert "slow" in adjustment(mps, "n_bits", "warning").reason
-
-
 def test_an_option_without_effect_is_told_and_not_swallowed(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     plan = plan_on(
@@ -243,11 +234,6 @@ def test_an_option_without_effect_is_told_and_not_swallowed(tmp_path: Path) -> N
     assert {"mlx_config", "n_bits", "profile_with_stack", "sharding_strategy"} <= idle
 
 
-def test_a_cpu_that_was_asked_for_gets_no_warning() -> None:
-    plan = plan_on("cpu-laptop", backend="cpu", precision="fp32")
-    assert not [a for a in plan.adjustments if a.option == "backend"]
-
-
 def test_max_steps_alone_decides_when_to_stop() -> None:
     plan = plan_on("h200", max_steps=500)
     assert plan.config.num_epochs == 0
@@ -257,12 +243,6 @@ def test_max_steps_alone_decides_when_to_stop() -> None:
     both = describe_plan(plan_on("h200", max_steps=500, num_epochs=2))
     assert "length       2 epochs of the data, at most 500 steps" in both
     assert plan_on("h200", max_steps=500, num_epochs=2).config.num_epochs == 2
-
-
-def test_resolve_is_pure() -> None:
-    first, second = (plan_on("apple-m1-16gb", backend="mps", precision="bf16") for _ in range(2))
-    assert first == second
-    assert make_config(precision="bf16").precision == "bf16"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 from tracked import RECORDING, Seen, notes, planted
 
-from crosstune.cli.terminal.streams import wrap_output
 from crosstune.config.conditions import screen_in, trackers_in
 from crosstune.config.load import load_config, make_config
 from crosstune.config.schema import Config
@@ -24,7 +23,6 @@ from crosstune.core.events import (
     StepMetrics,
     Stopped,
 )
-from crosstune.files.json_files import read_jsonl
 from crosstune.files.run_record import RunRecord
 from crosstune.tracking import observe
 from crosstune.tracking.observe import Tracking, check_trackers
@@ -251,13 +249,6 @@ def test_a_key_in_an_error_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert failed.error == "ValueError: [secret] is wrong"
 
 
-def test_what_a_tracker_prints_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrap_output()
-    seen = follow(tmp_path / "run", "prints")
-    print("ours")
-    assert capsys.readouterr() == ("ours\n", "") and seen.of(TrackingFailed) == []
-
-
 def test_a_resumed_run_goes_on_with_the_same_id(tmp_path: Path) -> None:
     """Killed after step 5 of which the tracker has 4, resumed at 3: nothing twice, nothing missing."""
     run = tmp_path / "run"
@@ -339,11 +330,3 @@ def test_other_targets_are_refused(value: str) -> None:
     assert "log_to cannot be" in str(error.value)
     if value == "wandbb":
         assert "did you mean wandb" in str(error.value)
-
-
-def test_an_event_after_the_end_is_recorded(tmp_path: Path) -> None:
-    record = RunRecord.create(tmp_path / "run", config_yaml="", plan={})
-    record.finish({"status": "finished"})
-    record.on_event(TrackingFailed(tracker="wandb", error="late", step=3))
-    [row] = read_jsonl(tmp_path / "run" / "events.jsonl")
-    assert (row["kind"], row["tracker"], row["step"]) == ("tracking_failed", "wandb", 3)

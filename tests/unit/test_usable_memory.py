@@ -13,7 +13,6 @@ from crosstune.config.resolve.facts import Facts
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.resolve.resolve import resolve
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import UserError
 from crosstune.core.quantization import read_quantizers
 from crosstune.estimate.machine import Machine, held_score_bits
 from crosstune.estimate.memory import (
@@ -70,13 +69,6 @@ def test_without_a_limit_the_system_still_keeps_its_part(value: str) -> None:
     assert usable_gib(apple(64), "mps", **{HIGH: value}) == pytest.approx(64 * 0.9)
 
 
-@pytest.mark.parametrize("value", ["", "much", "2.1", "nan"])
-def test_a_watermark_that_torch_refuses_is_refused(value: str) -> None:
-    with pytest.raises(UserError, match=f"{HIGH} cannot be .*") as caught:
-        usable_gib(apple(64), "mps", **{HIGH: value})
-    assert "a number from 0 to 2" in str(caught.value)
-
-
 def plan_on(
     machine: Machine, *, size_b: float = 7, environment: dict[str, str] | None = None, **asked: Any
 ) -> Plan:
@@ -119,16 +111,6 @@ def test_batch_sizes_of_apple_machines(total_gib: int, batches: tuple[int, ...])
         for size_b in (7, 13, 70)
     )
     assert found == batches
-
-
-@pytest.mark.parametrize("total_gib", [64])
-def test_the_plan_keeps_these_batches_and_reduces_twice_as_many_rows(total_gib: int) -> None:
-    batch = BATCHES[total_gib][0]
-    asked: dict[str, Any] = {"backend": "mps", "train_type": "qlora", "use_gradient_checkpointing": True}
-    asked |= {"context_length": 2048, "precision": "bf16"}
-    kept = plan_on(apple(total_gib), batch_size=batch, **asked)
-    reduced = plan_on(apple(total_gib), batch_size=2 * batch, **asked)
-    assert kept.config.batch_size == reduced.config.batch_size == batch
 
 
 def test_scores_are_counted_where_no_kernel_avoids_them() -> None:
