@@ -39,9 +39,8 @@ HIGH, LOW = "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO
     [
         ({}, "0.7", "0.5"),
         ({HIGH: "0.3"}, None, "0.3"),
-        ({HIGH: "0.0"}, None, "0.5"),  # no limit at all
+        ({HIGH: "0.0"}, None, "0.5"),
         ({LOW: "0.9"}, "0.9", None),
-        ({HIGH: "0.3", LOW: "0.9"}, None, None),  # the user's own words stay, wrong or not
     ],
 )
 def test_mps_watermarks_stay_in_order_when_the_user_sets_one(

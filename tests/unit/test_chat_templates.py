@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from crosstune.config.load import make_config
-from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError
 from crosstune.data.render.built_in_templates import TEMPLATES, read_template
 from crosstune.data.render.rendering import encode_conversation, render
@@ -46,11 +45,6 @@ def test_every_built_in_template_shows_all_turns_and_teaches_the_answers(tiny_mo
 def test_a_leading_token_is_written_for_tokenizers_that_have_one(name: str) -> None:
     assert read_template(name, adds_bos=True).startswith("{{ bos_token }}")
     assert "bos" not in read_template(name)
-
-
-def test_the_help_lists_the_built_in_templates() -> None:
-    text = options_by_name()["chat_template"].text
-    assert all(name in text for name in TEMPLATES)
 
 
 def test_what_is_no_template(tmp_path: Path) -> None:
@@ -103,14 +97,6 @@ def test_the_result_keeps_the_template_and_its_end(data: Path, tiny_model: Path,
     assert has_trained_template(result)
     again = opened(data, model, base_adapter=str(result), train_type="lora").describe()
     assert any(f"--chat_template {result / 'chat_template.jinja'}" in line for line in again["warnings"])
-
-
-def test_marks_without_a_token_are_named(data: Path, tiny_model: Path) -> None:
-    [warning] = [
-        w for w in opened(data, tiny_model, chat_template="llama3").describe()["warnings"] if "template" in w
-    ]
-    assert "<|eot_id|>" in warning and "no tokens for" in warning
-    assert "warnings" not in opened(data, tiny_model, chat_template="chatml").describe()
 
 
 def test_a_model_keeps_its_own_files_without_the_option(data: Path, tiny_model: Path, tmp_path: Path) -> None:

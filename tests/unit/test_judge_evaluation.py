@@ -156,12 +156,10 @@ def test_a_file_of_predictions_alone_gives_the_table_of_the_test(tmp_path: Path,
     ("text", "words"),
     [
         ("", "it is empty"),
-        ("{", "not JSON"),
         ("[1]", "Row 1"),
         ('[{"expected": 3, "predicted": "x"}]', "expected is a score"),
         ('[{"expected": "x", "predicted": 3}]', "neither a score nor a winner"),
         ('[{"expected": 3, "predicted": 11}]', "outside the scale 0-10"),
-        ('[{"expected": 3, "predicted": 1, "score_scale": "x"}]', "score_scale"),
         ('[{"expected": 3, "predicted": 2}, {"expected": "A", "predicted": "B"}]', "mixes"),
     ],
 )

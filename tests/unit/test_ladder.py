@@ -19,7 +19,7 @@ from crosstune.config.resolve.resolve import resolve
 from crosstune.core.errors import UserError
 from crosstune.estimate.machine import Machine
 from crosstune.ladder.climb import check_request, check_same_ladder, make_request
-from crosstune.ladder.compare import Comparison, broken_promise, check_criteria, judge
+from crosstune.ladder.compare import Comparison, broken_promise, judge
 from crosstune.ladder.rung import AsGood, NotApplicable, SameBits, Situation, Within
 from crosstune.ladder.rungs import all_rungs
 from crosstune.ladder.trial import FOLLOWING, Trial, Trials
@@ -29,12 +29,7 @@ LOSSES = [3.0, 2.5, 2.2, 2.0, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
 
 
 def trial(
-    losses: Sequence[float] = LOSSES,
-    *,
-    rate: float = 100.0,
-    peak: int = 1000,
-    weight: int = 10,
-    **more: Any,
+    losses: Sequence[float] = LOSSES, *, rate: float = 100.0, peak: int = 1000, weight: int = 10, **more: Any
 ) -> Trial:
     rows = [
         {"step": step, "loss": loss, "tokens": 100, "supervised_tokens": weight, "step_s": 100 / rate}
@@ -168,20 +163,6 @@ def test_packed_rows_hold_about_a_step_and_never_less_than_the_longest_example(c
         all_rungs()["packing"].propose(situation(cpu_laptop, mean=399.0))
 
 
-def test_the_criteria_say_when_there_is_too_little_to_go_by(tmp_path: Path) -> None:
-    from crosstune.files.json_files import write_json
-
-    write_json(tmp_path / "plan.json", {"world_size": 2})
-    faster = against(trial(rate=140, peak=600), trial(rate=141, peak=600))
-    found = {c.what.split()[0]: c for c in check_criteria(faster, trial(), validated=tmp_path)}
-    assert (found["speed"].met, found["memory"].met, found["loss"].met) == ("yes", "yes", "yes")
-    assert found["all"].met == "cannot say" and "too few" in found["all"].measured
-    assert found["several"].measured == "2 processes trained"
-    assert found["checkpoints"].met == "no"
-    rising = check_criteria(None, trial(LOSSES[::-1]), validated=tmp_path)
-    assert [criterion.met for criterion in rising].count("yes") == 1
-
-
 def request(steps: int, **options: Any) -> dict[str, Any]:
     return make_request(make_config(**options), rungs=["packing"], steps=steps, goal="speed")
 
@@ -209,10 +190,7 @@ def test_a_folder_is_continued_by_the_same_request_alone(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        ({"resume": "runs/a"}, "cannot start from --resume runs/a"),
-        ({"emulate": "mps"}, "--emulate"),
-    ],
+    [({"resume": "runs/a"}, "cannot start from --resume runs/a"), ({"emulate": "mps"}, "--emulate")],
 )
 def test_a_request_that_no_trial_could_have_is_refused_before_the_first(
     options: dict[str, Any], said: str

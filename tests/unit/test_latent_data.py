@@ -28,13 +28,7 @@ from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling
 from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
 from crosstune.recipes.latent_diffusion.pair_folder import open_pairs, write_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
-from crosstune.recipes.latent_diffusion.texts import (
-    Chosen,
-    Divided,
-    WriteOptions,
-    choose_rows,
-    divide,
-)
+from crosstune.recipes.latent_diffusion.texts import Chosen, Divided, WriteOptions, choose_rows, divide
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, UNKNOWN, TokenRows, tokenize
 
 OPTIONS = WriteOptions(max_tokens=12)
@@ -200,10 +194,8 @@ def test_a_changed_array_is_found(pairs: Path) -> None:
     ("name", "change", "why"),
     [
         ("train/latents.npy", lambda a: a[:-1], "the manifest says"),
-        ("train/latents.npy", lambda a: a[:, :-1], "the manifest says"),
         ("train/latents.npy", lambda a: a * 2, "differs from 1 by"),
         ("train/latents.npy", lambda a: a * np.nan, "not finite"),
-        ("train/tokens.npy", lambda a: a.astype(np.float32), "the manifest says"),
         ("train/tokens.npy", lambda a: a + 500, "beyond the vocabulary"),
         ("train/lengths.npy", lambda a: a * 0, "outside 1 to 12"),
     ],

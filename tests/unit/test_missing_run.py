@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.results.trained_folder import find_trained
 
@@ -47,31 +46,3 @@ def test_names_of_models_are_left_alone(target: str, runs: Path, monkeypatch: py
     assert find_trained(target).base == target
     monkeypatch.chdir(runs)
     assert find_trained(target).base == target
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        (["checkpoint", "list", "runs/dmo"], "did you mean runs/demo?"),
-        (["checkpoint", "verify", "runs/nothing"], "the newest runs there: "),
-        (["checkpoint", "list", "runs/demo/checkpoints/step-3"], "the run has: step-00000002"),
-        (["report", "runs/dmo"], "did you mean runs/demo?"),
-        (["train", "--resume", "runs/dmo"], "runs/demo?"),
-        (["checkpoint", "lst", "runs/demo"], "did you mean list?"),
-        (["models", "lst"], "did you mean list?"),
-        (["export", "runs/demo", "--to", "ggf"], "did you mean gguf?"),
-        (["report", "runs/demo", "--jsn"], "did you mean --json?"),
-        (["options", "eraly"], "did you mean early_stopping?"),
-        (["data", "chts.jsonl"], "did you mean chats.jsonl?"),
-        (["data", "Chats.json"], "did you mean chats.jsonl?"),
-        (["models", "get", "./moddel"], "model?"),
-    ],
-)
-def test_every_command_helps_with_a_typo(
-    command: list[str], said: str, runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (runs / "demo" / "checkpoints" / "step-00000002").mkdir(parents=True)
-    (runs.parent / "chats.jsonl").write_text('{"text": "a"}\n')
-    (runs.parent / "model").mkdir()
-    assert main(command) == 2
-    assert said in capsys.readouterr().err

@@ -71,17 +71,12 @@ def test_yaml_and_alpha_are_read_too(tmp_path: Path) -> None:
     ("settings", "words"),
     [
         ({"itres": 3}, "did you mean max_steps"),
-        ({"lora_parameters": {"rnak": 3}}, "did you mean lora_rank"),
         ({"lora_parameters": {"scale": 2.0}}, "needs a rank"),
-        ({"memory_limit_gb": "much"}, "expected a finite number"),
         ({"memory_limit_gb": -1}, "at least 0"),
         ({"compile": 3}, "true or false"),
         ({"batch_size": 0}, "batch_size cannot be 0"),
-        ({"lora_parameters": 3}, "lora_parameters cannot be 3"),
         ({"lora_parameters": [1]}, "expected `key: value` lines"),
-        ({"optimizer": "muon"}, "Choices: adamw"),
         ({"resume_adapter_file": "adapters.safetensors"}, "--base_adapter"),
-        ({"lr_schedule": {"name": "cosine_decay"}}, "--lr_scheduler"),
         ({"optimizer": "adamw", "optimizer_config": {"adamw": {"weight_decay": 0.1}}}, "--wd"),
     ],
 )

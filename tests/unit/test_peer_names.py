@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from crosstune.config.load import load_config, make_config
-from crosstune.config.peer_names import (
-    DIFFERENT,
-    SAME,
-)
+from crosstune.config.peer_names import DIFFERENT, SAME
 from crosstune.config.schema import Config, options_by_name
 from crosstune.config.values import convert_value
 from crosstune.core.errors import ConfigError
@@ -35,11 +32,7 @@ def test_a_name_that_means_the_same_is_the_option(tmp_path: Path) -> None:
         config = make_config(**{name: value})
         assert getattr(config, option.name) == convert_value(option, value, "here"), name
         assert list(config.sources) == [option.name] and config.renamed == {option.name: name}
-    for config in (
-        load("--lora_r", "3"),
-        load("--lora-r=3"),
-        load(file=write(tmp_path, "lora_r: 3\n")),
-    ):
+    for config in (load("--lora_r", "3"), load("--lora-r=3"), load(file=write(tmp_path, "lora_r: 3\n"))):
         assert config.lora_rank == 3 and config.renamed == {"lora_rank": "lora_r"}
 
 
@@ -104,7 +97,6 @@ def test_known_sections_are_flattened(tmp_path: Path) -> None:
         ("nowhere:\n  lr: 2\n", "'nowhere' in "),
         ("model:\n  hidden_width: 2\n", "model.hidden_width"),
         ("model:\n  lora:\n    r: 2\n", "model.lora"),
-        ("batch_size:\n  train: 2\n", "'batch_size' in "),
     ],
 )
 def test_what_is_ambiguous_or_unknown_is_said(tmp_path: Path, text: str, words: str) -> None:

@@ -130,14 +130,6 @@ def test_a_run_that_ends_within_a_cycle_is_profiled_as_far_as_it_came(tmp_path: 
     assert isinstance(event, Profiled) and event.result["steps"] == [2, 3]
 
 
-def test_a_run_that_ends_before_the_first_recorded_step_says_so(tmp_path: Path) -> None:
-    observer = Events()
-    run_steps(FakeSession(), tmp_path, observer, 3, profile_wait_steps=5)
-    [event] = observer.seen
-    assert isinstance(event, Warned) and "number 7" in event.message
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     observer = Events()

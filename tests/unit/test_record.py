@@ -10,7 +10,7 @@ import pytest
 
 from crosstune.core.errors import UserError
 from crosstune.core.events import Warned
-from crosstune.files.json_files import read_jsonl, write_json
+from crosstune.files.json_files import read_jsonl
 from crosstune.files.run_record import RunRecord, holds_run, move_aside
 
 
@@ -56,10 +56,3 @@ def test_a_line_cut_by_a_kill_is_left_out_but_a_bad_one_is_an_error(tmp_path: Pa
     path.write_text('{"step": 1\n{"step": 2}\n')
     with pytest.raises(UserError, match="line 1"):
         read_jsonl(path)
-
-
-def test_json_is_replaced_whole(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"x": 1})
-    write_json(tmp_path / "a.json", {"x": [math.inf, 2]})
-    assert json.loads((tmp_path / "a.json").read_text()) == {"x": [None, 2]}
-    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]

@@ -21,14 +21,11 @@ from crosstune.data.checks.portrait import MOST_CHARACTERS, _cut
 from crosstune.recipes.sft import SftRecipe
 from crosstune.report import RunFiles, load_run, write_report
 from crosstune.report.comparison import compare_runs, write_comparison
-from crosstune.report.formatting import (
-    change_between,
-    display_of,
-)
+from crosstune.report.formatting import change_between, display_of
 from crosstune.report.next_steps import next_steps
 from crosstune.report.outcome import end_of, evaluations, totals, training_loss
 from crosstune.report.run_list import read_listed
-from crosstune.report.tables import masked_example, plan_against_measured
+from crosstune.report.tables import masked_example
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 HOSTILE = "<script>alert('x')</script> & \"quoted\" </pre><img src=//evil.example/x onerror=alert(1)>"
@@ -433,11 +430,3 @@ def test_a_recipe_records_a_typical_example_with_its_mask(tiny_model: Path, writ
     cut = _cut(pieces)
     assert cut[-1] == ("b" * 10, True) and "8,010 more characters" in cut[1][0]
     assert _cut(pieces[1:]) == pieces[1:]
-
-
-def test_planned_and_measured_figures() -> None:
-    plan = {"estimated_bytes": 2 << 30, "num_steps": 10}
-    summary = {"peak_memory_bytes": 1 << 30, "steps": 10}
-    rows = plan_against_measured(RunFiles(folder=Path("a"), plan=plan, summary=summary))
-    differences = {row["label"]: row["difference"] for row in rows}
-    assert differences == {"Peak memory": "−50\N{NO-BREAK SPACE}%", "Steps": "as planned"}

@@ -15,14 +15,7 @@ from crosstune.process.ranks import Ranks
 
 @pytest.mark.parametrize(
     ("machine", "backend", "precision"),
-    [
-        ("apple-m1-16gb", "mlx", "bf16"),
-        ("apple-m2-max-64gb", "mlx", "bf16"),
-        ("rtx-4090", "cuda", "bf16"),
-        ("a100-80gb", "cuda", "bf16"),
-        ("h200", "cuda", "bf16"),
-        ("cpu-laptop", "cpu", "fp32"),
-    ],
+    [("apple-m1-16gb", "mlx", "bf16"), ("rtx-4090", "cuda", "bf16"), ("cpu-laptop", "cpu", "fp32")],
 )
 def test_auto_picks_the_first_backend_that_is_there(machine: str, backend: str, precision: str) -> None:
     plan = plan_on(machine)
@@ -36,8 +29,6 @@ def test_auto_picks_the_first_backend_that_is_there(machine: str, backend: str, 
     [
         ("apple-m1-16gb", "bf16", "fp16"),
         ("apple-m1-16gb", "bf16_autocast", "fp16_autocast"),
-        ("apple-m1-16gb", "bf16_buffers_autocast", "fp16_autocast"),
-        ("apple-m1-16gb", "fp16", "fp16"),
         ("apple-m2-max-64gb", "bf16", "bf16"),
     ],
 )
@@ -79,7 +70,6 @@ def test_an_unavailable_backend_is_refused_with_what_is_there() -> None:
         ("rtx-4090", "cuda", "auto", "bnb"),
         ("rtx-4090", "cuda", "hqq", "hqq"),
         ("apple-m1-16gb", "mps", "bnb", "quanto"),
-        ("apple-m1-16gb", "mps", "mlx", "quanto"),
         ("apple-m2-max-64gb", "mps", "bnb", "bnb"),
         ("apple-m1-16gb", "mlx", "bnb", "mlx"),
         ("cpu-laptop", "cpu", "hqq", "hqq"),
@@ -264,18 +254,3 @@ def test_what_can_never_work_is_an_error(asked: dict[str, Any], words: str) -> N
     with pytest.raises(ConfigError) as caught:
         plan_on("h200", **asked)
     assert words in str(caught.value.problems[0])
-
-
-@pytest.mark.parametrize(
-    ("asked", "option"),
-    [
-        ({"quantization_backend": "bnb", "n_bits": 8, "group_size": 32}, "group_size"),
-        ({"quantization_backend": "quanto", "n_bits": 8, "group_size": 32}, "group_size"),
-        ({"quantization_backend": "hqq", "double_quant": True}, "double_quant"),
-        ({"quantization_backend": "bnb", "n_bits": 8, "double_quant": True}, "double_quant"),
-    ],
-)
-def test_what_a_quantizer_has_no_use_for_is_said(asked: dict[str, Any], option: str) -> None:
-    assert "no effect" in adjustment(plan_on("h200", train_type="qlora", **asked), option, "warning").reason
-    used = plan_on("h200", train_type="qlora", group_size=32, double_quant=True, quantization_backend="bnb")
-    assert not [a for a in used.adjustments if a.option in ("group_size", "double_quant")]

@@ -11,13 +11,7 @@ import pytest
 
 from crosstune.cli.terminal.screen import Screen, open_screen
 from crosstune.config.load import load_config
-from crosstune.core.events import (
-    Evaluated,
-    SampleRow,
-    StepMetrics,
-    TrainingStarted,
-    Warned,
-)
+from crosstune.core.events import Evaluated, SampleRow, StepMetrics, TrainingStarted, Warned
 
 WIDTHS = (40, 120)
 

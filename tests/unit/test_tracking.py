@@ -18,11 +18,7 @@ from crosstune.config.conditions import screen_in, trackers_in
 from crosstune.config.load import load_config, make_config
 from crosstune.config.schema import Config
 from crosstune.core.errors import ConfigError, UserError
-from crosstune.core.events import (
-    Evaluated,
-    StepMetrics,
-    Stopped,
-)
+from crosstune.core.events import Evaluated, StepMetrics, Stopped
 from crosstune.files.run_record import RunRecord
 from crosstune.tracking import observe
 from crosstune.tracking.observe import Tracking, check_trackers

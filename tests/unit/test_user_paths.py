@@ -17,11 +17,8 @@ UNKNOWN = "~nobody-has-this-account/models"
     [
         (["--output_dir", UNKNOWN], "--output_dir: the home folder in ~nobody-has-this-account/models is"),
         ([f"--output_dir={UNKNOWN}"], "--output_dir: the home folder in ~nobody"),
-        (["--lr", "1", "--dataset", UNKNOWN], "--dataset: the home folder in ~nobody"),
-        (["--json", "--lr=1", UNKNOWN], "The home folder in ~nobody"),
         ([UNKNOWN, "--out", "here"], "The home folder in ~nobody"),
         (["runs/one", UNKNOWN], "The home folder in ~nobody"),
-        (["--model_name", "here", UNKNOWN], "The home folder in ~nobody"),
     ],
 )
 def test_an_unknown_home_is_named_with_its_option(words: list[str], said: str) -> None:

@@ -60,42 +60,6 @@ def test_every_rank_ends_when_one_hangs(tmp_path: Path) -> None:
     assert "rank 1 (host h) hangs" in ends[0][0] and "step 1: data" in ends[0][0]
 
 
-STOPPED_BOARD = """
-import sys, threading, time, pathlib
-from crosstune.process.ranks import Activity
-from crosstune.process.ranks import Ranks, RankState
-from crosstune.distributed.watchdog import Watchdog
-
-class Board:
-    \"\"\"Answers a few times; later each answer is seen before the time at which it came is noted.\"\"\"
-    asked, own = 0, None
-    def post(self, state):
-        self.own = state
-    def read(self):
-        self.asked += 1
-        if self.asked > 4: threading.Event().wait()
-        first = RankState(rank=0, host="h0", beat=self.asked, doing="step 1: data", at="", still_s=0.0, waits=False)
-        watchdog._states = {0: first, 1: self.own}
-        time.sleep(0.15)
-        return watchdog._states
-
-watchdog = Watchdog(Ranks(rank=1, size=2, host="h1"), Activity(), limit_s=2.0, shared=Board())
-watchdog.start()
-until = time.monotonic() + 3600
-while time.monotonic() < until: time.sleep(0.001)
-"""
-
-
-def test_a_stopped_rank_0_is_named_and_not_the_rank_that_asks_it() -> None:
-    """Its store no longer answers, so a rank does not see what it posted itself."""
-    ended = subprocess.run(
-        [sys.executable, "-c", STOPPED_BOARD], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert ended.returncode == EXIT_HUNG
-    assert "rank 0 (host h0) is stopped or its machine is down" in ended.stderr
-    assert "rank 1" not in ended.stderr and "Traceback" not in ended.stderr
-
-
 FAILS = """
 import atexit, os, sys
 from crosstune.cli import main as module
