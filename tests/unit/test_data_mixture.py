@@ -22,8 +22,14 @@ from crosstune.runs.resume import unpacked_value
 
 @pytest.mark.parametrize(
     ("text", "entries"),
-    [("a.jsonl:0.7,b.jsonl:0.3", [("a.jsonl", 0.7), ("b.jsonl", 0.3)]), ("a.jsonl, b.jsonl", [("a.jsonl", None), ("b.jsonl", None)]), ("C:\\data\\x.jsonl:0.5,a.jsonl:0.5", [("C:\\data\\x.jsonl", 0.5), ("a.jsonl", 0.5)]), ("odd, name:1.jsonl:3,a.jsonl:1", [("odd, name:1.jsonl", 3.0), ("a.jsonl", 1.0)]), ("half:0.5:2,a.jsonl:1", [("half:0.5", 2.0), ("a.jsonl", 1.0)])],
-)  # fmt: skip
+    [
+        ("a.jsonl:0.7,b.jsonl:0.3", [("a.jsonl", 0.7), ("b.jsonl", 0.3)]),
+        ("a.jsonl, b.jsonl", [("a.jsonl", None), ("b.jsonl", None)]),
+        ("C:\\data\\x.jsonl:0.5,a.jsonl:0.5", [("C:\\data\\x.jsonl", 0.5), ("a.jsonl", 0.5)]),
+        ("odd, name:1.jsonl:3,a.jsonl:1", [("odd, name:1.jsonl", 3.0), ("a.jsonl", 1.0)]),
+        ("half:0.5:2,a.jsonl:1", [("half:0.5", 2.0), ("a.jsonl", 1.0)]),
+    ],
+)
 def test_sources_and_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, entries: list[Any]
 ) -> None:

@@ -6,16 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from planned import plan_on
 
-from crosstune.config.load import make_config
-from crosstune.config.resolve.facts import Facts
-from crosstune.config.resolve.resolve import resolve
-from crosstune.core.backend import backend_specs
-from crosstune.core.quantization import read_quantizers
 from crosstune.estimate.fast_layers import LayerBytes, plan_recomputation
 from crosstune.estimate.memory import (
     GIB,
-    Correction,
     copy_bytes,
     layer_bytes,
     loss_bytes,
@@ -31,7 +26,6 @@ from crosstune.estimate.model_shape import (
     expand_shape,
     trained_parameters,
 )
-from crosstune.machines.probe import load_machine
 from crosstune.models.known_models import known_shape, table
 
 SHAPE = ModelShape(
@@ -40,15 +34,8 @@ SHAPE = ModelShape(
 BLOCK = (1_000_000_000 - 2 * 50_000 * 2000) // 30
 
 
-def estimate(shape: ModelShape = SHAPE, *, correction: Correction | None = None, **asked: Any) -> int:
-    facts = Facts(
-        machine=load_machine("h200"),
-        backends=backend_specs(),
-        quantizers=read_quantizers(),
-        shape=shape,
-        corrections={"cuda": correction} if correction is not None else {},
-    )
-    bytes_ = resolve(make_config(**asked), facts).estimated_bytes
+def estimate(**asked: Any) -> int:
+    bytes_ = plan_on("h200", shape=SHAPE, **asked).estimated_bytes
     assert bytes_ is not None
     return bytes_
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
+import planned
 import pytest
 
 from crosstune.config.load import load_config, make_config
 from crosstune.config.mlx_settings import MlxSettings, read_mlx_settings, read_settings
-from crosstune.config.resolve.facts import Facts
-from crosstune.config.resolve.resolve import resolve
-from crosstune.core.backend import backend_specs
 from crosstune.core.errors import ConfigError, UserError
-from crosstune.core.quantization import read_quantizers
 from crosstune.estimate.machine import Machine
 from crosstune.machines.probe import load_machine
 
@@ -87,14 +83,8 @@ def test_what_cannot_be_read_is_told(tmp_path: Path, settings: dict[str, Any], w
 
 
 def plan_on(machine: Machine, **options: Any) -> Any:
-    config = make_config(**options)
-    facts = Facts(
-        machine=machine,
-        backends=backend_specs(),
-        quantizers=read_quantizers(),
-        mlx_settings=read_settings(config.mlx_config),
-    )
-    return resolve(config, facts)
+    settings = read_settings(make_config(**options).mlx_config)
+    return planned.plan_on(machine, facts={"mlx_settings": settings}, **options)
 
 
 def test_mlx_gets_what_it_has() -> None:
@@ -171,13 +161,3 @@ def test_a_whole_file_of_mlx_lm_is_read(tmp_path: Path) -> None:
     for key in ("train", "test", "adapter_path", "val_batches", "test_batches", "clear_cache_threshold"):
         assert f"{key} (" in said
     assert "report_to" not in said and "--output_dir and --name" in said
-
-
-def test_wired_memory_is_for_metal(tmp_path: Path) -> None:
-    path = str(write(tmp_path, wired_limit_gb=8))
-    mac = load_machine("apple-m2-max-64gb")
-    assert warnings(plan_on(mac, mlx_config=path)) == []
-    elsewhere = dataclasses.replace(mac, system="Linux 6.1 x86_64")
-    assert warnings(plan_on(elsewhere, mlx_config=path)) == ["wired_limit_gb has no effect without Metal"]
-    [outside] = warnings(plan_on(load_machine("cpu-laptop"), mlx_config=path))
-    assert "outside the MLX engine" in outside

@@ -11,7 +11,7 @@ import pytest
 
 from crosstune.report.charts import Chart, Mark, Series, run_charts
 from crosstune.report.files import RunFiles
-from crosstune.report.layout import log_axis, step_axis, value_axis
+from crosstune.report.layout import value_axis
 from crosstune.report.series import (
     Point,
     best_evaluation,
@@ -23,20 +23,6 @@ from crosstune.report.series import (
 from crosstune.report.template import draw
 
 
-@pytest.mark.parametrize(
-    ("values", "from_zero", "ticks"),
-    [
-        ([3.2, 0.04], False, ["0", "1", "2", "3", "4"]),
-        ([0.0, 2e-4], True, ["0", "5e-5", "1e-4", "1.5e-4", "2e-4"]),
-        ([41000.0, 39000.0], True, ["0", "10k", "20k", "30k", "40k", "50k"]),
-        ([-3.0, 5.0], False, ["−4", "−2", "0", "2", "4", "6"]),
-        ([3.3604, 3.3601], False, ["3.3601", "3.3602", "3.3603", "3.3604"]),
-    ],
-)
-def test_a_value_axis_ends_on_round_numbers(values: list[float], from_zero: bool, ticks: list[str]) -> None:
-    assert value_axis(values, from_zero=from_zero).labels() == ticks
-
-
 @pytest.mark.parametrize("values", [[0.0], [5e-324], [1e300, -1e300], [1e16, 1e16 + 2], [1e-9, 1.0]])
 def test_a_value_axis_covers_every_value(values: list[float]) -> None:
     for from_zero in (False, True):
@@ -45,18 +31,6 @@ def test_a_value_axis_covers_every_value(values: list[float]) -> None:
         assert all(-1e-9 <= axis.fraction(value) <= 1 + 1e-9 for value in values)
         assert 2 <= len(axis.ticks) <= 12
         assert len(set(axis.labels())) == len(axis.ticks)
-
-
-@pytest.mark.parametrize(("last", "ticks"), [(1, [0, 1]), (7, [0, 2, 4, 6])])
-def test_step_ticks_are_whole_numbers(last: int, ticks: list[int]) -> None:
-    assert list(step_axis(0, last).ticks) == ticks
-
-
-def test_logarithmic_axis() -> None:
-    axis = log_axis([0.04, 3.2])
-    assert axis.ticks == pytest.approx((0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0))
-    assert axis.labels()[0] == "0.02" and 0 <= axis.fraction(0.04) < axis.fraction(3.2) <= 1
-    assert len(log_axis([1e-30, 1e30]).ticks) <= 8
 
 
 def test_thinning_keeps_ends_extremes_and_gaps() -> None:

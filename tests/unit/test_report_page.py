@@ -17,7 +17,6 @@ from test_report_chart import OVERFITTING, evaluated
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.checks.portrait import MOST_CHARACTERS, _cut
 from crosstune.recipes.sft import SftRecipe
 from crosstune.report import RunFiles, load_run, write_report
 from crosstune.report.comparison import compare_runs, write_comparison
@@ -68,98 +67,71 @@ class Page(HTMLParser):
 
 
 def evaluation(step: int, when: str, loss: float, match: float, answer: str) -> dict:
-    sample = {"prompt": HOSTILE, "answer": answer, "reference": "yes"}
     metrics = {"loss": loss, "exact_match": match, "<b>odd</b>": 7.0}
-    return {
-        "time": 1.7e9 + step,
-        "kind": "evaluation",
-        "step": step,
-        "when": when,
-        "metrics": metrics,
-        "samples": [sample],
-    }
+    samples = [{"prompt": HOSTILE, "answer": answer, "reference": "yes"}]
+    row = {"time": 1.7e9 + step, "kind": "evaluation", "step": step, "when": when}
+    return row | {"metrics": metrics, "samples": samples}
+
+
+PLAN: dict[str, Any] = {
+    "name": "demo",
+    "created": "2025-11-03T14:03:22+01:00",
+    "command": ["crosstune", "train", "--name", "it's <mine>"],
+    "asked": {"backend": "auto", "lr": 0.0002, "note": HOSTILE},
+    "options": {"backend": "cpu", "lr": 0.0002, "note": HOSTILE, "lora_rank": 16},
+    "backend": "cpu",
+    "engine": "torch",
+    "method": "lora",
+    "quantizer": "none",
+    "precision": "bf16",
+    "adjustments": [
+        {"option": "backend", "asked": "auto", "used": "cpu", "reason": "no GPU <here>", "kind": "choice"}
+    ],
+    "model": {"name": "tiny/model", "path": "/m", "source": "hub", "identity": {"sha256": "abc123"}},
+    "data": {"dataset": "commands", "train": {"examples": 320, "tokens": 1234567}, "deep": {"a": {"b": [1]}}},
+    "machine": {
+        "name": "tuna",
+        "num_cores": 2,
+        "memory_total_bytes": 8 * 2**30,
+        "versions": {"torch": "2.8.0"},
+        "backends": {
+            "cpu": {"available": True, "devices": [{"name": "CPU", "memory_total_bytes": 8 * 2**30}]}
+        },
+    },
+}
+SUMMARY: dict[str, Any] = {
+    "status": "finished",
+    "tokens": 634880,
+    "supervised_tokens": 240840,
+    "seconds": 33.4,
+    "eval_before": {"loss": 3.2143217, "exact_match": 0.0},
+    "eval_after": {"loss": 0.0412345, "exact_match": 0.95},
+    "tokens_per_s": 38211.4,
+    "peak_memory_bytes": 2 * 2**30,
+    "trained_parameters": 4884480,
+    "parameters": 139399488,
+}
+STEP = {"tokens": 100, "supervised_tokens": 40, "lr": 2e-4, "grad_norm": 1.0, "step_s": 0.5}
+STEP |= {"tokens_per_s": 200.0, "memory_bytes": 2**30}
 
 
 def make_run(folder: Path, *, num_steps: int = 40, without: tuple[str, ...] = ()) -> Path:
     folder.mkdir(exist_ok=True)
-    plan = {
-        "name": "demo",
-        "created": "2025-11-03T14:03:22+01:00",
-        "command": ["crosstune", "train", "--name", "it's <mine>"],
-        "asked": {"backend": "auto", "lr": 0.0002, "note": HOSTILE},
-        "options": {"backend": "cpu", "lr": 0.0002, "note": HOSTILE, "lora_rank": 16},
-        "backend": "cpu",
-        "engine": "torch",
-        "method": "lora",
-        "quantizer": "none",
-        "precision": "bf16",
-        "num_steps": num_steps,
-        "adjustments": [
-            {"option": "backend", "asked": "auto", "used": "cpu", "reason": "no GPU <here>", "kind": "choice"}
-        ],
-        "model": {
-            "name": "tiny/model",
-            "path": "/models/tiny",
-            "source": "hub",
-            "identity": {"sha256": "abc123"},
-        },
-        "data": {
-            "dataset": "commands",
-            "train": {"examples": 320, "tokens": 1234567},
-            "deep": {"a": {"b": [1]}},
-        },
-        "machine": {
-            "name": "tuna",
-            "num_cores": 2,
-            "memory_total_bytes": 8 * 2**30,
-            "versions": {"torch": "2.8.0"},
-            "backends": {
-                "cpu": {"available": True, "devices": [{"name": "CPU", "memory_total_bytes": 8 * 2**30}]}
-            },
-        },
-    }
-    metrics = [
-        {
-            "step": n,
-            "loss": 3 / n,
-            "tokens": 100,
-            "supervised_tokens": 40,
-            "lr": 2e-4,
-            "grad_norm": 1.0,
-            "step_s": 0.5,
-        }
-        | {"tokens_per_s": 200.0, "memory_bytes": 2**30}
-        for n in range(1, num_steps + 1)
-    ]
     events = [
         evaluation(0, "before", 3.2143217, 0.0, "no"),
         {"time": 1.7e9, "kind": "warning", "message": f"careful {HOSTILE}"},
         evaluation(num_steps, "after", 0.0412345, 0.95, "yes"),
         {"time": 1.7e9, "kind": "<i>new</i>", "detail": HOSTILE},
     ]
-    summary = {
-        "status": "finished",
-        "steps": num_steps,
-        "tokens": 634880,
-        "supervised_tokens": 240840,
-        "eval_before": {"loss": 3.2143217, "exact_match": 0.0},
-        "eval_after": {"loss": 0.0412345, "exact_match": 0.95},
-        "tokens_per_s": 38211.4,
-        "peak_memory_bytes": 2 * 2**30,
-        "seconds": 33.4,
-        "trained_parameters": 4884480,
-        "parameters": 139399488,
-    }
-    texts = {
-        "config.yaml": "backend: auto\nlr: 0.0002\n",
-        "plan.json": json.dumps(plan),
-        "metrics.jsonl": "".join(json.dumps(row) + "\n" for row in metrics),
-        "events.jsonl": "".join(json.dumps(row) + "\n" for row in events),
-        "summary.json": json.dumps(summary),
-    }
-    for name, text in texts.items():
-        if name not in without:
-            (folder / name).write_text(text, encoding="utf-8")
+    write_lines(
+        folder / "metrics.jsonl", [{"step": n, "loss": 3 / n} | STEP for n in range(1, num_steps + 1)]
+    )
+    write_lines(folder / "events.jsonl", events)
+    (folder / "config.yaml").write_text("backend: auto\nlr: 0.0002\n")
+    (folder / "plan.json").write_text(json.dumps(PLAN | {"num_steps": num_steps}))
+    (folder / "summary.json").write_text(json.dumps(SUMMARY | {"steps": num_steps}))
+    for name in without:
+        (folder / name).unlink()
     return folder
 
 
@@ -426,7 +398,3 @@ def test_a_recipe_records_a_typical_example_with_its_mask(tiny_model: Path, writ
     assert example is not None and example["row"] == 5
     learned = "".join(text for text, supervised in example["pieces"] if supervised)
     assert learned.startswith("answer 5") and "say" not in learned
-    pieces = [("a" * 3 * MOST_CHARACTERS, False), ("b" * 10, True)]
-    cut = _cut(pieces)
-    assert cut[-1] == ("b" * 10, True) and "8,010 more characters" in cut[1][0]
-    assert _cut(pieces[1:]) == pieces[1:]

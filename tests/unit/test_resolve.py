@@ -206,11 +206,6 @@ def test_the_micro_batch_shrinks_until_it_fits_and_the_step_keeps_its_rows() -> 
     assert plan.estimated_bytes <= plan.backend.memory_total_bytes
 
 
-def test_a_model_far_too_large_is_a_warning_with_a_way_out() -> None:
-    plan = plan_on("cpu-laptop", shape=shape_for_size(70), train_type="lora")
-    assert "qlora" in adjustment(plan, "batch_size", "warning").reason
-
-
 def test_an_option_without_effect_is_told_and_not_swallowed(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
     plan = plan_on(

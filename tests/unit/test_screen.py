@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import itertools
 import re
-from typing import Any
 
 import pytest
 
 from crosstune.cli.terminal.screen import Screen, open_screen
 from crosstune.config.load import load_config
-from crosstune.core.events import Evaluated, SampleRow, StepMetrics, TrainingStarted, Warned
+from crosstune.core.events import StepMetrics, TrainingStarted, Warned
 
 WIDTHS = (40, 120)
 
@@ -44,11 +43,6 @@ def step_row(step: int, *, step_s: float = 0.1) -> StepMetrics:
     }
 
 
-def rows_of(printed: str) -> list[str]:
-    """Return every row that was ever on the screen."""
-    return re.split(r"[\r\n]", re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", printed))
-
-
 @pytest.mark.parametrize("settings", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_colours_can_be_turned_off(
     settings: dict[str, str], width: int, monkeypatch: pytest.MonkeyPatch
@@ -63,21 +57,6 @@ def test_colours_can_be_turned_off(
         monkeypatch.setenv(name, value)
     assert "\x1b[33m" not in shown()
     assert Screen(live=True, stream=Terminal()).live == (settings != {"TERM": "dumb"})
-
-
-@pytest.mark.parametrize(("options", "lines"), [({}, 0), ({"every": 2}, 2)])
-def test_lines_above_the_live_bar_are_for_those_who_ask(
-    options: dict[str, Any], lines: int, width: int
-) -> None:
-    stream = Terminal()
-    screen = Screen(live=True, stream=stream, **options)
-    assert screen.live
-    screen.on_event(TrainingStarted(num_steps=4, done=0))
-    for step in range(1, 5):
-        screen.on_step(step_row(step))
-    screen.close()
-    printed = "\n".join(rows_of(stream.getvalue()))
-    assert len(re.findall(r"^step [24]/4  loss", printed, re.MULTILINE)) == lines
 
 
 def test_a_log_has_few_lines_of_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,17 +98,3 @@ def test_log_to_stdout_writes_to_stdout_unless_that_is_for_json() -> None:
     assert open_screen(config, as_json=True).output.console.file is sys.stderr
     assert not open_screen(config).live
     assert open_screen(load_config([])).output.console.file is sys.stderr
-
-
-def test_whether_an_answer_matches_is_marked_only_where_that_is_measured() -> None:
-    sample = SampleRow(prompt="p", answer="wrong", reference="right")
-
-    def shown(metrics: dict[str, float]) -> str:
-        stream = io.StringIO()
-        Screen(live=False, stream=stream).on_event(
-            Evaluated(step=0, when="before", metrics=metrics, samples=[sample], seconds=1.0)
-        )
-        return stream.getvalue()
-
-    assert "  x wrong" in shown({"loss": 1.0, "exact_match": 0.0})
-    assert "x wrong" not in shown({"loss": 1.0})

@@ -226,19 +226,6 @@ def test_a_slow_one_gets_every_value_from_the_files(tmp_path: Path, monkeypatch:
     assert rows[-1]["do"] == "finish" and seen.of(TrackingFailed) == []
 
 
-def test_a_record_that_fails_after_the_end_fails_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(observe, "WAIT_S", 0.1)
-    (tmp_path / "run").mkdir()
-    record = RunRecord.create(tmp_path / "run", config_yaml="", plan={})
-    with Tracking() as tracking:
-        tracking.start(config_for("hangs"), {}, folder=tmp_path / "run", report=record)
-        tracking.summarize({"status": "finished"})
-        record.finish({"status": "finished"})
-        (tmp_path / "run").rename(tmp_path / "elsewhere")
-
-
 def test_a_key_in_an_error_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     [failed] = follow(tmp_path / "run", "tells").of(TrackingFailed)

@@ -6,14 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import planned
 import pytest
 
-from crosstune.config.load import make_config
-from crosstune.config.resolve.facts import Facts
 from crosstune.config.resolve.plan import Plan
-from crosstune.config.resolve.resolve import resolve
 from crosstune.core.backend import backend_specs
-from crosstune.core.quantization import read_quantizers
 from crosstune.estimate.machine import Machine, held_score_bits
 from crosstune.estimate.memory import (
     GIB,
@@ -69,17 +66,8 @@ def test_without_a_limit_the_system_still_keeps_its_part(value: str) -> None:
     assert usable_gib(apple(64), "mps", **{HIGH: value}) == pytest.approx(64 * 0.9)
 
 
-def plan_on(
-    machine: Machine, *, size_b: float = 7, environment: dict[str, str] | None = None, **asked: Any
-) -> Plan:
-    facts = Facts(
-        machine=machine,
-        backends=backend_specs(),
-        quantizers=read_quantizers(),
-        environment=environment or {},
-        shape=shape_for_size(size_b),
-    )
-    return resolve(make_config(**asked), facts)
+def plan_on(machine: Machine, *, environment: dict[str, str], **asked: Any) -> Plan:
+    return planned.plan_on(machine, shape=shape_for_size(7), facts={"environment": environment}, **asked)
 
 
 def test_the_watermark_reaches_the_plan() -> None:
