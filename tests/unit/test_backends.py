@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 from crosstune.backends import _host
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
-from crosstune.estimate.machine import BackendReport, Machine, choose_backend
+from crosstune.estimate.machine import BackendReport, Machine, choose_attention, choose_backend
 from crosstune.machines import probe
+from crosstune.machines.probe import load_machine
 
 ORDER = ["cuda", "rocm", "xpu", "mlx", "mps", "cpu"]
 
@@ -130,3 +132,53 @@ def test_container_limit_counts_when_there_is_one(tmp_path: Path, limit: str, us
         assert (total, free > 0) == (_host.memory_bytes(cgroup=tmp_path / "none")[0], True)
     else:
         assert (total, free <= 1_500_000_000) == (2_000_000_000, True)
+
+
+KERNELS = {
+    "with the package": ("flash", "efficient", "math", "flash_attn"),
+    "without it": ("flash", "efficient", "math"),
+    "math alone": ("math",),
+}
+
+
+def cuda(kernels: str) -> BackendReport:
+    return dataclasses.replace(load_machine("h200").backends["cuda"], attention=KERNELS[kernels])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "flash", "precision", "packing", "chosen", "why"),
+    [
+        ("with the package", None, "bf16", False, "flash_attn", "the package flash_attn"),
+        ("with the package", True, "fp32", False, "sdpa", "flash_attn has no fp32"),
+        ("with the package", True, "bf16", True, "sdpa", "does not separate the documents of packed rows"),
+        ("with the package", False, "bf16", False, "eager", "turned off"),
+        ("without it", None, "bf16", False, "sdpa", "the kernels that ran here: flash, efficient, math"),
+        ("without it", True, "bf16", True, "sdpa", "torch's own"),
+    ],
+)
+def test_choice(
+    kernels: str, flash: bool | None, precision: str, packing: bool, chosen: str, why: str
+) -> None:
+    found, reason = choose_attention(cuda(kernels), flash=flash, precision=precision, packing=packing)
+    assert found == chosen
+    assert why in reason
+
+
+def test_mlx_has_its_own() -> None:
+    report = load_machine("apple-m2-max-64gb").backends["mlx"]
+    assert choose_attention(report, flash=True, precision="bf16", packing=True)[0] == "mlx"
+
+
+@pytest.mark.parametrize(
+    ("machine", "backend", "has"),
+    [
+        ("h200", "cuda", True),
+        ("cpu-laptop", "cpu", True),
+        ("apple-m1-16gb", "mps", False),
+        ("apple-m1-16gb", "mlx", True),
+    ],
+)
+def test_flash_attention_is_known_by_its_kernel(machine: str, backend: str, has: bool) -> None:
+    report = load_machine(machine).backends[backend]
+    assert report.has_flash_attention is has
+    assert not dataclasses.replace(report, attention=("math",)).has_flash_attention

@@ -134,19 +134,6 @@ def test_a_model_without_a_template_is_told_of_and_gets_one(bare_model: Path, wr
     assert again.train[0].tokens.tolist() == recipe.train[0].tokens.tolist()
 
 
-@pytest.mark.parametrize(("ending", "said"), [("", True), ("{{ eos_token }}", False)])
-def test_a_template_that_never_ends_an_answer_is_told_of(
-    tiny_model: Path, write_jsonl: Any, tmp_path: Path, ending: str, said: bool
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model, folder)
-    turn = "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + ending + "{% endfor %}"
-    asks = "{% if add_generation_prompt %}<assistant>{% endif %}"
-    (folder / "chat_template.jinja").write_text(turn + asks)
-    recipe = read(folder, write_jsonl([{"prompt": "Is it warm?", "completion": "It is."}]))
-    assert ("will not stop" in " ".join(recipe.describe().get("warnings", []))) == said
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
 def test_a_damaged_tokenizer_is_named(bare_model: Path, write_jsonl: Any, name: str) -> None:
     (bare_model / name).write_text('{"model": ')
