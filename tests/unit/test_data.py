@@ -1,4 +1,4 @@
-"""Rows to conversations, order of examples, batches: exact at the level of tokens."""
+"""Rows to conversations, order of examples, batches, packed rows: exact at the level of tokens."""
 
 from __future__ import annotations
 

@@ -134,13 +134,6 @@ def test_a_model_without_a_template_is_told_of_and_gets_one(bare_model: Path, wr
     assert again.train[0].tokens.tolist() == recipe.train[0].tokens.tolist()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-def test_a_damaged_tokenizer_is_named(bare_model: Path, write_jsonl: Any, name: str) -> None:
-    (bare_model / name).write_text('{"model": ')
-    with pytest.raises(UserError, match=f"{name} cannot be read"):
-        read(bare_model, write_jsonl([ROW]))
-
-
 @pytest.mark.parametrize("key", ["reasoning", "thinking"])
 def test_reasoning_under_another_name_is_trained_and_not_reported(
     calling_model: Path, write_jsonl: Any, key: str

@@ -173,18 +173,6 @@ def test_an_address_that_answers_or_is_behind_a_proxy_is_not_unreachable(
     assert why_unreachable(unused_address) is None
 
 
-def test_without_the_library_the_install_command_is_given(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "a.parquet", ROWS)
-    for module in ("datasets", "pyarrow"):
-        monkeypatch.setitem(__import__("sys").modules, module, None)
-    with pytest.raises(UserError, match=r'pip install "crosstune\[data\]"'):
-        open_source("org/data")
-    with pytest.raises(UserError, match=r'pip install "crosstune\[data\]"'):
-        rows_of(open_source(str(path)))
-
-
 def test_rows_of_a_hub_data_set() -> None:
     datasets = pytest.importorskip("datasets", reason="pip install crosstune[data]")
     parts = [

@@ -1,4 +1,4 @@
-"""How a process learns that it is one of several: the variables of mlx.launch, torchrun, SLURM and the guides."""
+"""How a process learns that it is one of several (mlx.launch, torchrun, SLURM, the guides), and the limits of such a run."""
 
 from __future__ import annotations
 

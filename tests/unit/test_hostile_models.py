@@ -1,4 +1,4 @@
-"""Model and adapter folders with damaged or hostile files: the file and the field are named before a library reads them."""
+"""Damaged or hostile files of models, adapters and tokenizers are named before a library reads them."""
 
 from __future__ import annotations
 

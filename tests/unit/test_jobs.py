@@ -1,4 +1,4 @@
-"""`crosstune launch --print`: scripts, manifests and lines that other programs can read, with options that inject nothing."""
+"""`crosstune launch`: scripts, manifests and lines that other programs can read, with options that inject nothing."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +138,6 @@ def test_every_rung_proposes_options_that_exist_or_says_why_not(cpu_laptop: Mach
             for change in changes:
                 make_config(**options | dict(change))
     assert {"larger_batch", "packing", "checkpoint_rotation", "time_limits", "replicas"} <= proposed
-
-
-def test_a_gpu_has_fused_adamw_without_the_rung(cpu_laptop: Machine) -> None:
-    now = situation(cpu_laptop, optimizer="adamw")
-    assert all_rungs()["fused_optimizer"].propose(now) == [{"optimizer": "fused_adamw"}]
-    on_gpu = replace(now, plan=replace(now.plan, backend=replace(now.plan.backend, device="cuda")))
-    with pytest.raises(NotApplicable, match="fused on a GPU already"):
-        all_rungs()["fused_optimizer"].propose(on_gpu)
 
 
 def test_micro_batches_grow_while_a_step_keeps_its_rows(cpu_laptop: Machine) -> None:

@@ -1,4 +1,4 @@
-"""Names of models: what each form means, what is said when it means nothing, and the shape behind a name."""
+"""Names of models and runs: what each form means, what is said when it means nothing, and the shape behind a name."""
 
 from __future__ import annotations
 
@@ -168,14 +168,6 @@ def test_near_runs_are_listed(target: str, hint: str, runs: Path) -> None:
     with pytest.raises(UserError, match=f"There is no run {target}") as caught:
         find_trained(target)
     assert hint in caught.value.do
-
-
-def test_a_missing_folder_of_runs_is_not_taken_for_a_hub_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="There is no run runs/nope"):
-        find_trained("runs/nope")
 
 
 @pytest.mark.parametrize("target", ["org/model", "smollm2-135m", "model.gguf", "something"])

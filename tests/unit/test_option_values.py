@@ -1,4 +1,4 @@
-"""Values that an option cannot take: refused by name, with a short text, wherever they come from."""
+"""Values and folders that an option cannot take: refused by name, with a short text, wherever they come from."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report_chart import OVERFITTING, evaluated
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
@@ -21,7 +20,6 @@ from crosstune.recipes.sft import SftRecipe
 from crosstune.report import RunFiles, load_run, write_report
 from crosstune.report.comparison import compare_runs, write_comparison
 from crosstune.report.formatting import change_between, display_of
-from crosstune.report.next_steps import next_steps
 from crosstune.report.outcome import end_of, evaluations, totals, training_loss
 from crosstune.report.run_list import read_listed
 from crosstune.report.tables import masked_example
@@ -370,23 +368,6 @@ def test_the_direction_of_a_metric_is_that_of_its_name() -> None:
     assert change_between(2.0, 2.0, display_of("loss", [2.0])).verdict == "unchanged"
     bleu = display_of("bleu", [0.1, 30.0])
     assert bleu.label == "BLEU" and change_between(0.1, 30.0, bleu).amount.text == "+29.9 points"
-
-
-@pytest.mark.parametrize(
-    ("losses", "status", "expected"),
-    [
-        (OVERFITTING, "finished", "--early_stopping"),
-        ({10: 2.0, 20: 1.5, 40: 1.0}, "finished", "--resume runs/a --num_epochs 0 --max_steps 80"),
-        ({}, "finished", "--eval_dataset"),
-        ({10: 2.0}, "stopped", "crosstune train --resume runs/a"),
-        ({10: 1.0, 20: 1.0}, "finished", "crosstune generate runs/a"),
-    ],
-)
-def test_suggested_commands(losses: dict[int, float], status: str, expected: str) -> None:
-    summary = {"status": status, "checkpoint": "x", "result": "runs/a/adapter", "generates": True}
-    run = evaluated(losses, summary=summary)
-    commands = [step.command for step in next_steps(run, end_of(run))]
-    assert expected in commands[0] and "crosstune compare runs/a" in commands[-1]
 
 
 def test_a_recipe_records_a_typical_example_with_its_mask(tiny_model: Path, write_jsonl: Any) -> None:

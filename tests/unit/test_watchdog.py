@@ -1,4 +1,4 @@
-"""Find the rank that hangs from the posted states, and end every rank."""
+"""Find the rank that hangs from the posted states and end every rank; a suspension is no hang."""
 
 from __future__ import annotations
 
