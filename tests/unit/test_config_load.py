@@ -89,12 +89,6 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str) -
         load(file=file)
 
 
-def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("")
-    assert load(file=file) == Config()
-
-
 def test_python_arguments_are_checked_like_flags() -> None:
     assert make_config(lr=1, model="x").model_name == "x"
     with pytest.raises(ConfigError, match="did you mean"):

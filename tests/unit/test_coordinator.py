@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ from forks import LIMIT_S, Forked, fork
 from crosstune.core import __version__
 from crosstune.core.errors import UserError
 from crosstune.distributed import processes
-from crosstune.distributed.attempts import Failure, Report
+from crosstune.distributed.attempts import Report
 from crosstune.distributed.coordinator import Coordinator
 from crosstune.distributed.environment import Nodes
 from crosstune.distributed.launch import launch, torch_environments
-from crosstune.distributed.links import LONGEST_LINE, REPORT_LIMIT, Channel
+from crosstune.distributed.links import LONGEST_LINE, Channel
 from crosstune.distributed.master import free_ports
-from crosstune.distributed.processes import Processes
 
 START = "import os, signal, sys, time, pathlib; rank = int(os.environ['RANK']); folder = pathlib.Path(sys.argv[1])\n"
 
@@ -182,30 +180,3 @@ def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: py
     second.channel._socket.sendall(sent + b"\n")
     ended = first.await_message("end")
     assert ended["end"] == 1 and "machine 1 (host host-1) was lost" in ended["lines"][0]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_bug_in_the_coordinator_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = ("127.0.0.1", free_ports(1)[0])
-    nodes = Nodes(num_nodes=2, master_addr=place[0], master_port=place[1])
-    before = set(threading.enumerate())
-    monkeypatch.setattr(Coordinator, "_run", lambda self, attempt, size: 1 // 0)
-    Coordinator(nodes=nodes, max_restarts=3, connect_s=LIMIT_S, lost_s=LIMIT_S).start()
-    first, second = Machine(place, 0), Machine(place, 1)
-    assert second.await_message("end")["end"] == 1
-    second.channel.close()
-    assert first.await_message("end")["end"] == 1
-    for thread in set(threading.enumerate()) - before:
-        if "_coordinate" in thread.name:
-            thread.join()  # its exception belongs to this test
-
-
-def test_the_output_of_many_failed_ranks_fits_into_one_message(tmp_path: Path) -> None:
-    (tmp_path / "rank-1.log").write_bytes(b"x" * 10**7 + b"\n" + b"\x01" * 10**6 + b"\nthe end")
-    lines = Processes(folder=tmp_path, first_rank=1)._tail(0)
-    assert lines[-1] == "the end" and sum(map(len, lines)) < 10**5
-    failures = [Failure(rank=rank, host="h", code=1, lines=lines * 5) for rank in range(500)]
-    data = Report(codes=dict.fromkeys(range(500), 1), failures=failures).to_json(limit=REPORT_LIMIT)
-    assert len(json.dumps(data)) <= REPORT_LIMIT
-    read = Report.from_json(json.loads(json.dumps(data)))
-    assert len(read.failures) == 500 and list(read.failures[0].lines) == lines * 5

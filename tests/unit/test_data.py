@@ -1,21 +1,32 @@
-"""Rows to conversations, order of examples, batches: exact at the level of tokens."""
+"""Rows to conversations, order of examples, batches, packed rows: exact at the level of tokens."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from crosstune.core.errors import UserError
+from crosstune.config.load import make_config
+from crosstune.data.batches.packing import PackedOrder, Packer, pack
 from crosstune.data.batches.row_order import RowOrder
-from crosstune.data.batches.token_batch import IGNORED, Example, pad_rows, split_rows
+from crosstune.data.batches.token_batch import (
+    IGNORED,
+    Example,
+    TokenBatch,
+    pack_rows,
+    pad_rows,
+    split_rows,
+    without_padding,
+)
 from crosstune.data.bundled.commands import NUM_HELD_OUT, NUM_TRAIN, make_commands
 from crosstune.data.read.formats import recognise, to_conversation
-from crosstune.data.render.rendering import encode_conversation, encode_prompt, render
+from crosstune.data.render.rendering import encode_conversation, encode_prompt
 from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.recipes.sft import SftRecipe
 
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -29,40 +40,6 @@ TURNS = [
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model: Path) -> Tokenizer:
     return Tokenizer.from_folder(tiny_model)
-
-
-def supervised_texts(example: Example, tokenizer: Tokenizer) -> list[str]:
-    """The supervised stretches of an example, decoded."""
-    texts: list[list[int]] = []
-    previous = False
-    for token, marked in zip(example.tokens, example.supervised, strict=True):
-        if marked and not previous:
-            texts.append([])
-        if marked:
-            texts[-1].append(int(token))
-        previous = bool(marked)
-    return [tokenizer.decode(tokens, keep_special=True) for tokens in texts]
-
-
-def test_exactly_the_answers_and_their_end_tokens_are_supervised(tokenizer: Tokenizer) -> None:
-    example = encode_conversation(TURNS, tokenizer, index=0, whole=False)
-    assert supervised_texts(example, tokenizer) == [
-        f"Eins.{tokenizer.eos_token}",
-        f"Zwei. <b>ok</b>{tokenizer.eos_token}",
-    ]
-    assert tokenizer.decode(example.tokens, keep_special=True) == render(
-        TURNS, tokenizer, add_generation_prompt=False
-    )
-
-
-def test_the_plain_template_serves_models_without_one(tokenizer: Tokenizer) -> None:
-    from dataclasses import replace
-
-    bare = replace(tokenizer, chat_template=None)
-    example = encode_conversation(TURNS, bare, index=0, whole=False)
-    assert supervised_texts(example, bare) == [f" Eins.{bare.eos_token}", f" Zwei. <b>ok</b>{bare.eos_token}"]
-    prompt = encode_prompt(TURNS[:-1], bare)
-    assert example.tokens[: len(prompt)].tolist() == prompt, "what generation sees must be how training began"
 
 
 def test_train_on_prompt_supervises_everything(tokenizer: Tokenizer) -> None:
@@ -90,32 +67,6 @@ def test_a_prompt_is_the_beginning_of_its_conversation(tokenizer: Tokenizer) -> 
 def test_formats_are_recognised_by_their_columns(row: dict[str, Any], form: str) -> None:
     assert recognise(row, asked="auto", source="x") == form
     assert to_conversation(row, form) == TURNS[1:3]
-
-
-def test_alpaca_input_joins_the_instruction() -> None:
-    [user, _] = to_conversation({"instruction": "Add.", "input": "1 2", "output": "3"}, "alpaca")
-    assert user["content"] == "Add.\n\n1 2"
-
-
-def test_wrong_columns_are_named() -> None:
-    with pytest.raises(UserError, match="question, reply"):
-        recognise({"question": "a", "reply": "b"}, asked="auto", source="x")
-    with pytest.raises(UserError, match="no column completion"):
-        to_conversation({"prompt": "a"}, "prompt_completion")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": []},
-        {"messages": "hello"},
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"role": "user", "content": ["an", "image"]}]},
-    ],
-)
-def test_conversations_that_are_none_are_refused(row: dict[str, Any]) -> None:
-    with pytest.raises(UserError):
-        to_conversation(row, "messages")
 
 
 def test_the_bundled_data_holds_out_pairs_that_training_never_shows() -> None:
@@ -183,16 +134,118 @@ def test_no_step_is_empty_whatever_the_epochs(num_examples: int, num_epochs: flo
     assert sum(map(len, steps)) == math.ceil(num_examples * num_epochs)
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"Prompt": "a", "Completion": "b"}, "--columns Prompt=prompt,Completion=completion"),
-        ({"Question;Answer": "a;b"}, "save the file with commas"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "--columns chosen=completion"),
-        ({"a": 1}, "--columns query=prompt,reply=completion"),
-    ],
-)
-def test_columns_that_fit_no_format_are_explained(row: dict[str, Any], expected: str) -> None:
-    with pytest.raises(UserError) as caught:
-        recognise(row, asked="auto", source="data.csv")
-    assert expected in caught.value.do
+LENGTHS = np.random.default_rng(3).integers(1, 100, size=1000)
+
+
+def test_every_document_is_packed_once_and_rows_are_well_filled() -> None:
+    packed = pack(np.arange(1000), LENGTHS, capacity=128)
+    rows = [packed.row(number) for number in range(len(packed))]
+    assert sorted(np.concatenate(rows).tolist()) == list(range(1000))
+    assert max(int(LENGTHS[row].sum()) for row in rows) <= 128
+    assert LENGTHS.sum() / (len(rows) * 128) > 0.95
+
+
+def test_first_fit_in_the_order_of_the_stream() -> None:
+    packer = Packer(capacity=10, num_open=2)
+    assert packer.add(0, 6) == []
+    assert packer.add(1, 7) == []
+    assert packer.add(2, 3) == []  # into the first
+    assert packer.add(3, 3) == [[1, 3]]  # fills the second
+    assert packer.add(4, 9) == []
+    assert packer.add(5, 5) == [[0, 2]]  # no room, no open row left: the oldest goes
+    assert packer.add(6, 10) == [[4], [6]]
+    assert packer.flush() == [[5]]
+
+
+def test_rows_depend_on_seed_and_position_alone() -> None:
+    def rows(order: PackedOrder, first: int, last: int) -> list[list[int]]:
+        return [row.tolist() for row in order.rows(first, last)]
+
+    order = PackedOrder(LENGTHS, capacity=128, seed=5)
+    total = order.num_rows(2.5)
+    in_turn = [row for first in range(0, total, 7) for row in rows(order, first, min(first + 7, total))]
+    fresh = PackedOrder(LENGTHS, capacity=128, seed=5)
+    backwards = [rows(fresh, place, place + 1)[0] for place in reversed(range(total))][::-1]
+    assert in_turn == backwards
+    assert len(in_turn) == total
+    per_epoch = order.num_rows(1)
+    assert sorted(d for row in in_turn[:per_epoch] for d in row) == list(range(1000))
+    assert in_turn[:10] != rows(PackedOrder(LENGTHS, capacity=128, seed=6), 0, 10)
+    assert order.num_rows(1000, at_most=50) == 50
+
+
+def test_segments_and_positions_start_again_and_no_target_crosses() -> None:
+    def document(*tokens: int) -> Example:
+        ids = np.array(tokens, dtype=np.int32)
+        return Example(tokens=ids, supervised=np.ones(len(ids), dtype=bool), index=0)
+
+    batch = pack_rows([[document(1, 2, 3), document(4, 5)], [document(6)]], pad_id=9)
+    assert batch.input_ids[0].tolist() == [1, 2, 3, 4, 5, 9, 9, 9]
+    assert batch.targets[0].tolist() == [2, 3, IGNORED, 5, IGNORED, IGNORED, IGNORED, IGNORED]
+    assert batch.segments[0].tolist() == [1, 1, 1, 2, 2, 0, 0, 0]
+    assert batch.positions[0].tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert batch.targets[1].tolist() == [IGNORED] * 8
+    assert (batch.num_tokens, batch.weight) == (6, 3)
+
+
+def test_a_packed_run_sees_each_example_once_an_epoch(tiny_model: Path, write_jsonl: Any) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "q"},
+                {"role": "assistant", "content": "word " * (n % 9 + 1)},
+            ]
+        }
+        for n in range(40)
+    ]
+    options: dict[str, Any] = {
+        "dataset": str(write_jsonl(rows)),
+        "skip_eval": True,
+        "context_length": 64,
+        "batch_size": 2,
+        "num_epochs": 2,
+    }
+    packed, plain = (
+        SftRecipe(make_config(**options, packing=packing), model_folder=tiny_model)
+        for packing in (True, False)
+    )
+
+    def totals(recipe: SftRecipe) -> tuple[int, int]:
+        batches = [batch for step in range(recipe.num_steps()) for batch in recipe.micro_batches(step)]
+        return sum(b.num_tokens for b in batches), sum(b.weight for b in batches)
+
+    assert totals(packed) == totals(plain)
+    assert packed.num_steps() < plain.num_steps()
+    assert packed.longest_row() == 64
+    assert packed.describe()["packed_fill"] > 0.8
+    steps = SftRecipe(
+        make_config(**(options | {"num_epochs": 0}), packing=True, max_steps=9), model_folder=tiny_model
+    )
+    assert steps.num_steps() == 9
+    assert all(batch.input_ids.shape[0] == 2 for batch in steps.micro_batches(8))
+
+
+def test_a_short_last_step_counts_the_rows_it_had() -> None:
+    order = RowOrder(num_examples=7, seed=0, rows_per_step=4, num_epochs=1, max_steps=-1)
+    assert order.num_steps() == 2
+    assert order.position(1) == {"rows_done": 4, "epoch": 0, "row_in_epoch": 4}
+    assert order.position(2) == {"rows_done": 7, "epoch": 1, "row_in_epoch": 0}
+    longer = replace(order, num_epochs=2)
+    assert longer.position(2) == {"rows_done": 8, "epoch": 1, "row_in_epoch": 1}
+
+
+def test_documents_stand_in_one_row_without_padding() -> None:
+    rows = [
+        [(1, 5), (1, 6), (0, 0), (0, 0)],
+        [(1, 7), (2, 8), (2, 9), (0, 0)],
+        [(1, 3), (1, 4), (1, 5), (1, 6)],
+    ]
+    segments, tokens = (np.array([[one[part] for one in row] for row in rows], np.int32) for part in (0, 1))
+    positions = np.array([[0, 1, 0, 0], [0, 0, 1, 0], [0, 1, 2, 3]], np.int32)
+    batch = TokenBatch(input_ids=tokens, targets=10 * tokens, segments=segments, positions=positions)
+    found = without_padding(batch)
+    assert batch.has_padding and not found.has_padding
+    assert found.input_ids.tolist() == [[5, 6, 7, 8, 9, 3, 4, 5, 6]]
+    assert found.targets.tolist() == [[50, 60, 70, 80, 90, 30, 40, 50, 60]]
+    assert found.segments.tolist() == [[1, 1, 2, 3, 3, 4, 4, 4, 4]]
+    assert found.positions.tolist() == [[0, 1, 0, 0, 1, 0, 1, 2, 3]]

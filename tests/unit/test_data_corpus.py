@@ -173,15 +173,6 @@ def test_held_out_rows_are_not_trained_on_and_have_their_questions(data: Path, t
     )  # type: ignore[union-attr]
 
 
-def test_a_folder_with_a_test_file_is_judged_by_it(tmp_path: Path, tiny_model: Path) -> None:
-    for name, rows in (("train.jsonl", ROWS[:20]), ("test.jsonl", ROWS[20:25])):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = recipe(tiny_model, dataset=str(tmp_path))
-    assert len(made.train) == 20
-    assert made.held_out is not None
-    assert len(made.held_out) == 5
-
-
 def test_a_sample_of_the_data(data: Path, tiny_model: Path) -> None:
     made = recipe(tiny_model, dataset=str(data), dataset_samples=30, context_length=4096)
     assert len(made.train) == 30
@@ -192,21 +183,5 @@ def test_dummy_rows_fill_the_context(tiny_model: Path) -> None:
     made = recipe(tiny_model, dataset="dummy", dataset_samples=5, context_length=32, batch_size=2)
     assert [
         batch.input_ids.shape for step in range(made.num_steps()) for batch in made.micro_batches(step)
-    ] == [
-        (2, 32),
-        (2, 32),
-        (1, 32),
-    ]
+    ] == [(2, 32), (2, 32), (1, 32)]
     assert made.describe()["train"]["supervised_tokens"] == 5 * 31
-
-
-def test_the_report_before_training_is_complete(write_jsonl: Any, tiny_model: Path) -> None:
-    rows = [chat("one", "eins")] * 3 + [chat("two", "")] + [{"messages": [{"role": "user", "content": "a"}]}]
-    report = recipe(tiny_model, dataset=str(write_jsonl(rows)), skip_eval=True).describe()
-    train = report["train"]
-    assert (train["rows"], train["examples"], train["duplicates"]) == (5, 3, 2)
-    assert (train["empty_answers"], train["without_answer"]) == (1, 1)
-    assert 0 < train["supervised_share"] < 1
-    assert report["num_steps"] == 1
-    assert len(report["warnings"]) == 3
-    assert len(report["identity"]) == 64

@@ -11,7 +11,7 @@ import pytest
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.read.formats import has_empty_answer, to_conversation, unused_columns
+from crosstune.data.read.formats import to_conversation, unused_columns
 from crosstune.recipes.sft import SftRecipe, open_recipe
 
 TEMPLATE = """{% if tools %}<|im_start|>system
@@ -64,19 +64,6 @@ def test_calls_tools_and_reasoning_reach_the_template(calling_model: Path, write
     assert [w for w in warnings if "leaves out name:" in w]
 
 
-def test_a_template_may_insist_on_them(calling_model: Path, write_jsonl: Any) -> None:
-    insists = "{% if messages | length > 2 and not messages[1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
-    (calling_model / "chat_template.jinja").write_text(insists + TEMPLATE)
-    warnings = read(calling_model, write_jsonl([ROW])).describe()["warnings"]
-    assert not [w for w in warnings if "tool_calls" in w]
-
-
-def test_a_template_that_leaves_them_out_is_said(tiny_model: Path, write_jsonl: Any) -> None:
-    [words] = [w for w in read(tiny_model, write_jsonl([ROW])).describe()["warnings"] if "leaves out" in w]
-    for word in ("tool_calls", "tools", "reasoning_content"):
-        assert word in words
-
-
 def test_calls_are_located_where_a_template_rewrites_earlier_turns(
     calling_model: Path, write_jsonl: Any
 ) -> None:
@@ -85,14 +72,6 @@ def test_calls_are_located_where_a_template_rewrites_earlier_turns(
     (calling_model / "chat_template.jinja").write_text(template)
     call = f"<call>{json.dumps(CALL['function'])}</call>"
     assert supervised(read(calling_model, write_jsonl([ROW]))) == f"{call}<|im_end|>It is.<|im_end|>"
-
-
-def test_an_answer_that_only_calls_is_not_empty() -> None:
-    turns = [ROW["messages"][0], {"role": "assistant", "tool_calls": [CALL]}]
-    assert not has_empty_answer(to_conversation({"messages": turns}, "messages"))
-    assert has_empty_answer(
-        to_conversation({"messages": [turns[0], {"role": "assistant", "content": None}]}, "messages")
-    )
 
 
 @pytest.mark.parametrize(
@@ -155,37 +134,6 @@ def test_a_model_without_a_template_is_told_of_and_gets_one(bare_model: Path, wr
     assert again.train[0].tokens.tolist() == recipe.train[0].tokens.tolist()
 
 
-@pytest.mark.parametrize(("ending", "said"), [("", True), ("{{ eos_token }}", False)])
-def test_a_template_that_never_ends_an_answer_is_told_of(
-    tiny_model: Path, write_jsonl: Any, tmp_path: Path, ending: str, said: bool
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model, folder)
-    turn = "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + ending + "{% endfor %}"
-    asks = "{% if add_generation_prompt %}<assistant>{% endif %}"
-    (folder / "chat_template.jinja").write_text(turn + asks)
-    recipe = read(folder, write_jsonl([{"prompt": "Is it warm?", "completion": "It is."}]))
-    assert ("will not stop" in " ".join(recipe.describe().get("warnings", []))) == said
-
-
-def test_options_without_effect_on_plain_text_are_said(tiny_model: Path, write_jsonl: Any) -> None:
-    path = write_jsonl([{"text": "Red, green and blue."}])
-    config = make_config(dataset=str(path), train_on_prompt=True, eval_metric="exact_match", eval_samples=0)
-    recipe = open_recipe(config, model_folder=tiny_model)
-    words = " ".join(recipe.describe()["warnings"])
-    assert "train_on_prompt has no effect" in words
-    assert "exact_match has no effect" in words
-    recipe.complete_result(write_jsonl([]).parent)
-    assert not (path.parent / "chat_template.jinja").exists()
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-def test_a_damaged_tokenizer_is_named(bare_model: Path, write_jsonl: Any, name: str) -> None:
-    (bare_model / name).write_text('{"model": ')
-    with pytest.raises(UserError, match=f"{name} cannot be read"):
-        read(bare_model, write_jsonl([ROW]))
-
-
 @pytest.mark.parametrize("key", ["reasoning", "thinking"])
 def test_reasoning_under_another_name_is_trained_and_not_reported(
     calling_model: Path, write_jsonl: Any, key: str
@@ -195,11 +143,3 @@ def test_reasoning_under_another_name_is_trained_and_not_reported(
     recipe = read(calling_model, write_jsonl([{"messages": turns}, {"messages": both}]))
     assert supervised(recipe) == "<think>[1] Hm.</think>\nYes.<|im_end|>"
     assert recipe.describe()["train"]["ignored_by_template"] == []
-
-
-def test_reasoning_that_the_template_leaves_out_is_reported_by_its_name(
-    tiny_model: Path, write_jsonl: Any
-) -> None:
-    turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes.", "thinking": "Hm."}]
-    recipe = read(tiny_model, write_jsonl([{"messages": turns}]))
-    assert recipe.describe()["train"]["ignored_by_template"] == ["thinking"]

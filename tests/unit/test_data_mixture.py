@@ -23,19 +23,13 @@ from crosstune.runs.resume import unpacked_value
 @pytest.mark.parametrize(
     ("text", "entries"),
     [
-        ("a.jsonl", [("a.jsonl", None)]),
         ("a.jsonl:0.7,b.jsonl:0.3", [("a.jsonl", 0.7), ("b.jsonl", 0.3)]),
         ("a.jsonl, b.jsonl", [("a.jsonl", None), ("b.jsonl", None)]),
-        ("org/name:2,commands:1", [("org/name", 2.0), ("commands", 1.0)]),
-        ("C:\\data\\x.jsonl", [("C:\\data\\x.jsonl", None)]),
         ("C:\\data\\x.jsonl:0.5,a.jsonl:0.5", [("C:\\data\\x.jsonl", 0.5), ("a.jsonl", 0.5)]),
-        ("odd, name:1.jsonl", [("odd, name:1.jsonl", None)]),
         ("odd, name:1.jsonl:3,a.jsonl:1", [("odd, name:1.jsonl", 3.0), ("a.jsonl", 1.0)]),
-        ("half:0.5", [("half:0.5", None)]),
         ("half:0.5:2,a.jsonl:1", [("half:0.5", 2.0), ("a.jsonl", 1.0)]),
-        (",".join(f"{'x' * 90}{n}.jsonl" for n in range(9)), [(f"{'x' * 90}{n}.jsonl", None) for n in range(9)]),
     ],
-)  # fmt: skip
+)
 def test_sources_and_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, entries: list[Any]
 ) -> None:
@@ -52,10 +46,8 @@ def test_sources_and_weights(
     [
         ("a.jsonl:x,b.jsonl:1", "weight of a.jsonl .* cannot be 'x'"),
         ("a.jsonl:0,b.jsonl:1", "cannot be '0'"),
-        ("a.jsonl:-1,b.jsonl:1", "cannot be '-1'"),
         ("a.jsonl:nan,b.jsonl:1", "cannot be 'nan'"),
         ("a.jsonl:0.5,b.jsonl", "b.jsonl of --dataset has no weight"),
-        ("a.jsonl,,b.jsonl", "empty name"),
         ("a.jsonl:1,a.jsonl:2", "names a.jsonl twice"),
     ],
 )
@@ -81,14 +73,6 @@ def test_a_file_may_hold_lists(tmp_path: Path, written: str, value: str) -> None
     path = tmp_path / "run.yaml"
     path.write_text(written)
     assert load_config(file=path, environment={}).dataset == value
-
-
-def test_lists_elsewhere_are_refused() -> None:
-    with pytest.raises(UserError, match="model_name cannot be"):
-        make_config(model_name=["a", "b"])
-    with pytest.raises(UserError, match="dataset cannot be"):
-        make_config(dataset=[["a", "b", "c"]])
-    assert make_config(columns={"query": "prompt"}).columns == "query=prompt"
 
 
 def test_shares_are_exact_and_no_row_repeats_before_all_are_used() -> None:

@@ -1,4 +1,4 @@
-"""How a process learns that it is one of several: the variables of mlx.launch, torchrun, SLURM and the guides."""
+"""How a process learns that it is one of several (mlx.launch, torchrun, SLURM, the guides), and the limits of such a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from crosstune.config.load import load_config, make_config
+from crosstune.config.time_limits import limit_warnings, limits_of, nccl_variables
 from crosstune.core.errors import UserError
 from crosstune.distributed.environment import nodes_in, ranks_in
 
@@ -120,14 +122,10 @@ def test_the_variables_of_the_guides_are_for_a_launcher() -> None:
         (TORCHRUN | {"RANK": "4"}, "RANK cannot be '4'"),
         (TORCHRUN | {"WORLD_SIZE": "4.0"}, "WORLD_SIZE cannot be '4.0'"),
         (TORCHRUN | {"WORLD_SIZE": ""}, "RANK is set, but WORLD_SIZE is not"),
-        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK cannot be '2'"),
-        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         (TORCHRUN | {"MASTER_ADDR": "10.0.0.1:29500"}, "MASTER_ADDR cannot be '10.0.0.1:29500'"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT cannot be '70000'"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is 4, but RANK is not set"),
-        (SRUN | {"SLURM_PROCID": "8"}, "SLURM_PROCID cannot be '8'"),
         (SRUN | {"SLURM_TASKS_PER_NODE": "4x2"}, "SLURM_TASKS_PER_NODE cannot be"),
-        (SRUN | {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
         (SRUN | {"SLURM_JOB_NODELIST": "gpu[001-]"}, "is not a list of SLURM nodes"),
     ],
 )
@@ -140,7 +138,6 @@ def test_variables_that_cannot_be_meant_are_refused(variables: dict[str, str], w
     ("variables", "words"),
     [
         ({"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "a"}, "NODE_RANK is not set"),
-        ({"NNODES": "0"}, "NNODES cannot be '0'"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK cannot be '2'"),
         ({"NNODES": "1", "NPROC_PER_NODE": "2", "WORLD_SIZE": "3"}, "WORLD_SIZE is 3, but NNODES x"),
     ],
@@ -148,3 +145,54 @@ def test_variables_that_cannot_be_meant_are_refused(variables: dict[str, str], w
 def test_machines_that_cannot_be_meant_are_refused(variables: dict[str, str], words: str) -> None:
     with pytest.raises(UserError, match=words):
         nodes_in(variables)
+
+
+def test_the_defaults_are_those_of_the_guide() -> None:
+    limits = limits_of(make_config())
+    assert (limits.collective_s, limits.heartbeat_s, limits.debug) == (1800.0, 1800.0, False)
+    variables = nccl_variables(limits)
+    assert variables["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "1800"
+    assert variables["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert limit_warnings(make_config(), {}) == []
+
+
+def test_the_variables_of_the_guide_are_read() -> None:
+    config = load_config(environment={"NCCL_TIMEOUT": "900", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "1200"})
+    limits = limits_of(config)
+    assert (limits.collective_s, limits.heartbeat_s) == (900.0, 1200.0)
+    assert limit_warnings(config, {"NCCL_TIMEOUT": "900"}) == []
+
+
+def test_the_heartbeat_is_never_shorter_than_a_collective() -> None:
+    config = make_config(collective_timeout="30m", heartbeat_timeout="10m")
+    assert limits_of(config).heartbeat_s == 1800.0
+    [warning] = limit_warnings(config, {})
+    assert "heartbeat_timeout is 600 s, shorter than collective_timeout" in warning
+    assert limits_of(make_config(collective_timeout="2h")).heartbeat_s == 7200.0
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "words"),
+    [
+        ({"collective_timeout": "1800000"}, {}, "not milliseconds"),
+        ({"collective_timeout": "30"}, {}, "collective_timeout is 30 s"),
+        (
+            {"collective_timeout": "20m"},
+            {"NCCL_TIMEOUT": "7200"},
+            "NCCL_TIMEOUT is 7200, but --collective_timeout 20m",
+        ),
+        ({}, {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "so 0 is used"),
+        ({}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "would never abort"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_warned_of(
+    options: dict[str, str], variables: dict[str, str], words: str
+) -> None:
+    warnings = limit_warnings(make_config(**options), variables)
+    assert len(warnings) == 1 and words in warnings[0]
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "soon", "10 parsecs", ""])
+def test_what_is_no_duration_is_refused(value: str) -> None:
+    with pytest.raises(UserError):
+        make_config(collective_timeout=value)

@@ -13,8 +13,7 @@ import pytest
 
 from crosstune.cli.arguments import print_json
 from crosstune.cli.main import main
-from crosstune.cli.terminal.output import Output
-from crosstune.cli.terminal.screen import BarLine, Screen
+from crosstune.cli.terminal.screen import Screen
 from crosstune.cli.terminal.streams import wrap_output
 from crosstune.core.events import Evaluated, Warned
 from crosstune.core.safe_text import printable
@@ -72,31 +71,6 @@ def test_the_screen_escapes_texts_but_not_its_styles(monkeypatch: pytest.MonkeyP
     assert ("\x1b[33m" in shown) == terminal
 
 
-def test_folded_lines_and_bars_have_room_for_the_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    stream = io.StringIO()
-    Output(stream).line("red \x1b[31m and a bell \x07 " * 4)
-    assert stream.getvalue().count("\\x1b[31m") == stream.getvalue().count("\\x07") == 4
-    assert all(len(line) <= 40 for line in stream.getvalue().splitlines())
-    bar = BarLine(title="\x1b[2Jdata \x9b", share=0.5, figures=["\x07" * 5]).render(40).plain
-    assert bar.startswith("\\x1b[2Jdata \\x9b ")
-    assert len(bar) <= 40
-    assert is_clean(bar)
-
-
-def test_printed_text_is_escaped_and_our_styles_are_not(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    wrap_output()
-    print(HOSTILE)
-    Output().line(HOSTILE, style="yellow")
-    assert capsys.readouterr() == (f"{ESCAPED}\n", f"\x1b[33m{ESCAPED}\x1b[0m\n")
-
-
 def test_json_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"answer": HOSTILE, "half": "\ud83d"})
     out = capsys.readouterr().out
@@ -122,11 +96,7 @@ def test_the_files_of_a_run_and_of_answers_are_clean(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        [f"tr{HOSTILE}"],
-        ["train", f"--{HOSTILE}", "1"],
-        ["data", f"/tmp/{HOSTILE}.jsonl"],
-    ],
+    [[f"tr{HOSTILE}"], ["train", f"--{HOSTILE}", "1"], ["data", f"/tmp/{HOSTILE}.jsonl"]],
     ids=lambda words: words[0][:10] if len(words[0]) < 12 else "unknown",
 )
 def test_errors_of_every_command_are_clean(

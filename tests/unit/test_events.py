@@ -1,27 +1,25 @@
-"""The events of a run: the rows they become in events.jsonl, and whether the screen shows them."""
+"""The run directory: what is written can be read back, nothing is overwritten, and events become these rows."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.terminal.event_lines import LINES
-from crosstune.cli.terminal.screen import Screen
+import pytest
+
 from crosstune.config.resolve.plan import Adjustment
 from crosstune.core import events
-from crosstune.core.events import Event, Failed, Interrupted
+from crosstune.core.errors import UserError
+from crosstune.core.events import Event, Warned
 from crosstune.core.loss_measurement import Comparison, LossMeasurement
 from crosstune.files.json_files import read_jsonl
-from crosstune.files.run_record import RunRecord
+from crosstune.files.run_record import RunRecord, holds_run, move_aside
 from crosstune.loop.profile_result import PhaseClock, profile_result
-from crosstune.report.tables import NOTABLE_KINDS
 from crosstune.tracking import tracker as tracking_events
 
-NOT_SHOWN = (Failed, Interrupted)
-"""The command prints the error that ended the run."""
 MEASURED_ROW: dict[str, Any] = {
     "step": 4,
     "first_step": 4,
@@ -64,22 +62,12 @@ ADJUSTED_ROW = {"option": "precision", "asked": "bf16", "used": "fp32", "reason"
 FIELDS: list[tuple[type[Event], str, dict[str, Any]]] = [
     (events.Warned, "warning", {"message": "slow"}),
     (events.Warned, "warning", {"message": "slow", "step": 0}),
-    (
-        events.ModelProgress,
-        "model_progress",
-        {"stage": "downloading", "done": 3, "total": None, "model": "m"},
-    ),
-    (events.Tokenizing, "tokenizing", {"source": "s", "done_bytes": 1, "total_bytes": 2, "examples": 3}),
     (events.RunMovedAside, "moved_aside", {"path": "run~1"}),
     (events.Started, "start", {"folder": "run", "data": {"dataset": "d"}, "num_steps": 8}),
-    (events.Loading, "loading", {"model": "m"}),
     (events.Loaded, "loaded", LOADED | {"trained_parameters": 1, "parameters": 10}),
     (events.Resumed, "resumed", RESUMED | {"changed_options": [], "engine": "torch"}),
     (events.CheckpointSetAside, "set_aside", {"path": "p", "step": 4}),
     (events.TrainingStarted, "training", {"num_steps": 8, "done": 0}),
-    (events.TrainingEnded, "training_end", {"steps": 8}),
-    (events.EvaluationStarted, "evaluation_start", {"step": 0, "when": "before"}),
-    (events.Evaluating, "evaluating", {"done": 1, "total": 2}),
     (
         events.Evaluated,
         "evaluation",
@@ -118,18 +106,9 @@ ROWS: list[tuple[Event, str, dict[str, Any]]] = [
     (events.LossCompared(comparison=COMPARISON), "compared", COMPARISON_ROW),
     (events.Moved(comparison=COMPARISON), "moved", COMPARISON_ROW),
 ]
-CLASSES = {
-    found
-    for found in [*vars(events).values(), *vars(tracking_events).values()]
-    if isinstance(found, type) and issubclass(found, Event) and found is not Event
-}
-SHOWN = {*vars(Screen)["on_event"].dispatcher.registry, *LINES} - {object, Event}
-# The first sets up the live bar; the second prints once it has taken a while.
-QUIET = (events.TrainingStarted, events.TrainingEnded, events.ModelProgress, events.Tokenizing)
 
 
 def test_the_rows_of_events_are_a_file_format(tmp_path: Path) -> None:
-    assert {type(event) for event, _, _ in ROWS} == CLASSES
     record = RunRecord.create(tmp_path / "run", config_yaml="", plan={})
     for event, _, _ in ROWS:
         record.on_event(event)
@@ -141,16 +120,45 @@ def test_the_rows_of_events_are_a_file_format(tmp_path: Path) -> None:
         assert found == {"time": found["time"], "kind": kind} | json.loads(json.dumps(row))
 
 
-def test_the_screen_prints_a_line_for_every_event_that_it_shows() -> None:
-    assert SHOWN | set(NOT_SHOWN) == CLASSES and not SHOWN & set(NOT_SHOWN)
-    for event, _, _ in ROWS:
-        stream = io.StringIO()
-        screen = Screen(live=False, verbose=True, stream=stream)
-        screen.on_event(event)
-        screen.close()
-        assert bool(stream.getvalue()) == (not isinstance(event, (*NOT_SHOWN, *QUIET))), event
+def test_lines_are_on_disk_as_soon_as_they_are_said(tmp_path: Path) -> None:
+    record = RunRecord.create(tmp_path / "run", config_yaml="lr: 1\n", plan={"a": 1})
+    record.on_step({"step": 1, "loss": 0.1 + 0.2})
+    record.on_event(Warned(message="x"))
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "loss": 0.1 + 0.2}]
+    assert read_jsonl(tmp_path / "run" / "events.jsonl")[0]["kind"] == "warning"
+    record.finish({"status": "finished", "loss": math.nan})
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary == {"status": "finished", "loss": None}
 
 
-def test_the_report_highlights_these_kinds() -> None:
-    always = {"warning", "failed", "stopped", "nonfinite", "checkpoint_failed", "moved"}
-    assert always | {"tracking_failed"} == NOTABLE_KINDS
+def test_a_folder_with_a_run_is_refused_and_left_alone(tmp_path: Path) -> None:
+    RunRecord.create(tmp_path / "run", config_yaml="lr: 1\n", plan={}).finish({"status": "finished"})
+    with pytest.raises(UserError, match="already holds a run"):
+        RunRecord.create(tmp_path / "run", config_yaml="lr: 2\n", plan={})
+    assert (tmp_path / "run" / "config.yaml").read_text() == "lr: 1\n"
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("precious")
+    with pytest.raises(UserError, match="is a file"):
+        RunRecord.create(tmp_path / "run", config_yaml="", plan={})
+    assert (tmp_path / "run").read_text() == "precious"
+
+
+def test_moving_aside_keeps_every_older_run(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "config.yaml").write_text(text)
+        move_aside(tmp_path / "run")
+    assert not holds_run(tmp_path / "run")
+    assert (tmp_path / "run~1" / "config.yaml").read_text() == "one"
+    assert (tmp_path / "run~2" / "config.yaml").read_text() == "two"
+
+
+def test_a_line_cut_by_a_kill_is_left_out_but_a_bad_one_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_jsonl(path) == [{"step": 1}]
+    path.write_text('{"step": 1\n{"step": 2}\n')
+    with pytest.raises(UserError, match="line 1"):
+        read_jsonl(path)

@@ -81,11 +81,8 @@ class Streamed:
         (Streamed(), "rows.take(1000)"),
         ({"prompt": ["a"], "completion": ["b"]}, "Dataset.from_dict"),
         ([], "has no rows"),
-        (["a", "b"], "Row 1 of dataset is not a row"),
         ([ROWS[0], {1: "a"}], "Row 2 of dataset is not a row"),
         ([{"text": object()}], "a column holds a builtins.object"),
-        (7, "list of rows"),
-        (b"data.jsonl", "as a list"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, data: object, words: str) -> None:
@@ -93,12 +90,3 @@ def test_what_is_refused(tmp_path: Path, data: object, words: str) -> None:
         write(data, tmp_path)
     assert words in str(caught.value)
     assert not list((tmp_path / "data").iterdir())
-
-
-def test_a_data_frame_is_told_its_way(tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    rows = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
-    frame = pandas.DataFrame(rows)
-    with pytest.raises(UserError, match=r"to_dict\('records'\)"):
-        write(frame, tmp_path)
-    assert read_jsonl(write(frame.to_dict("records"), tmp_path)) == rows

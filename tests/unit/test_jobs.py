@@ -1,4 +1,4 @@
-"""`crosstune launch --print`: scripts, manifests and lines that other programs can read, with options that inject nothing."""
+"""`crosstune launch`: scripts, manifests and lines that other programs can read, with options that inject nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
-from launching import BASE, printed, write_tool
+from launching import BASE, printed, refused, write_tool
 
 from crosstune.cli.commands.launch import make_parser
+from crosstune.cli.main import main
 from crosstune.config.load import make_config
-from crosstune.distributed.jobs.job import load_scheduler, make_job, scheduler_names
-from crosstune.distributed.jobs.schedulers.kubernetes import object_name
+from crosstune.config.schema import option_list
+from crosstune.distributed.jobs.job import load_scheduler, make_job, options_of_schedulers
 
 NASTY = [
     "a b",
@@ -95,10 +96,6 @@ def run_script(
         check=False,
     )
     return done.returncode, done.stderr
-
-
-def test_every_scheduler_is_tried_here() -> None:
-    assert sorted(BASE) == scheduler_names()
 
 
 @pytest.mark.parametrize("scheduler", BASE)
@@ -304,13 +301,84 @@ def test_the_manifest_fits_the_schema_of_kubernetes(
         validator.validate(wrong, version, strict=True)
 
 
+def test_no_option_hides_one_of_train() -> None:
+    """Those of the meeting point mean the same."""
+    names = {name for option in option_list() for name in (option.name, *option.aliases)}
+    assert names & {option.name for option in options_of_schedulers()} <= {"master_addr", "master_port"}
+
+
+@pytest.mark.parametrize("scheduler", BASE)
+def test_no_secret_is_written(
+    scheduler: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    token = "hf_" + "aB3" * 12
+    monkeypatch.setenv("HF_TOKEN", token)
+    assert token not in printed(BASE[scheduler], capsys)
+    (tmp_path / "run.yaml").write_text(f"lr: 1e-3  # {token}\n")
+    for flags in (f"--dataset https://user:{token}@host/x", "--config run.yaml"):
+        error = refused(f"{BASE[scheduler]} {flags}", capsys)
+        assert "token" in error and token not in error
+
+
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("words", "expected"),
     [
-        ("My Run_2", "my-run-2"),
-        ("20261116-x", "run-20261116-x"),
-        ("a" * 80, "a" * 52),
+        ("--on slurm --nnodes 0", "--nnodes cannot be '0'"),
+        ("--on slurm --nnodes 2 --backend cpu --gpus 2", "--gpus 2 does not go with --backend cpu"),
+        ("--on ssh --nnodes 1 --hosts a,b", "--nnodes is 1, but 2 machines are named"),
+        ("--on ssh --nnodes 1 --hosts 'a;b'", "is not a machine"),
+        ("--on kubernetes --nnodes 2 --image x", "needs --volume"),
+        ("--on slurm --nnodes 2 --image x", "--image is an option of kubernetes"),
+        ("--on slurm --nnodes 2 --partition 'a b'", "--partition cannot be"),
+        ("--on slurm --nnodes 2 --gpus 1 --nproc_per_node 2", "--gpus 1 is too few"),
+        ("--on slurm --nnodes 2 -- --lr fast", "lr"),
+        ("--on slurm --nnodes 2 --overwrite", "--overwrite does not go with launch"),
+        ("--on slurm --nnodes 2 --resume runs/x/checkpoints/step-00000020", "does not go with launch"),
     ],
 )
-def test_the_name_of_a_run_as_a_host_name(name: str, expected: str) -> None:
-    assert object_name(name) == expected
+def test_a_bad_request_is_refused_before_anything_is_submitted(
+    words: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in refused(words, capsys)
+
+
+@needs_bash
+def test_a_machine_without_the_folder_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "tools").mkdir()
+    write_tool(tmp_path / "tools" / "ssh", "echo 'cd: no such folder' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:{os.environ['PATH']}")
+    assert main(["launch", *shlex.split("--on ssh --nnodes 1 --hosts alpha")]) == 2
+    error = capsys.readouterr().err
+    assert f"alpha does not have the folder {tmp_path}" in error and "cd: no such folder" in error
+
+
+@needs_bash
+@pytest.mark.parametrize(
+    ("scheduler", "tool", "answer", "said"),
+    [
+        ("slurm", "sbatch", "echo 4711", ["submitted job 4711", "scancel 4711"]),
+        ("kubernetes", "kubectl", "echo created", ["submitted job r1", "kubectl logs"]),
+    ],
+)
+def test_what_is_submitted_is_what_is_printed(
+    scheduler: str,
+    tool: str,
+    answer: str,
+    said: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "tools").mkdir()
+    write_tool(tmp_path / "tools" / tool, f"cat > {tmp_path}/given; {answer}")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:{os.environ['PATH']}")
+    words = f"{BASE[scheduler]} --name r1"
+    assert main(["launch", *shlex.split(words)]) == 0
+    out = capsys.readouterr().out
+    assert all(part in out for part in said)
+    assert (tmp_path / "given").read_text() == printed(words, capsys)
+    write_tool(tmp_path / "tools" / tool, "echo 'no such queue' >&2; exit 1")
+    assert main(["launch", *shlex.split(words)]) == 2
+    assert "no such queue" in capsys.readouterr().err

@@ -18,13 +18,7 @@ from crosstune.data.read.sources import open_source
 from crosstune.recipes.judge.items import Item, Scale, digit_labels, number_labels, read_scale, swapped
 from crosstune.recipes.judge.open_splits import find_leaks, open_judge_data, split_groups, without_leaks
 from crosstune.recipes.judge.read_items import ItemReader
-from crosstune.recipes.judge.verdicts import (
-    VerdictFormat,
-    choose_format,
-    parse_text_verdict,
-    prompt_messages,
-    training_messages,
-)
+from crosstune.recipes.judge.verdicts import VerdictFormat, choose_format, prompt_messages, training_messages
 
 TEN = Scale(low=0, high=10)
 
@@ -132,18 +126,12 @@ def test_pairs_with_every_name_of_a_winner(write_jsonl: Any) -> None:
     ("row", "words"),
     [
         (point(score=11), "outside the scale 0-10"),
-        (point(score="good"), "not a number"),
         (point(score=True), "not a number"),
         (point(score=None), "no score"),
         (point(answer=" "), "no answer"),
         ({"task": "t", "answer_a": "x", "answer_b": "y", "winner": "left"}, "winner is 'left'"),
         ({"task": "t", "answer_a": "x", "winner": "A"}, "no answer_b"),
-        ({"task": "t", "answer_a": "x", "answer_b": "y"}, "no winner"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no conversation with a verdict"),
-        (
-            {"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]},
-            "not the assistant",
-        ),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "fine"}]},
             "no score",
@@ -218,16 +206,13 @@ def test_a_written_verdict_reads_back(name: str, explains: bool) -> None:
     ("text", "score"),
     [
         ("**Score:** 7/10", 7.0),
-        ("Score: **7**/10", 7.0),
         ("Score: 7.5 / 10\nFeedback: ok", 7.5),
         ("Feedback: fine so far. [RESULT] 4", 4.0),
-        ("[RESULT] (3)", 3.0),
         ('Sure: {"score": 2, "feedback": "x"}', None),
         ('{"score": 2}', 2.0),
         ('{"score": NaN}', None),
         ("Score: 11/10", None),
         ("Score: 3/5", None),
-        ("Score: ten", None),
         ("", None),
     ],
 )
@@ -242,11 +227,6 @@ def test_texts_that_models_write(text: str, score: float | None) -> None:
 )  # fmt: skip
 def test_winners_that_models_write(text: str, winner: str | None) -> None:
     assert VerdictFormat(name="winner", scale=TEN).read(text).winner == winner
-
-
-def test_a_number_in_the_feedback_is_no_score() -> None:
-    said = parse_text_verdict("Feedback: two of 10 words are wrong. [RESULT] 6")
-    assert said.score == 6.0 and said.feedback == "two of 10 words are wrong."
 
 
 def test_the_format_must_fit_the_data() -> None:
@@ -398,14 +378,6 @@ def test_scores_as_texts(write_jsonl: Any) -> None:
     for bad in ("7/10", "1_0", "nan", "inf", "", [7]):
         with pytest.raises(UserError):
             read(write_jsonl([point(score=bad)]))
-
-
-def test_texts_of_every_script_are_kept(write_jsonl: Any) -> None:
-    said = "Ünïcödé 你好 שלום \u202e 👩‍👩‍👧 \x00 ﷽"
-    [found] = read(write_jsonl([point(task=said, answer=said, reference=said)]))
-    assert (found.task, found.answers, found.reference) == (said, (said,), said)
-    verdict = choose_format("auto", scale=TEN, items=[found])
-    assert said in prompt_messages(found, verdict)[0]["content"]
 
 
 def test_scales_that_rows_name(write_jsonl: Any) -> None:

@@ -19,7 +19,6 @@ from crosstune.recipes.judge.judge import Judgement
 from crosstune.recipes.judge.metrics import (
     accuracy,
     all_once,
-    are_within,
     cohen_kappa,
     confusion_matrix,
     draw_weights,
@@ -85,10 +84,6 @@ def test_a_series_that_is_constant_up_to_rounding_has_no_correlation() -> None:
     for metric in (pearson, spearman, kendall):
         assert math.isnan(metric(all_once(3), first, second)[0])
         assert math.isnan(metric(all_once(1), first[:1], second[:1])[0])
-
-
-def test_a_score_just_a_point_away_is_within_a_point() -> None:
-    assert are_within([7.7, 5.0, 5.0], [8.7, 6.5, math.nan], distance=1).tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(("count", "num_classes"), [(5, 2), (40, 3), (300, 11)])

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from crosstune.config.resolve.resolve import resolve
 from crosstune.core.errors import UserError
 from crosstune.estimate.machine import Machine
 from crosstune.ladder.climb import check_request, check_same_ladder, make_request
-from crosstune.ladder.compare import Comparison, broken_promise, check_criteria, judge
+from crosstune.ladder.compare import Comparison, broken_promise, judge
 from crosstune.ladder.rung import AsGood, NotApplicable, SameBits, Situation, Within
 from crosstune.ladder.rungs import all_rungs
 from crosstune.ladder.trial import FOLLOWING, Trial, Trials
@@ -29,12 +28,7 @@ LOSSES = [3.0, 2.5, 2.2, 2.0, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
 
 
 def trial(
-    losses: Sequence[float] = LOSSES,
-    *,
-    rate: float = 100.0,
-    peak: int = 1000,
-    weight: int = 10,
-    **more: Any,
+    losses: Sequence[float] = LOSSES, *, rate: float = 100.0, peak: int = 1000, weight: int = 10, **more: Any
 ) -> Trial:
     rows = [
         {"step": step, "loss": loss, "tokens": 100, "supervised_tokens": weight, "step_s": 100 / rate}
@@ -146,14 +140,6 @@ def test_every_rung_proposes_options_that_exist_or_says_why_not(cpu_laptop: Mach
     assert {"larger_batch", "packing", "checkpoint_rotation", "time_limits", "replicas"} <= proposed
 
 
-def test_a_gpu_has_fused_adamw_without_the_rung(cpu_laptop: Machine) -> None:
-    now = situation(cpu_laptop, optimizer="adamw")
-    assert all_rungs()["fused_optimizer"].propose(now) == [{"optimizer": "fused_adamw"}]
-    on_gpu = replace(now, plan=replace(now.plan, backend=replace(now.plan.backend, device="cuda")))
-    with pytest.raises(NotApplicable, match="fused on a GPU already"):
-        all_rungs()["fused_optimizer"].propose(on_gpu)
-
-
 def test_micro_batches_grow_while_a_step_keeps_its_rows(cpu_laptop: Machine) -> None:
     changes = all_rungs()["larger_batch"].propose(
         situation(cpu_laptop, batch_size=3, gradient_accumulation_steps=4)
@@ -166,20 +152,6 @@ def test_packed_rows_hold_about_a_step_and_never_less_than_the_longest_example(c
     assert change["context_length"] == 512 and change["batch_size"] == 1
     with pytest.raises(NotApplicable, match="same length"):
         all_rungs()["packing"].propose(situation(cpu_laptop, mean=399.0))
-
-
-def test_the_criteria_say_when_there_is_too_little_to_go_by(tmp_path: Path) -> None:
-    from crosstune.files.json_files import write_json
-
-    write_json(tmp_path / "plan.json", {"world_size": 2})
-    faster = against(trial(rate=140, peak=600), trial(rate=141, peak=600))
-    found = {c.what.split()[0]: c for c in check_criteria(faster, trial(), validated=tmp_path)}
-    assert (found["speed"].met, found["memory"].met, found["loss"].met) == ("yes", "yes", "yes")
-    assert found["all"].met == "cannot say" and "too few" in found["all"].measured
-    assert found["several"].measured == "2 processes trained"
-    assert found["checkpoints"].met == "no"
-    rising = check_criteria(None, trial(LOSSES[::-1]), validated=tmp_path)
-    assert [criterion.met for criterion in rising].count("yes") == 1
 
 
 def request(steps: int, **options: Any) -> dict[str, Any]:
@@ -209,10 +181,7 @@ def test_a_folder_is_continued_by_the_same_request_alone(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        ({"resume": "runs/a"}, "cannot start from --resume runs/a"),
-        ({"emulate": "mps"}, "--emulate"),
-    ],
+    [({"resume": "runs/a"}, "cannot start from --resume runs/a"), ({"emulate": "mps"}, "--emulate")],
 )
 def test_a_request_that_no_trial_could_have_is_refused_before_the_first(
     options: dict[str, Any], said: str

@@ -131,11 +131,7 @@ def test_modes_of_a_schedule() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"mode_weights": "l2t:1,other:1"},
-        {"mode_weights": "l2t:-1,t2l:3"},
-        {"sequential_schedule": "l2t:0"},
-    ],
+    [{"mode_weights": "l2t:1,other:1"}, {"mode_weights": "l2t:-1,t2l:3"}, {"sequential_schedule": "l2t:0"}],
 )
 def test_modes_that_do_not_exist(options: dict[str, str]) -> None:
     with pytest.raises(UserError):

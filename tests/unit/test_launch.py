@@ -31,8 +31,7 @@ def run(code: str, *words: str, size: int = 2, **options: Any) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("code", "expected"),
-    [("pass", 0), ("sys.exit(2)", 2), ("sys.exit(0 if rank else 3)", 3)],
+    ("code", "expected"), [("pass", 0), ("sys.exit(2)", 2), ("sys.exit(0 if rank else 3)", 3)]
 )
 def test_the_code_of_a_family_that_ends_in_order(code: str, expected: int) -> None:
     assert run(code) == Outcome(code=expected)

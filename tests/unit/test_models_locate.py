@@ -1,10 +1,8 @@
-"""Names of models: what each form means, what is said when it means nothing, and the shape behind a name."""
+"""Names of models and runs: what each form means, what is said when it means nothing, and the shape behind a name."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from crosstune.models.bundled import BUNDLED
 from crosstune.models.identity import identity
 from crosstune.models.locate import locate, shape
 from crosstune.models.tiny import tiny_model
+from crosstune.results.trained_folder import find_trained
 
 
 @pytest.fixture
@@ -25,12 +24,6 @@ def refused(name: object) -> str:
     with pytest.raises(UserError) as caught:
         locate(str(name))
     return str(caught.value)
-
-
-def test_import_is_light() -> None:
-    heavy = ("numpy", "torch", "mlx", "gguf", "tokenizers", "huggingface_hub", "filelock", "platformdirs")
-    code = f"import sys, crosstune.models.locate; print([name for name in {heavy} if name in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
 
 
 def test_a_folder_is_used_where_it_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,15 +97,6 @@ def test_folder_with_a_missing_shard(model: Path) -> None:
     assert "not there: model-00002-of-00002.safetensors" in refused(model)
 
 
-def test_unknown_name_offers_the_nearest_and_the_forms() -> None:
-    message = refused("smolm2-135m")
-    assert "Unknown model 'smolm2-135m'" in message
-    assert "did you mean smollm2-135m?" in message
-    assert "Unknown model 'a/b/c'" in refused("a/b/c")
-    for form in ("tiny-random", "path of a model folder", ".gguf", "org/name"):
-        assert form in message
-
-
 def test_paths_that_are_not_there(tmp_path: Path) -> None:
     assert "There is no folder" in refused(tmp_path / "nowhere")
     assert "There is no folder" in refused("./nowhere/at-all")
@@ -161,3 +145,33 @@ def test_identity_tells_weights_apart(model: Path, tmp_path: Path) -> None:
     (same / "config.json").write_text((same / "config.json").read_text().replace("2048", "1024"))
     assert identity(same)["weights_sha256"] == identity(model)["weights_sha256"]
     assert identity(same)["sha256"] != identity(model)["sha256"]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "second-try"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "plan.json").write_text("{}")
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("runs/dmo", "did you mean runs/demo"),
+        ("runs/nothing-like-it", "second-try"),
+        ("./runs/dmo", "did you mean runs/demo"),
+    ],
+)
+def test_near_runs_are_listed(target: str, hint: str, runs: Path) -> None:
+    with pytest.raises(UserError, match=f"There is no run {target}") as caught:
+        find_trained(target)
+    assert hint in caught.value.do
+
+
+@pytest.mark.parametrize("target", ["org/model", "smollm2-135m", "model.gguf", "something"])
+def test_names_of_models_are_left_alone(target: str, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_trained(target).base == target
+    monkeypatch.chdir(runs)
+    assert find_trained(target).base == target

@@ -10,9 +10,7 @@ import pytest
 from manifests import make_manifest
 
 from crosstune.config.load import load_config, make_config
-from crosstune.config.option import OnResume
-from crosstune.config.schema import Config, option_list, options_on_resume
-from crosstune.config.table import help_text, markdown_table
+from crosstune.config.schema import Config, option_list
 from crosstune.runs.resume import for_record
 from crosstune.runs.resume_identity import changed_options, explain_data
 
@@ -29,12 +27,6 @@ def test_every_option_is_read_by_some_code() -> None:
     reads = r'\.{0}\b|\["{0}"\]|data_options=.*"{0}"'
     unread = {name for name in (*names, "no_such_option") if not re.search(reads.format(name), code)}
     assert unread == {"no_such_option"}
-
-
-def test_the_docs_and_the_help_say_when_an_option_has_an_effect() -> None:
-    rows = {line.split("`")[1]: line for line in markdown_table().splitlines() if line.startswith("| `--")}
-    assert "only with lora or dora" in rows["--lora_rank"]
-    assert "only with lora or dora" in " ".join(help_text().split())
 
 
 def change(was: dict[str, Any], **now: Any) -> list[str]:
@@ -63,21 +55,6 @@ def test_options_that_divide_the_data_are_named(option: str) -> None:
         make_config(**{option: other}),
     )
     assert [difference.what for difference in found] == [option]
-
-
-def test_adapter_settings_are_those_that_decide_what_its_weights_mean() -> None:
-    assert options_on_resume(OnResume.ADAPTER) == {
-        "lora_rank",
-        "lora_alpha",
-        "use_rslora",
-        "lora_target_modules",
-    }
-    assert options_on_resume(OnResume.OWN_MACHINE) == {
-        "backend",
-        "precision",
-        "kernels",
-        "torch_compile",
-    }
 
 
 def test_the_former_names_of_options_are_read(tmp_path: Path) -> None:

@@ -8,16 +8,8 @@ from typing import Any
 import pytest
 
 from crosstune.config.load import load_config, make_config
-from crosstune.config.option_names import suggestions
-from crosstune.config.peer_names import (
-    DIFFERENT,
-    OFF_BY_DEFAULT,
-    SAME,
-    SAME_FOR_VALUES,
-    SAME_VALUES,
-    SECTIONS,
-)
-from crosstune.config.schema import Config, option_list, options_by_name
+from crosstune.config.peer_names import DIFFERENT, SAME
+from crosstune.config.schema import Config, options_by_name
 from crosstune.config.values import convert_value
 from crosstune.core.errors import ConfigError
 
@@ -32,17 +24,6 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_the_tables_lead_to_options_and_do_not_overlap() -> None:
-    targets = {*SAME.values(), *(option for option, _, _ in SAME_FOR_VALUES.values()), *SAME_VALUES}
-    targets |= {option for names in SECTIONS.values() for option in names.values()}
-    assert targets <= {option.name for option in option_list()}
-    assert not set(SAME) & set(DIFFERENT) and not set(SAME_FOR_VALUES) & {*SAME, *DIFFERENT}
-    assert set(DIFFERENT) >= OFF_BY_DEFAULT
-    for option, values, _ in SAME_FOR_VALUES.values():
-        for value in values.values():
-            convert_value(options_by_name()[option], value, "table")
-
-
 def test_a_name_that_means_the_same_is_the_option(tmp_path: Path) -> None:
     for name, target in SAME.items():
         option = options_by_name()[target]
@@ -51,11 +32,7 @@ def test_a_name_that_means_the_same_is_the_option(tmp_path: Path) -> None:
         config = make_config(**{name: value})
         assert getattr(config, option.name) == convert_value(option, value, "here"), name
         assert list(config.sources) == [option.name] and config.renamed == {option.name: name}
-    for config in (
-        load("--lora_r", "3"),
-        load("--lora-r=3"),
-        load(file=write(tmp_path, "lora_r: 3\n")),
-    ):
+    for config in (load("--lora_r", "3"), load("--lora-r=3"), load(file=write(tmp_path, "lora_r: 3\n"))):
         assert config.lora_rank == 3 and config.renamed == {"lora_rank": "lora_r"}
 
 
@@ -99,22 +76,6 @@ def test_micro_batches_are_not_steps() -> None:
         load("--iters", "5", "--grad_accumulation_steps", "2")
 
 
-@pytest.mark.parametrize(
-    ("key", "never"),
-    [("load_in_4bits", "no_4bit"), ("chat_templat", "emulate"), ("4bit", "no_4bit"), ("eval", "skip_eval")],
-)
-def test_no_suggestion_misleads(key: str, never: str) -> None:
-    assert never not in suggestions(key)
-
-
-def test_suggestions_are_options() -> None:
-    assert suggestions("learning_rat") == ["lr"]
-    assert suggestions("lora-rnk") == ["lora_rank"]
-    assert suggestions("per_device_train_batchsize")[0] == "batch_size"
-    assert suggestions("length_context") == ["context_length"]
-    assert suggestions("qqqqqqq") == []
-
-
 def test_known_sections_are_flattened(tmp_path: Path) -> None:
     file = write(
         tmp_path,
@@ -136,19 +97,12 @@ def test_known_sections_are_flattened(tmp_path: Path) -> None:
         ("nowhere:\n  lr: 2\n", "'nowhere' in "),
         ("model:\n  hidden_width: 2\n", "model.hidden_width"),
         ("model:\n  lora:\n    r: 2\n", "model.lora"),
-        ("batch_size:\n  train: 2\n", "'batch_size' in "),
     ],
 )
 def test_what_is_ambiguous_or_unknown_is_said(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(file=write(tmp_path, text))
     assert words in str(caught.value)
-
-
-def test_one_option_under_two_names_is_refused() -> None:
-    with pytest.raises(ConfigError, match="given twice"):
-        load("--lora_r", "4", "--lora_rank", "8")
-    assert load("--lr", "1", "--lr", "2").lr == 2
 
 
 def test_a_removed_option_says_what_to_do_and_is_silent_when_off(tmp_path: Path) -> None:

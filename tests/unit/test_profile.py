@@ -14,7 +14,7 @@ from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Profiled, StepMetrics, Warned
 from crosstune.core.profiling import BACKWARD, DATA, FORWARD, Limits, Operator, Recorded, no_phase
-from crosstune.loop.profile import StepProfile, check_profile_folder, profile_folder, schedule
+from crosstune.loop.profile import StepProfile, check_profile_folder, schedule
 from crosstune.loop.profile_result import PhaseClock, profile_lines, profile_result
 
 
@@ -96,15 +96,6 @@ def test_nested_phases_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert [span.name for span in clock.spans] == [FORWARD, DATA, FORWARD, "step 7"]
 
 
-def test_a_phase_that_raises_is_closed() -> None:
-    clock = PhaseClock()
-    with clock.step(1), contextlib.suppress(ValueError), clock.phase(BACKWARD):
-        raise ValueError
-    with clock.step(2), clock.phase(DATA):
-        pass
-    assert set(clock.seconds) == {BACKWARD, DATA}
-
-
 def run_steps(
     session: FakeSession, folder: Path, observer: Events, num_steps: int, **options: object
 ) -> None:
@@ -139,28 +130,11 @@ def test_a_run_that_ends_within_a_cycle_is_profiled_as_far_as_it_came(tmp_path: 
     assert isinstance(event, Profiled) and event.result["steps"] == [2, 3]
 
 
-def test_a_run_that_ends_before_the_first_recorded_step_says_so(tmp_path: Path) -> None:
-    observer = Events()
-    run_steps(FakeSession(), tmp_path, observer, 3, profile_wait_steps=5)
-    [event] = observer.seen
-    assert isinstance(event, Warned) and "number 7" in event.message
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     observer = Events()
     run_steps(FakeSession(), tmp_path / "file" / "p", observer, 4)
     assert [type(event) for event in observer.seen] == [Warned, Warned]
-
-
-def test_the_folder_of_a_profile(tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "demo"
-    assert profile_folder(make_config(profile=True), run) == run / "profiles"
-    asked = make_config(profile=True, profiling_output=str(tmp_path / "out"))
-    assert profile_folder(asked, run) == tmp_path / "out" / "demo"
-    check_profile_folder(asked, run)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["file", "locked"])
@@ -200,8 +174,3 @@ def test_the_shares_add_up_to_the_step(clock: PhaseClock) -> None:
     assert (
         "20 GFLOP/s in bfloat16" in text and "1 TB/s of memory" in text and "evaluation, not counted" in text
     )
-
-
-def test_nothing_is_said_that_is_not_known(clock: PhaseClock) -> None:
-    text = "\n".join(profile_lines(profile_result(clock, [], None, engine="x", other_steps_s=[])))
-    assert "limit" not in text and "operator" not in text and "device busy" not in text

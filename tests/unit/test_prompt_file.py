@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from crosstune.core.errors import ConfigError, UserError
-from crosstune.core.sampling import GREEDY, Sampling
+from crosstune.core.sampling import Sampling
 from crosstune.results.prompt_file import Conversation, check_output, open_output, read_prompts, write_row
 
 
@@ -49,7 +49,6 @@ def test_json_lines_hold_prompts_or_conversations(tmp_path: Path) -> None:
         ("", "no prompts"),
         ("{", "line 1 is not JSON"),
         ('{"question": 1}', "line 1 has no prompt"),
-        ('{"messages": []}', "has no prompt"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 1: The roles"),
         ('{"messages": [{"role": "system", "content": "x"}]}', "no message of a user"),
         ('{"prompt": "fine"}\n{"messages": "x"}', "line 2"),
@@ -106,7 +105,6 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
         {"temperature": 1e-30},
         {"top_p": 1.1},
         {"top_k": -1},
-        {"min_p": 2.0},
         {"repetition_penalty": 0.0},
         {"seed": 2**63},
     ],
@@ -114,9 +112,3 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_settings_out_of_range_are_refused(setting: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting)) + "|problem"):
         Sampling(**setting)
-
-
-def test_filters_without_effect_are_named() -> None:
-    assert GREEDY.unused == []
-    assert Sampling(top_p=0.9, min_p=0.1, repetition_penalty=1.2).unused == ["top_p", "min_p"]
-    assert Sampling(temperature=1.0, top_p=0.9).unused == []

@@ -18,10 +18,7 @@ from crosstune.data.tokens import trials
 from crosstune.data.tokens.tokenizer import Tokenizer
 
 FILE = "/models/some/chat_template.jinja"
-TURNS = [
-    {"role": "user", "content": "What is 2 + 2?"},
-    {"role": "assistant", "content": "It is 4."},
-]
+TURNS = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
 
 
 REFUSED = {
@@ -40,7 +37,7 @@ REFUSED = {
     "random words": "{{ lipsum() }}",
 }
 ENDLESS = {
-    "a loop without output": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "a loop without output": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 }
 HUGE = {
     "doubling": "{% set ns = namespace(s='y') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from markupsafe import Markup
 
-from crosstune.data.checks.portrait import length_histogram
-from crosstune.report.charts import Chart, Mark, Series, length_chart, run_charts, run_moves
+from crosstune.report.charts import Chart, Mark, Series, run_charts
 from crosstune.report.files import RunFiles
-from crosstune.report.layout import log_axis, step_axis, value_axis
+from crosstune.report.layout import value_axis
 from crosstune.report.series import (
     Point,
     best_evaluation,
@@ -24,31 +19,8 @@ from crosstune.report.series import (
     overfitting,
     smooth,
     smoothing_window,
-    step_points,
-    task_metrics,
 )
 from crosstune.report.template import draw
-
-
-def readout(svg: str) -> dict[str, Any]:
-    attribute = re.search(r'data-readout="([^"]*)"', svg)
-    assert attribute
-    found: dict[str, Any] = json.loads(Markup(attribute[1]).unescape())
-    return found
-
-
-@pytest.mark.parametrize(
-    ("values", "from_zero", "ticks"),
-    [
-        ([3.2, 0.04], False, ["0", "1", "2", "3", "4"]),
-        ([0.0, 2e-4], True, ["0", "5e-5", "1e-4", "1.5e-4", "2e-4"]),
-        ([41000.0, 39000.0], True, ["0", "10k", "20k", "30k", "40k", "50k"]),
-        ([-3.0, 5.0], False, ["−4", "−2", "0", "2", "4", "6"]),
-        ([3.3604, 3.3601], False, ["3.3601", "3.3602", "3.3603", "3.3604"]),
-    ],
-)
-def test_a_value_axis_ends_on_round_numbers(values: list[float], from_zero: bool, ticks: list[str]) -> None:
-    assert value_axis(values, from_zero=from_zero).labels() == ticks
 
 
 @pytest.mark.parametrize("values", [[0.0], [5e-324], [1e300, -1e300], [1e16, 1e16 + 2], [1e-9, 1.0]])
@@ -59,18 +31,6 @@ def test_a_value_axis_covers_every_value(values: list[float]) -> None:
         assert all(-1e-9 <= axis.fraction(value) <= 1 + 1e-9 for value in values)
         assert 2 <= len(axis.ticks) <= 12
         assert len(set(axis.labels())) == len(axis.ticks)
-
-
-@pytest.mark.parametrize(("last", "ticks"), [(1, [0, 1]), (7, [0, 2, 4, 6])])
-def test_step_ticks_are_whole_numbers(last: int, ticks: list[int]) -> None:
-    assert list(step_axis(0, last).ticks) == ticks
-
-
-def test_logarithmic_axis() -> None:
-    axis = log_axis([0.04, 3.2])
-    assert axis.ticks == pytest.approx((0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0))
-    assert axis.labels()[0] == "0.02" and 0 <= axis.fraction(0.04) < axis.fraction(3.2) <= 1
-    assert len(log_axis([1e-30, 1e30]).ticks) <= 8
 
 
 def test_thinning_keeps_ends_extremes_and_gaps() -> None:
@@ -90,24 +50,6 @@ def test_smoothing_is_centred_and_leaves_gaps() -> None:
     assert smoothing_window(7) == 1 and smoothing_window(5000) % 2 == 1
 
 
-def test_the_line_is_interrupted_at_a_gap_and_a_lone_point_is_a_dot() -> None:
-    values = [1.0, 2.0, None, 3.0, None, *[2.0] * 20]
-    points: list[Point] = [(float(step), value) for step, value in enumerate(values)]
-    svg = draw(Chart(title="Loss", series=[Series(label="loss", points=points)]))
-    path = re.search(r'<path d="([^"]*)"', svg)
-    assert path and path[1].count("M") == 3 and svg.count("<circle") == 1
-    gaps = [point[1] is None for point in readout(svg)["series"][0]["points"]]
-    assert gaps == [value is None for value in values]
-    assert draw(Chart(title="Loss", series=[Series(label="loss", points=[(1.0, None)])])) == ""
-
-
-def test_curves_over_the_same_steps_are_read_out_together() -> None:
-    raw: list[Point] = [(float(step), float(step % 7)) for step in range(2000)]
-    series = [Series(label="raw", points=raw), Series(label="mean", points=smooth(raw, window=101))]
-    first, second = readout(draw(Chart(title="Loss", series=series)))["series"]
-    assert [point[0] for point in first["points"]] == [point[0] for point in second["points"]]
-
-
 def test_labels_are_escaped() -> None:
     hostile = '"><script>alert(1)</script>'
     series = [Series(label=hostile, points=[(0.0, 1.0), (1.0, 2.0)])]
@@ -118,36 +60,6 @@ def test_labels_are_escaped() -> None:
     square = replace(chart, shape="square", y_label=hostile, series=[replace(series[0], look="scatter")])
     for each in (chart, replace(chart, shape="wide"), bars, square):
         assert "<script" not in draw(each)
-
-
-def test_a_resume_on_another_backend_is_marked() -> None:
-    def part(backend: str, step: int, before: str) -> list[dict[str, object]]:
-        return [{"kind": "loaded", "backend": backend}, {"kind": "resumed", "step": step, "backend": before}]
-
-    first = [{"kind": "loaded", "backend": "mlx"}, {"kind": "checkpoint", "step": 4}]
-    events = [*first, *part("cpu", 4, "mlx"), *part("cpu", 6, "cpu"), *part("mlx", 8, "cpu")]
-    run = RunFiles(folder=Path(), events=events)
-    assert [(mark.at, mark.label) for mark in run_moves(run)] == [(4.0, "mlx → cpu"), (8.0, "cpu → mlx")]
-
-
-def test_the_charts_of_a_run() -> None:
-    rows: list[dict[str, Any]] = [
-        {"step": 1, "loss": 2.0, "examples": 8, "close": 0.5, "memory_bytes": 3 << 30},
-        {"step": 2, "loss": None, "examples": 0, "close": None, "far": 1.0, "memory_bytes": 6 << 30},
-    ]
-    assert task_metrics(rows) == ["close", "far"]
-    assert step_points(rows, "close") == [(1.0, 0.5), (2.0, None)]
-    event = {"kind": "evaluation", "step": 4, "metrics": {"loss": 1.0, "token_accuracy": 0.25}}
-    charts = {
-        chart.title: chart for chart in run_charts(RunFiles(folder=Path(), metrics=rows, events=[event]))
-    }
-    assert {chart.span for chart in charts.values()} == {(0.0, 4.0)}
-    assert [series.label for series in charts["Loss"].series] == ["each step", "evaluation"]
-    share, memory = charts["Evaluation: token accuracy"], charts["Memory"]
-    assert (share.unit, share.show(0.25).text) == ("%", "25\N{NO-BREAK SPACE}%")
-    assert re.findall(r'class="down"[^>]*>([^<]*)<', draw(memory)) == ["0", "2", "4", "6", "step"]
-    assert (memory.unit, readout(draw(memory))["series"][0]["points"][1][2]) == ("GiB", "6.00 GiB")
-    assert "Training: far" in charts and not charts["Learning rate"].values
 
 
 def evaluated(losses: dict[int, float], *, train: float = 0.5, num_steps: int = 40, **more: Any) -> RunFiles:
@@ -180,13 +92,3 @@ def test_a_gap_that_is_small_or_closes_is_no_overfitting(losses: dict[int, float
     best = best_evaluation(evaluated(losses))
     assert overfitting(evaluated(losses)) is None
     assert best is None if not losses else best is not None and best.is_last and not best.overfits
-
-
-def test_example_lengths_are_counted_in_round_bins() -> None:
-    found = length_histogram(np.array([3, 4, 4, 9, 250]))
-    assert found == {"first": 0, "width": 20, "counts": [4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]}
-    assert length_histogram(np.array([7, 7])) == {"first": 7, "width": 1, "counts": [2]}
-    chart = length_chart({"lengths": found, "context_length": 100})
-    assert chart and "most have 0 to 19" in draw(chart) and "context 100" in draw(chart)
-    for damaged in ({}, {"first": 1, "width": 0, "counts": [1]}, {"first": 1, "counts": "x"}):
-        assert length_chart({"lengths": damaged}) is None

@@ -13,30 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report_chart import OVERFITTING, evaluated
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.checks.portrait import MOST_CHARACTERS, _cut
 from crosstune.recipes.sft import SftRecipe
 from crosstune.report import RunFiles, load_run, write_report
 from crosstune.report.comparison import compare_runs, write_comparison
-from crosstune.report.files import number
-from crosstune.report.formatting import (
-    change_between,
-    display_of,
-    show_bytes,
-    show_count,
-    show_number,
-    show_rate,
-    show_seconds,
-    show_share,
-)
-from crosstune.report.next_steps import next_steps
-from crosstune.report.outcome import end_of, evaluations, lead_sentences, totals, training_loss
+from crosstune.report.formatting import change_between, display_of
+from crosstune.report.outcome import end_of, evaluations, totals, training_loss
 from crosstune.report.run_list import read_listed
-from crosstune.report.samples import MOST_WORDS, changed_pieces, collect_samples, lead_sample
-from crosstune.report.tables import adjustment_rows, event_rows, masked_example, plan_against_measured
+from crosstune.report.tables import masked_example
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 HOSTILE = "<script>alert('x')</script> & \"quoted\" </pre><img src=//evil.example/x onerror=alert(1)>"
@@ -79,98 +65,71 @@ class Page(HTMLParser):
 
 
 def evaluation(step: int, when: str, loss: float, match: float, answer: str) -> dict:
-    sample = {"prompt": HOSTILE, "answer": answer, "reference": "yes"}
     metrics = {"loss": loss, "exact_match": match, "<b>odd</b>": 7.0}
-    return {
-        "time": 1.7e9 + step,
-        "kind": "evaluation",
-        "step": step,
-        "when": when,
-        "metrics": metrics,
-        "samples": [sample],
-    }
+    samples = [{"prompt": HOSTILE, "answer": answer, "reference": "yes"}]
+    row = {"time": 1.7e9 + step, "kind": "evaluation", "step": step, "when": when}
+    return row | {"metrics": metrics, "samples": samples}
+
+
+PLAN: dict[str, Any] = {
+    "name": "demo",
+    "created": "2025-11-03T14:03:22+01:00",
+    "command": ["crosstune", "train", "--name", "it's <mine>"],
+    "asked": {"backend": "auto", "lr": 0.0002, "note": HOSTILE},
+    "options": {"backend": "cpu", "lr": 0.0002, "note": HOSTILE, "lora_rank": 16},
+    "backend": "cpu",
+    "engine": "torch",
+    "method": "lora",
+    "quantizer": "none",
+    "precision": "bf16",
+    "adjustments": [
+        {"option": "backend", "asked": "auto", "used": "cpu", "reason": "no GPU <here>", "kind": "choice"}
+    ],
+    "model": {"name": "tiny/model", "path": "/m", "source": "hub", "identity": {"sha256": "abc123"}},
+    "data": {"dataset": "commands", "train": {"examples": 320, "tokens": 1234567}, "deep": {"a": {"b": [1]}}},
+    "machine": {
+        "name": "tuna",
+        "num_cores": 2,
+        "memory_total_bytes": 8 * 2**30,
+        "versions": {"torch": "2.8.0"},
+        "backends": {
+            "cpu": {"available": True, "devices": [{"name": "CPU", "memory_total_bytes": 8 * 2**30}]}
+        },
+    },
+}
+SUMMARY: dict[str, Any] = {
+    "status": "finished",
+    "tokens": 634880,
+    "supervised_tokens": 240840,
+    "seconds": 33.4,
+    "eval_before": {"loss": 3.2143217, "exact_match": 0.0},
+    "eval_after": {"loss": 0.0412345, "exact_match": 0.95},
+    "tokens_per_s": 38211.4,
+    "peak_memory_bytes": 2 * 2**30,
+    "trained_parameters": 4884480,
+    "parameters": 139399488,
+}
+STEP = {"tokens": 100, "supervised_tokens": 40, "lr": 2e-4, "grad_norm": 1.0, "step_s": 0.5}
+STEP |= {"tokens_per_s": 200.0, "memory_bytes": 2**30}
 
 
 def make_run(folder: Path, *, num_steps: int = 40, without: tuple[str, ...] = ()) -> Path:
     folder.mkdir(exist_ok=True)
-    plan = {
-        "name": "demo",
-        "created": "2025-11-03T14:03:22+01:00",
-        "command": ["crosstune", "train", "--name", "it's <mine>"],
-        "asked": {"backend": "auto", "lr": 0.0002, "note": HOSTILE},
-        "options": {"backend": "cpu", "lr": 0.0002, "note": HOSTILE, "lora_rank": 16},
-        "backend": "cpu",
-        "engine": "torch",
-        "method": "lora",
-        "quantizer": "none",
-        "precision": "bf16",
-        "num_steps": num_steps,
-        "adjustments": [
-            {"option": "backend", "asked": "auto", "used": "cpu", "reason": "no GPU <here>", "kind": "choice"}
-        ],
-        "model": {
-            "name": "tiny/model",
-            "path": "/models/tiny",
-            "source": "hub",
-            "identity": {"sha256": "abc123"},
-        },
-        "data": {
-            "dataset": "commands",
-            "train": {"examples": 320, "tokens": 1234567},
-            "deep": {"a": {"b": [1]}},
-        },
-        "machine": {
-            "name": "tuna",
-            "num_cores": 2,
-            "memory_total_bytes": 8 * 2**30,
-            "versions": {"torch": "2.8.0"},
-            "backends": {
-                "cpu": {"available": True, "devices": [{"name": "CPU", "memory_total_bytes": 8 * 2**30}]}
-            },
-        },
-    }
-    metrics = [
-        {
-            "step": n,
-            "loss": 3 / n,
-            "tokens": 100,
-            "supervised_tokens": 40,
-            "lr": 2e-4,
-            "grad_norm": 1.0,
-            "step_s": 0.5,
-        }
-        | {"tokens_per_s": 200.0, "memory_bytes": 2**30}
-        for n in range(1, num_steps + 1)
-    ]
     events = [
         evaluation(0, "before", 3.2143217, 0.0, "no"),
         {"time": 1.7e9, "kind": "warning", "message": f"careful {HOSTILE}"},
         evaluation(num_steps, "after", 0.0412345, 0.95, "yes"),
         {"time": 1.7e9, "kind": "<i>new</i>", "detail": HOSTILE},
     ]
-    summary = {
-        "status": "finished",
-        "steps": num_steps,
-        "tokens": 634880,
-        "supervised_tokens": 240840,
-        "eval_before": {"loss": 3.2143217, "exact_match": 0.0},
-        "eval_after": {"loss": 0.0412345, "exact_match": 0.95},
-        "tokens_per_s": 38211.4,
-        "peak_memory_bytes": 2 * 2**30,
-        "seconds": 33.4,
-        "trained_parameters": 4884480,
-        "parameters": 139399488,
-    }
-    texts = {
-        "config.yaml": "backend: auto\nlr: 0.0002\n",
-        "plan.json": json.dumps(plan),
-        "metrics.jsonl": "".join(json.dumps(row) + "\n" for row in metrics),
-        "events.jsonl": "".join(json.dumps(row) + "\n" for row in events),
-        "summary.json": json.dumps(summary),
-    }
-    for name, text in texts.items():
-        if name not in without:
-            (folder / name).write_text(text, encoding="utf-8")
+    write_lines(
+        folder / "metrics.jsonl", [{"step": n, "loss": 3 / n} | STEP for n in range(1, num_steps + 1)]
+    )
+    write_lines(folder / "events.jsonl", events)
+    (folder / "config.yaml").write_text("backend: auto\nlr: 0.0002\n")
+    (folder / "plan.json").write_text(json.dumps(PLAN | {"num_steps": num_steps}))
+    (folder / "summary.json").write_text(json.dumps(SUMMARY | {"steps": num_steps}))
+    for name in without:
+        (folder / name).unlink()
     return folder
 
 
@@ -352,41 +311,6 @@ def test_the_page_of_a_long_run_is_small(tmp_path: Path) -> None:
     assert "highest 77.0" in Page(report.read_text(encoding="utf-8")).words()
 
 
-def test_an_adjustment_in_plan_and_events_is_shown_once(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
-    adjustment = json.loads((folder / "plan.json").read_text())["adjustments"][0]
-    later = adjustment | {"option": "batch_size", "asked": 8, "used": 4, "reason": "out of memory"}
-    events = [item | {"kind": "adjustment", "sort": item["kind"]} for item in (adjustment, later)]
-    write_lines(folder / "events.jsonl", events)
-    run = load_run(folder)
-    assert [row["option"] for row in adjustment_rows(run)] == ["backend", "batch_size"]
-    assert not any(row["notable"] for row in event_rows(run))
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        {"kind": "adjustment", "option": "backend", "sort": "warning", "sentence": "the CPU is slow"},
-        {"kind": "start", "data": {"warnings": ["the CPU is slow"]}},
-        {"kind": "warning", "message": "the CPU is slow"},
-    ],
-    ids=lambda event: event["kind"],
-)
-def test_every_warning_is_among_the_warnings(event: dict[str, Any], tmp_path: Path) -> None:
-    rows = event_rows(RunFiles(folder=tmp_path, events=[{"time": 1.7e9} | event]))
-    assert [row["text"] for row in rows if row["notable"]] == ["the CPU is slow"]
-
-
-def test_answers_are_marked_only_where_matches_are_measured(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
-    event = evaluation(0, "before", 1.0, 0.0, "yes\n")
-    write_lines(folder / "events.jsonl", [event])
-    assert "✕ no match: only spacing differs" in render_page(folder).words()
-    del event["metrics"]["exact_match"]
-    write_lines(folder / "events.jsonl", [event])
-    assert not re.search(r"✓ match|no match|Exact matches", render_page(folder).words())
-
-
 def test_control_characters_and_lone_surrogates_are_escaped(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     answer = "\ud800 日本語 \x1b]52;c;aGk=\x07 \x9b2J \x00\u202eleft"
@@ -446,97 +370,6 @@ def test_the_direction_of_a_metric_is_that_of_its_name() -> None:
     assert bleu.label == "BLEU" and change_between(0.1, 30.0, bleu).amount.text == "+29.9 points"
 
 
-def test_number_formats() -> None:
-    shown = {
-        show_bytes(11511234567): "10.7 GiB",
-        show_seconds(0.42): "0.42 s",
-        show_seconds(59.96): "60 s",
-        show_seconds(723.4): "12 min 03 s",
-        show_seconds(200000): "2 d 7 h",
-        show_count(634880): "634,880",
-        show_count(7241732096): "7.24 B",
-        show_rate(4.5678): "4.57 tok/s",
-        show_number(0.0412345): "0.0412",
-        show_number(-1234.5678): "−1,235",
-        show_number(1.5e-7): "1.5e-7",
-        show_share(0.00067): "0.067\N{NO-BREAK SPACE}%",
-    }
-    assert {each.text: each.text for each in shown} == {text: text for text in shown.values()}
-    assert all(number(value) is None for value in (None, True, "1", float("nan"), 10**400, []))
-
-
-def test_the_summary_in_sentences(tmp_path: Path) -> None:
-    run = evaluated(OVERFITTING, summary={"status": "finished", "steps": 40, "result_step": 20})
-    assert "The result has the weights of step 20, the step with the best evaluation." in lead_sentences(
-        run, end_of(run)
-    )
-    summary = {"status": "finished", "eval_before": {"loss": 6.2710}, "eval_after": {"loss": 6.2701}}
-    run = RunFiles(folder=Path("runs/a"), summary=summary)
-    assert "On held-out data the loss hardly changed from 6.27." in lead_sentences(run, end_of(run))
-    words = render_page(make_run(tmp_path / "run", without=("events.jsonl", "summary.json"))).words()
-    assert "No held-out data was evaluated; the training loss fell from 3.00 to 0.0750." in words
-
-
-def test_the_page_opens_with_an_answer_that_became_right() -> None:
-    moments = zip(
-        ("before", "during", "after"), ("I cannot turn it", "turn it off", "turn it on"), strict=True
-    )
-    events = []
-    for place, (when, answer) in enumerate(moments):
-        samples = [{"prompt": "dull", "answer": "same", "reference": "x"}]
-        samples.append({"prompt": "good", "answer": answer, "reference": "turn it on"})
-        metrics = {"loss": 3.0 - place, "exact_match": 0.5}
-        events.append(
-            {"kind": "evaluation", "when": when, "step": 10 * place, "metrics": metrics}
-            | {"samples": samples}
-        )
-    found = collect_samples(RunFiles(folder=Path("runs/a"), events=events))
-    assert [column.title for column in found.columns] == ["before", "step 10", "after (best)"]
-    lead = lead_sample(found)
-    assert lead is not None and lead.prompt == "good" and lead.answers[1].mark == "match"
-    assert [piece.text for piece in lead.answers[0].pieces if piece.changed] == ["I cannot "]
-    assert [piece.text for piece in lead.answers[1].pieces if piece.changed] == [" on"]
-    assert [answer.is_same for answer in found.rows[0].answers] == [False, True, True]
-
-
-def test_differences_keep_every_character() -> None:
-    text, other = "Turn off the fan, please!\n  Now.", "turn off a fan.\n  Now, please"
-    pieces = changed_pieces(text, other)
-    assert "".join(piece.text for piece in pieces) == text
-    assert {piece.changed for piece in pieces} == {True, False}
-    assert changed_pieces("same", "same") == [("same", False)] and changed_pieces("", "x") == []
-    long = "word " * MOST_WORDS
-    assert changed_pieces(long, "other") == [(long, False)]
-
-
-@pytest.mark.parametrize(
-    ("losses", "status", "expected"),
-    [
-        (OVERFITTING, "finished", "--early_stopping"),
-        ({10: 2.0, 20: 1.5, 40: 1.0}, "finished", "--resume runs/a --num_epochs 0 --max_steps 80"),
-        ({}, "finished", "--eval_dataset"),
-        ({10: 2.0}, "stopped", "crosstune train --resume runs/a"),
-        ({10: 1.0, 20: 1.0}, "finished", "crosstune generate runs/a"),
-    ],
-)
-def test_suggested_commands(losses: dict[int, float], status: str, expected: str) -> None:
-    summary = {"status": status, "checkpoint": "x", "result": "runs/a/adapter", "generates": True}
-    run = evaluated(losses, summary=summary)
-    commands = [step.command for step in next_steps(run, end_of(run))]
-    assert expected in commands[0] and "crosstune compare runs/a" in commands[-1]
-
-
-def test_suggested_commands_of_recipes_and_epochs() -> None:
-    plan: dict[str, Any] = {"options": {"num_epochs": 1.5, "max_steps": -1}}
-    run = evaluated({20: 1.5, 40: 1.0}, summary={"status": "finished", "checkpoint": "x"}, plan=plan)
-    assert next_steps(run, end_of(run))[0].command == "crosstune train --resume runs/a --num_epochs 3"
-    for recipe, expected in (("judge", "judge predict"), ("latent_diffusion", "latents decode")):
-        summary = {"status": "finished", "result": "runs/a/model"}
-        run = evaluated({10: 1.0, 20: 1.0}, summary=summary, plan={"options": {"recipe": recipe}})
-        commands = " ".join(step.command for step in next_steps(run, end_of(run)))
-        assert expected in commands and "crosstune generate" not in commands
-
-
 def test_a_recipe_records_a_typical_example_with_its_mask(tiny_model: Path, write_jsonl: Any) -> None:
     rows = [{"prompt": f"say {'x ' * n}", "completion": f"answer {n}"} for n in range(1, 10)]
     config = make_config(dataset=str(write_jsonl(rows)), skip_eval=True)
@@ -546,15 +379,3 @@ def test_a_recipe_records_a_typical_example_with_its_mask(tiny_model: Path, writ
     assert example is not None and example["row"] == 5
     learned = "".join(text for text, supervised in example["pieces"] if supervised)
     assert learned.startswith("answer 5") and "say" not in learned
-    pieces = [("a" * 3 * MOST_CHARACTERS, False), ("b" * 10, True)]
-    cut = _cut(pieces)
-    assert cut[-1] == ("b" * 10, True) and "8,010 more characters" in cut[1][0]
-    assert _cut(pieces[1:]) == pieces[1:]
-
-
-def test_planned_and_measured_figures() -> None:
-    plan = {"estimated_bytes": 2 << 30, "num_steps": 10}
-    summary = {"peak_memory_bytes": 1 << 30, "steps": 10}
-    rows = plan_against_measured(RunFiles(folder=Path("a"), plan=plan, summary=summary))
-    differences = {row["label"]: row["difference"] for row in rows}
-    assert differences == {"Peak memory": "−50\N{NO-BREAK SPACE}%", "Steps": "as planned"}

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from crosstune.core.model_folders import WeightForm
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_files import copy_template, copy_tokenizer, save_template
 from crosstune.models.quantized_folder import dense_bytes, stored_format
@@ -91,19 +90,6 @@ def test_a_quantized_folder_counts_as_what_it_is_computed_in(tmp_path: Path) -> 
     assert stored_format(folder) == "bf16"
     assert dense_bytes(folder, "auto") - dense_bytes(folder, "bf16") == 32 - 16
     assert dense_bytes(folder, "fp32") - dense_bytes(folder, "bf16") == 2 * (8 + 64 + 64)
-
-
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [
-        (WeightForm(quantizer="none"), "plain"),
-        (WeightForm(quantizer="hqq", bits=2), "hqq-2bit"),
-        (WeightForm(quantizer="mlx", bits=4), "mlx-4bit"),
-        (WeightForm(quantizer="mlx", bits=16), "mlx"),
-    ],
-)
-def test_a_folder_is_named_after_its_form(form: WeightForm, name: str) -> None:
-    assert form.name == name
 
 
 def test_a_stop_token_of_minus_one_means_none(bare: Path) -> None:

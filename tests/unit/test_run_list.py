@@ -12,7 +12,7 @@ import pytest
 
 from crosstune.cli.main import main
 from crosstune.files import run_lock
-from crosstune.report.files import last_rows, load_run
+from crosstune.report.files import load_run
 from crosstune.report.outcome import end_of
 from crosstune.report.run_list import ListedRun, read_listed, run_folders
 
@@ -138,12 +138,3 @@ def test_the_command_says_what_is_left_out(tmp_path: Path, capsys: Captured) -> 
     assert "There are no such runs" in capsys.readouterr().out
     assert main(["runs", "--output_dir", str(tmp_path / "none")]) == 2
     assert "There is no folder of runs" in capsys.readouterr().err
-
-
-def test_the_end_of_a_growing_file_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1000)) + '{"step": 10')
-    rows = last_rows(path, limit=100)
-    assert rows[-1] == {"step": 999} and 1 < len(rows) < 12
-    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
-    assert last_rows(tmp_path / "none", limit=100) == [] == last_rows(tmp_path, limit=100)

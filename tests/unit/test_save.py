@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -15,12 +16,13 @@ from manifests import make_manifest
 from crosstune.checkpoint import write as writing
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.checkpoint.rotate import Keep
+from crosstune.checkpoint.shards import write_divided
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.core.events import CheckpointFailed, CheckpointSaved, Event, Warned
-from crosstune.core.protocols import SessionState
+from crosstune.core.protocols import SessionState, StatePart
 from crosstune.loop import save as saving
 from crosstune.loop.save import Checkpoints, SavePolicy
-from crosstune.process.ranks import Ranks, SingleProcess
+from crosstune.process.ranks import Ranks, SingleProcess, sum_exactly
 
 
 @dataclass
@@ -274,3 +276,53 @@ def test_an_error_of_our_own_is_never_swallowed(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ZeroDivisionError):
         made.finish()
     assert heard.events == []
+
+
+def test_a_rank_that_does_not_write_is_due_at_the_same_step_and_at_the_end(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    made, _ = make(tmp_path, every_s=60.0, group=Second())
+    clock[0] += 59
+    assert not made.due(2)
+    clock[0] += 1
+    assert made.due(3)
+    save(made, 3, wait=True)
+    clock[0] += 59
+    assert not made.due(5) and made.due_at_end(4) and not made.due_at_end(3)
+    clock[0] += 1
+    assert made.due(6)
+
+
+def test_a_failed_write_is_raised_where_all_ranks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class First(Second):
+        ranks = Ranks(rank=0, size=2)
+
+    def refuse(*args: Any) -> None:
+        raise SaveFailed("no room")
+
+    monkeypatch.setattr(saving, "write_checkpoint", refuse)
+    made, _ = make(tmp_path, group=First())
+    save(made, 3, wait=True)
+    with pytest.raises(SaveFailed, match="no room"):
+        made.deferred.check()
+    made.deferred.check()
+
+
+def test_too_little_memory_for_a_part_is_a_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(state: SessionState) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("crosstune.checkpoint.shards.check_finite", refuse)
+    part = StatePart(number=0, count=1, writes=True, shapes={"w": (1,)})
+    state = SessionState(weights={"w": np.ones(1, np.float32)}, moments={}, random={}, part=part)
+    with pytest.raises(SaveFailed, match="not enough memory"):
+        write_divided(tmp_path, state, make_manifest(), group=SingleProcess())
+
+
+def test_infinities_of_both_signs_sum_to_nan() -> None:
+    assert math.isnan(sum_exactly([math.inf, 1.0, -math.inf]))
+    assert sum_exactly([math.inf, 1.0]) == math.inf and math.isnan(sum_exactly([math.nan, math.inf]))

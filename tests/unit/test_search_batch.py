@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from crosstune.config.load import make_config, to_yaml
 from crosstune.core.out_of_memory import OutOfMemory
 from crosstune.core.protocols import Backward, Memory, PreparedBatch
 from crosstune.planner.search_batch import BatchSearch, most_rows
@@ -75,9 +73,3 @@ def test_the_search_ends_where_more_rows_are_not_wanted() -> None:
     assert most_rows(1000, micro_batches=5, rows_per_step=0, world_size=5) == 5
     assert most_rows(1000, micro_batches=1, rows_per_step=64, world_size=2) == 32
     assert most_rows(3, micro_batches=1, rows_per_step=0, world_size=1) == 1
-
-
-def test_auto_is_written_as_a_word() -> None:
-    config = make_config(batch_size="auto")
-    assert to_yaml(config) == "batch_size: auto\n"
-    assert replace(config, batch_size=4).options_asked() == {"batch_size": 4}

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from crosstune.core.errors import UserError, shown
+from crosstune.core.errors import UserError
 from crosstune.core.names import match_names
-from crosstune.files.json_fields import NOTHING, TEXT, check_fields, list_of, object_with, real, whole
+from crosstune.files.json_fields import TEXT, check_fields, list_of, object_with, real, whole
 from crosstune.files.json_files import parse_json, read_json, read_jsonl, read_object, to_json, write_json
 from crosstune.files.plain_files import MissingFile, UnreadableFile, is_file_name, open_plain, read_plain
 from crosstune.files.yaml_files import read_yaml
@@ -73,12 +73,10 @@ def test_sizes_and_names(tmp_path: Path) -> None:
         (b'{"a": 1', "Expecting"),
         (b'{"a": "\xff"}', "not UTF-8 text: byte 7 is 0xff"),
         (b"[" * 100_000, "nested deeper"),
-        (b'{"a":' * 70 + b"1" + b"}" * 70, "nested deeper"),
         (b'{"a": ' + b"1" * 5000 + b"}", "5,000 digits"),
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": 1, "a": 2}', "'a' occurs twice"),
         (b"[1]", "does not hold a JSON object"),
-        (b"\xef\xbb\xbf{}", "not JSON"),
     ],
 )
 def test_what_is_not_json_is_said(tmp_path: Path, text: bytes, why: str) -> None:
@@ -104,24 +102,13 @@ def test_what_utf8_cannot_encode_is_written_as_ascii(tmp_path: Path) -> None:
     assert to_json({"é": 1}) == '{"é": 1}'
 
 
-def test_a_long_line_and_a_torn_one(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n3\n{"st')
-    assert read_jsonl(path) == [{"step": 1}]
-    path.write_text('{"st\n{"step": 1}\n')
-    with pytest.raises(UserError, match="line 1 is not JSON"):
-        read_jsonl(path)
-
-
 @pytest.mark.parametrize(
     ("value", "rule", "words"),
     [
         (0, whole(1), "an integer of 1 or more at heads, got 0"),
         (True, whole(1), "got True"),
         (10**12, whole(1, 10_000), "at most 10,000"),
-        ("x" * 10_000, whole(1), "got 'xxx"),
         (float("inf"), real(), "a finite number"),
-        ("many", real(0) | NOTHING, "a finite number of at least 0 or null"),
         (["a", 5], list_of(TEXT), "a list with a string at each place"),
         ({"a": 5}, object_with({"a": TEXT}), "an object with a string at a"),
     ],
@@ -131,15 +118,6 @@ def test_a_field_is_named_with_what_it_needs(value: Any, rule: Any, words: str) 
         check_fields({"heads": value}, {"heads": rule}, source="config.json")
     assert words in caught.value.why
     assert len(str(caught.value)) < 400
-
-
-def test_a_missing_field_is_named() -> None:
-    with pytest.raises(UnreadableFile, match=r"it lacks lora\.r, which needs an integer of 1 or more"):
-        check_fields({}, {"r": whole(1)}, source="config.json", required=("r",), place="lora.")
-
-
-def test_an_error_shows_little_of_a_large_value() -> None:
-    assert len(shown([["x" * 1000] * 1000] * 1000)) < 1000
 
 
 def yaml_of(tmp_path: Path, text: str) -> Any:
@@ -164,22 +142,14 @@ def test_plain_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "lr: !!timestamp abc",
         "lr: !!int abc",
-        "lr: !!bool x",
-        "lr: !!set {a}",
         "lr: !!binary aGk=",
         "lr: " + "7" * 5000,
-        "lr: 1" + "0" * 400,
         "lr: !!python/object/apply:os.system [echo]",
         "lr: " + "[" * 200 + "]" * 200,
-        'lr: "\\0"',
         'lr: "\\ud800"',
-        'lr: "\\UFFFFFFFF"',
         "lr: &a [*a]",
-        "lr: *none",
         "lr: 1\nlr: 2",
-        "? [1]\n: 2",
         "a: &a [x,x,x,x,x,x,x,x,x]\n"
         + "".join(f"{chr(98 + n)}: &{chr(98 + n)} [{','.join(['*' + chr(97 + n)] * 9)}]\n" for n in range(9)),
         "".join(f"a{n}: &a{n} [{'*a' + str(n - 1) if n else 1}]\n" for n in range(100)),
@@ -221,10 +191,7 @@ LLAMA = {
         ({"num_attention_heads": 0}, "num_attention_heads, got 0"),
         ({"num_attention_heads": 65}, "65 attention heads"),
         ({"num_key_value_heads": 3}, "do not divide into 3 groups"),
-        ({"vocab_size": 0}, "vocab_size, got 0"),
         ({"hidden_size": "many"}, "hidden_size, got 'many'"),
-        ({"model_type": ["llama"]}, "a string at model_type"),
-        ({"num_hidden_layers": 1e9}, "num_hidden_layers, got 1000000000.0"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers, got 1000000000"),
         ({"text_config": {"hidden_size": -1}}, "text_config.hidden_size, got -1"),
         ({"quantization": {"group_size": 64}}, "it lacks quantization.bits"),
@@ -236,7 +203,3 @@ def test_sizes_that_no_model_has(changes: dict[str, Any], words: str) -> None:
         check_config(LLAMA | changes, path=Path("config.json"))
     assert words in str(caught.value)
     assert "config.json" in str(caught.value)
-
-
-def test_a_table_of_sizes_by_layer_is_fine() -> None:
-    check_config(LLAMA | {"intermediate_size": [128, 0], "rope_scaling": None}, path=Path("config.json"))

@@ -14,17 +14,11 @@ from typing import Any, cast
 import pytest
 from tracked import RECORDING, Seen, notes, planted
 
-from crosstune.cli.terminal.streams import wrap_output
 from crosstune.config.conditions import screen_in, trackers_in
 from crosstune.config.load import load_config, make_config
 from crosstune.config.schema import Config
 from crosstune.core.errors import ConfigError, UserError
-from crosstune.core.events import (
-    Evaluated,
-    StepMetrics,
-    Stopped,
-)
-from crosstune.files.json_files import read_jsonl
+from crosstune.core.events import Evaluated, StepMetrics, Stopped
 from crosstune.files.run_record import RunRecord
 from crosstune.tracking import observe
 from crosstune.tracking.observe import Tracking, check_trackers
@@ -232,30 +226,10 @@ def test_a_slow_one_gets_every_value_from_the_files(tmp_path: Path, monkeypatch:
     assert rows[-1]["do"] == "finish" and seen.of(TrackingFailed) == []
 
 
-def test_a_record_that_fails_after_the_end_fails_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(observe, "WAIT_S", 0.1)
-    (tmp_path / "run").mkdir()
-    record = RunRecord.create(tmp_path / "run", config_yaml="", plan={})
-    with Tracking() as tracking:
-        tracking.start(config_for("hangs"), {}, folder=tmp_path / "run", report=record)
-        tracking.summarize({"status": "finished"})
-        record.finish({"status": "finished"})
-        (tmp_path / "run").rename(tmp_path / "elsewhere")
-
-
 def test_a_key_in_an_error_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", SECRET)
     [failed] = follow(tmp_path / "run", "tells").of(TrackingFailed)
     assert failed.error == "ValueError: [secret] is wrong"
-
-
-def test_what_a_tracker_prints_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrap_output()
-    seen = follow(tmp_path / "run", "prints")
-    print("ours")
-    assert capsys.readouterr() == ("ours\n", "") and seen.of(TrackingFailed) == []
 
 
 def test_a_resumed_run_goes_on_with_the_same_id(tmp_path: Path) -> None:
@@ -339,11 +313,3 @@ def test_other_targets_are_refused(value: str) -> None:
     assert "log_to cannot be" in str(error.value)
     if value == "wandbb":
         assert "did you mean wandb" in str(error.value)
-
-
-def test_an_event_after_the_end_is_recorded(tmp_path: Path) -> None:
-    record = RunRecord.create(tmp_path / "run", config_yaml="", plan={})
-    record.finish({"status": "finished"})
-    record.on_event(TrackingFailed(tracker="wandb", error="late", step=3))
-    [row] = read_jsonl(tmp_path / "run" / "events.jsonl")
-    assert (row["kind"], row["tracker"], row["step"]) == ("tracking_failed", "wandb", 3)

@@ -6,15 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import planned
 import pytest
 
-from crosstune.config.load import make_config
-from crosstune.config.resolve.facts import Facts
 from crosstune.config.resolve.plan import Plan
-from crosstune.config.resolve.resolve import resolve
 from crosstune.core.backend import backend_specs
-from crosstune.core.errors import UserError
-from crosstune.core.quantization import read_quantizers
 from crosstune.estimate.machine import Machine, held_score_bits
 from crosstune.estimate.memory import (
     GIB,
@@ -70,24 +66,8 @@ def test_without_a_limit_the_system_still_keeps_its_part(value: str) -> None:
     assert usable_gib(apple(64), "mps", **{HIGH: value}) == pytest.approx(64 * 0.9)
 
 
-@pytest.mark.parametrize("value", ["", "much", "2.1", "nan"])
-def test_a_watermark_that_torch_refuses_is_refused(value: str) -> None:
-    with pytest.raises(UserError, match=f"{HIGH} cannot be .*") as caught:
-        usable_gib(apple(64), "mps", **{HIGH: value})
-    assert "a number from 0 to 2" in str(caught.value)
-
-
-def plan_on(
-    machine: Machine, *, size_b: float = 7, environment: dict[str, str] | None = None, **asked: Any
-) -> Plan:
-    facts = Facts(
-        machine=machine,
-        backends=backend_specs(),
-        quantizers=read_quantizers(),
-        environment=environment or {},
-        shape=shape_for_size(size_b),
-    )
-    return resolve(make_config(**asked), facts)
+def plan_on(machine: Machine, *, environment: dict[str, str], **asked: Any) -> Plan:
+    return planned.plan_on(machine, shape=shape_for_size(7), facts={"environment": environment}, **asked)
 
 
 def test_the_watermark_reaches_the_plan() -> None:
@@ -119,16 +99,6 @@ def test_batch_sizes_of_apple_machines(total_gib: int, batches: tuple[int, ...])
         for size_b in (7, 13, 70)
     )
     assert found == batches
-
-
-@pytest.mark.parametrize("total_gib", [64])
-def test_the_plan_keeps_these_batches_and_reduces_twice_as_many_rows(total_gib: int) -> None:
-    batch = BATCHES[total_gib][0]
-    asked: dict[str, Any] = {"backend": "mps", "train_type": "qlora", "use_gradient_checkpointing": True}
-    asked |= {"context_length": 2048, "precision": "bf16"}
-    kept = plan_on(apple(total_gib), batch_size=batch, **asked)
-    reduced = plan_on(apple(total_gib), batch_size=2 * batch, **asked)
-    assert kept.config.batch_size == reduced.config.batch_size == batch
 
 
 def test_scores_are_counted_where_no_kernel_avoids_them() -> None:

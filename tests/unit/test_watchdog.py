@@ -1,17 +1,21 @@
-"""Find the rank that hangs from the posted states, and end every rank."""
+"""Find the rank that hangs from the posted states and end every rank; a suspension is no hang."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
-import threading
-import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from crosstune.core.errors import EXIT_HUNG
-from crosstune.distributed.watchdog import FolderBoard, HangDetector, Watchdog
-from crosstune.process.ranks import Activity, Ranks, RankState
+from crosstune.distributed.links import Channel
+from crosstune.distributed.watchdog import HangDetector, LauncherWatch
+from crosstune.process.ranks import RankState
+from crosstune.process.this_process import GAP_S, ActiveClock
 
 
 def state(rank: int, **more: Any) -> RankState:
@@ -41,27 +45,6 @@ def test_the_rank_that_does_not_wait_for_others_is_named() -> None:
     assert line.startswith("rank 1 (host h1) hangs") and "11 s. It was in: step 4: data, read" in line
 
 
-def test_where_all_wait_for_each_other_all_are_named() -> None:
-    lines = HangDetector(10.0).verdict({rank: state(rank, still_s=12.0) for rank in (0, 1)}, now=0.0)
-    assert [line[:6] for line in lines] == ["rank 0", "rank 1"]
-
-
-def test_a_rank_posts_what_it_does_and_since_when(tmp_path: Path) -> None:
-    board, activity = FolderBoard(tmp_path), Activity()
-    watchdog = Watchdog(Ranks(rank=2, size=3, host="h"), activity, limit_s=1.0, own=board)
-    activity.start("step 9: checkpoint")
-    watchdog.start()
-    try:
-        until = time.monotonic() + 600
-        while not (posted := board.read()) or posted[2].still_s < 0.2:
-            assert time.monotonic() < until
-            threading.Event().wait(0.5)  # one place in the code for a while
-        assert (posted[2].host, posted[2].doing) == ("h", "step 9: checkpoint")
-        assert not posted[2].waits
-    finally:
-        watchdog.stop()
-
-
 HANG = """
 import sys, threading, time, pathlib
 from crosstune.process.ranks import Activity, Ranks
@@ -81,42 +64,6 @@ def test_every_rank_ends_when_one_hangs(tmp_path: Path) -> None:
     ends = [(rank.communicate(timeout=600)[1], rank.returncode) for rank in ranks]
     assert [code for _, code in ends] == [EXIT_HUNG, EXIT_HUNG]
     assert "rank 1 (host h) hangs" in ends[0][0] and "step 1: data" in ends[0][0]
-
-
-STOPPED_BOARD = """
-import sys, threading, time, pathlib
-from crosstune.process.ranks import Activity
-from crosstune.process.ranks import Ranks, RankState
-from crosstune.distributed.watchdog import Watchdog
-
-class Board:
-    \"\"\"Answers a few times; later each answer is seen before the time at which it came is noted.\"\"\"
-    asked, own = 0, None
-    def post(self, state):
-        self.own = state
-    def read(self):
-        self.asked += 1
-        if self.asked > 4: threading.Event().wait()
-        first = RankState(rank=0, host="h0", beat=self.asked, doing="step 1: data", at="", still_s=0.0, waits=False)
-        watchdog._states = {0: first, 1: self.own}
-        time.sleep(0.15)
-        return watchdog._states
-
-watchdog = Watchdog(Ranks(rank=1, size=2, host="h1"), Activity(), limit_s=2.0, shared=Board())
-watchdog.start()
-until = time.monotonic() + 3600
-while time.monotonic() < until: time.sleep(0.001)
-"""
-
-
-def test_a_stopped_rank_0_is_named_and_not_the_rank_that_asks_it() -> None:
-    """Its store no longer answers, so a rank does not see what it posted itself."""
-    ended = subprocess.run(
-        [sys.executable, "-c", STOPPED_BOARD], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert ended.returncode == EXIT_HUNG
-    assert "rank 0 (host h0) is stopped or its machine is down" in ended.stderr
-    assert "rank 1" not in ended.stderr and "Traceback" not in ended.stderr
 
 
 FAILS = """
@@ -152,3 +99,57 @@ def test_a_rank_that_fails_ends_without_the_shutdown_of_python() -> None:
     said = ["asked printed before", "bug printed before", "done shut down", "[2, 1, 0]"]
     assert ended.stdout.splitlines() == said
     assert "a rank failed" in ended.stderr and "ZeroDivisionError: a bug" in ended.stderr
+
+
+class Times:
+    """Wall time and CPU time that a test sets."""
+
+    def __init__(self) -> None:
+        self.wall_s, self.cpu_s = 1000.0, 5.0
+
+    def clock(self) -> ActiveClock:
+        return ActiveClock(wall=lambda: self.wall_s, cpu=lambda: self.cpu_s)
+
+
+def test_only_a_gap_without_cpu_time_is_a_suspension() -> None:
+    times = Times()
+    clock = times.clock()
+    start = clock.now()
+    times.wall_s += 0.9 * GAP_S  # as much as a wait for a device takes between two ticks
+    assert clock.now() - start == pytest.approx(0.9 * GAP_S)
+    times.wall_s += 600.0
+    assert clock.now() - start == pytest.approx(0.9 * GAP_S)
+    times.wall_s, times.cpu_s = times.wall_s + 20.0, times.cpu_s + 19.0  # no other thread got its turn
+    assert clock.now() - start == pytest.approx(0.9 * GAP_S + 20.0)
+
+
+def test_machines_that_were_suspended_together_have_not_lost_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = Times()
+    monkeypatch.setattr("crosstune.distributed.links.ActiveClock", times.clock)
+    with socket.create_server(("127.0.0.1", 0)) as server, closing(socket.socket()) as silent:
+        silent.connect(server.getsockname())
+        with closing(Channel(server.accept()[0])) as launcher:
+            times.wall_s += 3600.0
+            assert launcher.silent_s() == 0.0
+            times.wall_s, times.cpu_s = times.wall_s + 40.0, times.cpu_s + 40.0
+            assert launcher.silent_s() == 40.0
+
+
+def test_a_job_that_was_suspended_as_a_whole_has_no_rank_that_hangs() -> None:
+    times = Times()
+    state = RankState(rank=0, host="here", beat=1, doing="step 3", at="", still_s=0.0, waits=False)
+
+    class Board:
+        def read(self) -> dict[int, RankState]:
+            return {0: state}
+
+    watch = LauncherWatch(Board(), limit_s=60.0, clock=times.clock().now)  # type: ignore[arg-type]
+    assert watch.verdict() == []
+    times.wall_s += 3600.0
+    assert watch.verdict() == []
+    for _ in range(70):
+        times.wall_s += 1.0
+        said = watch.verdict()
+    assert "rank 0 (host here) is stopped" in said[0]
