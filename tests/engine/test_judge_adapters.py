@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -114,16 +113,3 @@ def test_scores_on_another_scale_are_refused(trained: dict[str, tuple[Path, Conf
     asked = [replace(one, score=80.0, scale=Scale(low=0, high=100)) for one in ITEMS]
     with pytest.raises(UserError, match="scores on the scale 0-10, and the scores of the data are on 0-100"):
         measure_judge(JudgeRequest(target=str(run)), asked, config=config, observer=Observers())
-
-
-def test_generate_says_that_a_run_is_a_judge(trained: dict[str, tuple[Path, Config]]) -> None:
-    from crosstune.results.chat_model import open_chat_model
-
-    seen: list[Any] = []
-    open_chat_model(
-        str(trained["torch"][0]),
-        observer=SimpleNamespace(on_event=seen.append),
-        backend="cpu",
-        precision="fp32",
-    )
-    assert any("crosstune judge predict" in getattr(event, "message", "") for event in seen)

@@ -11,8 +11,6 @@ import pytest
 
 from crosstune.config.load import make_config
 from crosstune.files.json_files import read_json, read_jsonl
-from crosstune.report import load_run
-from crosstune.report.profile_section import collect_profile
 from crosstune.runs.pipeline import train
 
 
@@ -95,14 +93,6 @@ def test_operators_limits_and_memory_are_recorded(runs: dict[str, Path]) -> None
     assert max(size for _, size in result["memory_timeline"]) > 10_000
 
 
-def test_the_page_shows_the_profile(runs: dict[str, Path]) -> None:
-    section = collect_profile(load_run(runs["profiled"]))
-    assert section is not None
-    assert [row["name"] for row in section["phases"]][:3] == ["data", "forward", "backward"]
-    assert section["memory"] and section["operators"] and dict(section["figures"])["Share of the limit"]
-    assert collect_profile(load_run(runs["plain"])) is None
-
-
 def test_products_and_attention_are_counted() -> None:
     from crosstune.torch_engine.session.profiler import count_flops
 
@@ -116,13 +106,6 @@ def test_products_and_attention_are_counted() -> None:
     assert count_flops(backward, [[2, 4, 9, 16], *shapes]) == 2.5 * forward
     assert count_flops("aten::linear", [[3, 5], [7, 5]]) == 0  # its product is counted
     assert count_flops("aten::mm", []) == count_flops("aten::mm", [[3], [5]]) == 0
-
-
-def test_the_time_that_overlapping_kernels_cover() -> None:
-    from crosstune.torch_engine.session.profiler import _busy_s
-
-    assert _busy_s([(0.0, 2e6), (1e6, 3e6), (5e6, 6e6), (5.2e6, 5.5e6)]) == pytest.approx(4.0)
-    assert _busy_s([]) == 0.0
 
 
 def test_mlx_is_profiled_by_phases(tmp_path: Path, tiny_model: Path) -> None:

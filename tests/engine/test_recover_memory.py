@@ -138,9 +138,7 @@ def test_a_step_is_repeated_with_smaller_micro_batches(
 
 
 def test_an_evaluation_is_repeated_with_fewer_rows_and_the_steps_stay_as_they_are(
-    options: dict[str, Any],
-    unforced: Callable[..., list[dict[str, Any]]],
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], unforced: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = unforced("cpu")
     plain = CausalLM.evaluate

@@ -231,7 +231,7 @@ def test_a_damaged_archive_is_refused_and_leaves_nothing(
     raw, draw = whole.read_bytes(), np.random.default_rng(0)
     damaged = [raw[:size] for size in (100, 600, len(raw) // 3, len(raw) // 2, len(raw) - 20_000)]
     used = len(raw.rstrip(b"\0"))
-    for place in draw.integers(0, used, 20):
+    for place in draw.integers(0, used, 12):
         flipped = bytearray(raw)
         flipped[place] ^= 1 << int(draw.integers(8))
         damaged.append(bytes(flipped))
@@ -251,7 +251,7 @@ def test_a_damaged_archive_is_refused_and_leaves_nothing(
                     p.read_bytes() for p in unpacked
                 ]
             shutil.rmtree(there / "run")
-    assert refused > 15
+    assert refused > 10
     path.write_bytes(damaged[0])
     assert main(["train", "--resume", str(path), "--output_dir", str(there)]) == 2
     assert "damaged" in capsys.readouterr().err
@@ -263,11 +263,10 @@ def test_a_step_may_be_divided_differently_after_a_move(
     """Another batch size with the same rows a step, near the end of the run, and in a run that was unpacked before."""
     archive = tmp_path / "run.tar"
     shutil.copy(data, run.parent / "data.jsonl")
-    for step in ("step-00000003", "step-00000004"):
-        move(run / "checkpoints" / step, to="mlx", observer=Observers(), out=archive)
-        words = ["--resume", str(archive), "--output_dir", str(tmp_path / step), "--max_steps", "5"]
-        words += ["--batch_size", "1", "--gradient_accumulation_steps", "4"]
-        assert main(["train", *words]) == 0, capsys.readouterr().err
+    move(run / "checkpoints" / "step-00000004", to="mlx", observer=Observers(), out=archive)
+    words = ["--resume", str(archive), "--output_dir", str(tmp_path / "there"), "--max_steps", "5"]
+    words += ["--batch_size", "1", "--gradient_accumulation_steps", "4"]
+    assert main(["train", *words]) == 0, capsys.readouterr().err
     capsys.readouterr()
     assert main(["train", *words[:4], "--max_steps", "6"]) == 0
     assert "was already unpacked" in capsys.readouterr().err

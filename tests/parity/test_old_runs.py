@@ -95,10 +95,7 @@ def write_old_run(run: Path, state: SessionState) -> None:
         "trainable": {name: {"dtype": "F32", "shape": list(a.shape)} for name, a in state.weights.items()},
         "facts": {"loss_scale": {"factor": 1.0, "good_steps": 0}},
         "files": {
-            path.name: {
-                "bytes": path.stat().st_size,
-                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            }
+            path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
             for path in folder.iterdir()
         },
     }

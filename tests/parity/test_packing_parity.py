@@ -110,24 +110,6 @@ def test_gradients_are_those_of_unpacked_rows(kind: str) -> None:
     assert_same_gradients(packed, unpacked)
 
 
-def test_the_mask_is_block_diagonal_and_causal() -> None:
-    """The same logits as with an explicit mask of four dimensions, on a model without a sliding window."""
-    model = make_model("llama").eval()
-    batch = pack_rows([documents([11, 17, 9])], pad_id=0)
-    ids, positions = torch.from_numpy(batch.input_ids).long(), torch.from_numpy(batch.positions).long()
-    segments = torch.from_numpy(batch.segments)
-    same = segments[:, :, None] == segments[:, None, :]
-    causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-    with torch.no_grad():
-        implicit = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-        explicit = model(
-            input_ids=ids, position_ids=positions, attention_mask=(same & causal)[:, None], use_cache=False
-        ).logits
-        without = model(input_ids=ids, position_ids=positions * 0 + torch.arange(ids.shape[1])).logits
-    assert (implicit - explicit).norm() < 1e-5 * explicit.norm()
-    assert (without - explicit).abs().max() > 1e-2, "a test that a missing mask would pass proves nothing"
-
-
 @pytest.mark.parametrize(
     "config",
     [

@@ -130,7 +130,7 @@ def test_an_error_in_a_callback_loses_no_step(bench: Bench, tmp_path: Path) -> N
     assert read_bits(folder)["result"] == bench.reference("lora")["result"]
 
 
-@pytest.mark.parametrize("kind", ["start", "evaluation", "saved"])
+@pytest.mark.parametrize("kind", ["evaluation", "saved"])
 def test_an_error_at_any_event_is_raised(bench: Bench, tmp_path: Path, kind: str) -> None:
     class Fails:
         def on_event(self, event: Any) -> None:

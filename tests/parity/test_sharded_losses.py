@@ -122,6 +122,7 @@ def test_three_processes_are_one(folder: Path) -> None:
     check_runs(folder, runs, worlds={3: 3}, steps=2)
 
 
+@pytest.mark.slow
 def test_packed_bits_survive_an_fsdp_without_integers(folder: Path) -> None:
     """FSDP2 of torch 2.11 refuses integer parameters: their bits are sharded as floats."""
     hook = (
