@@ -26,13 +26,9 @@ ITEMS = [Item(id=str(n), group=str(n), task=f"write {n} words", answers=("a good
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("judge_data")
     for split, count in (("train", 12), ("val", 2), ("test", 6)):
+        texts = ("a good text", "a bad text")
         rows = [
-            {
-                "task": f"{split} {n}",
-                "answer": ("a good text", "a bad text")[n % 2],
-                "score": 9.5 - 9 * (n % 2),
-            }
-            for n in range(count)
+            {"task": f"{split} {n}", "answer": texts[n % 2], "score": 9.5 - 9 * (n % 2)} for n in range(count)
         ]
         (folder / f"judge_{split}.json").write_text(json.dumps(rows))
     return folder

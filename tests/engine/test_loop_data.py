@@ -20,18 +20,11 @@ def options(tmp_path: Path, tiny_model: Path) -> dict[str, Any]:
     data.write_text(
         "".join(json.dumps({"prompt": f"a {n}", "completion": f"b {n}"}) + "\n" for n in range(8))
     )
-    return {
-        "model_name": str(tiny_model),
-        "dataset": str(data),
-        "backend": "cpu",
-        "precision": "fp32",
-        "output_dir": str(tmp_path / "runs"),
-        "name": "run",
-        "max_steps": 5,
-        "num_epochs": 9,
-        "batch_size": 2,
-        "skip_eval": True,
-    }
+    return (
+        {"model_name": str(tiny_model), "dataset": str(data), "backend": "cpu", "precision": "fp32"}
+        | {"output_dir": str(tmp_path / "runs"), "name": "run", "max_steps": 5, "num_epochs": 9}
+        | {"batch_size": 2, "skip_eval": True}
+    )
 
 
 def saved_steps(tmp_path: Path) -> list[int]:

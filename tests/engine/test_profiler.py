@@ -22,35 +22,21 @@ def options(parent: Path, model: Path, name: str, **more: Any) -> dict[str, Any]
     data = parent / "rows.jsonl"
     rows = [{"prompt": f"count to {n}", "completion": " ".join(map(str, range(n)))} for n in range(2, 18)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {
-        "model_name": str(model),
-        "dataset": str(data),
-        "backend": "cpu",
-        "precision": "fp32",
-        "output_dir": str(parent / "runs"),
-        "name": name,
-        "max_steps": 6,
-        "num_epochs": 9,
-        "batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "lora_dropout": 0.1,
-        "skip_eval": True,
-        "save_steps": 3,
-    } | more
+    return (
+        {"model_name": str(model), "dataset": str(data), "backend": "cpu", "precision": "fp32"}
+        | {"output_dir": str(parent / "runs"), "name": name, "max_steps": 6, "num_epochs": 9}
+        | {"batch_size": 4, "gradient_accumulation_steps": 1, "lora_dropout": 0.1, "skip_eval": True}
+        | {"save_steps": 3}
+        | more
+    )
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("profiled")
-    asked = {
-        "profile": True,
-        "profile_active_steps": 2,
-        "profile_repeat": 2,
-        "profiling_frequency": 3,
-        "profile_export_memory_timeline": True,
-        "profile_with_shapes": True,
-        "profiling_output": str(parent / "out"),
-    }
+    asked = {"profile": True, "profile_active_steps": 2, "profile_repeat": 2}
+    asked |= {"profiling_frequency": 3, "profile_export_memory_timeline": True}
+    asked |= {"profile_with_shapes": True, "profiling_output": str(parent / "out")}
     plain = train(make_config(**options(parent, tiny_model, "plain"))).folder
     profiled = train(make_config(**options(parent, tiny_model, "profiled", **asked))).folder
     return {"plain": plain, "profiled": profiled, "out": parent / "out" / "profiled"}

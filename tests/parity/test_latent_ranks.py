@@ -22,30 +22,15 @@ ROWS = 8
 
 def options(folder: Path, *, world: int, name: str, mode: str, strategy: str = "ddp") -> dict[str, Any]:
     """Eight rows a step, in so many batches of four that each process has its share."""
-    return {
-        "recipe": "latent_diffusion",
-        "dataset": str(folder / "pairs"),
-        "output_dir": str(folder),
-        "backend": "cpu",
-        "precision": "fp32",
-        "hidden_size": 36,
-        "n_heads": 2,
-        "n_blocks": 2,
-        "batch_size": 4,
-        "gradient_accumulation_steps": ROWS // 4 // world,
-        "world_size": world,
-        "sharding_strategy": strategy,
-        "loss_type": mode,
-        "sequential_schedule": "l2t:1,t2l:1,unconditional:1",
-        "ema_decay": 0.5,
-        "lr": 3e-3,
-        "max_steps": 3,
-        "eval_samples": 8,
-        "decode_steps": 2,
-        "num_samples": 1,
-        "save_minutes": 0,
-        "name": name,
-    }
+    return (
+        {"recipe": "latent_diffusion", "dataset": str(folder / "pairs"), "output_dir": str(folder)}
+        | {"backend": "cpu", "precision": "fp32", "hidden_size": 36, "n_heads": 2, "n_blocks": 2}
+        | {"batch_size": 4, "gradient_accumulation_steps": ROWS // 4 // world, "world_size": world}
+        | {"sharding_strategy": strategy, "loss_type": mode}
+        | {"sequential_schedule": "l2t:1,t2l:1,unconditional:1", "ema_decay": 0.5, "lr": 3e-3}
+        | {"max_steps": 3, "eval_samples": 8, "decode_steps": 2, "num_samples": 1, "save_minutes": 0}
+        | {"name": name}
+    )
 
 
 def test_two_processes_train_and_decode_as_one(tmp_path: Path) -> None:

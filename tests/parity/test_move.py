@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import assert_same_gradients
+from support import assert_same_gradients, chat
 
 from crosstune.checkpoint.archive import unpack_archive
 from crosstune.checkpoint.read import open_checkpoint
@@ -30,28 +30,20 @@ pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "data.jsonl"
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{a} + {b}?"},
-                {"role": "assistant", "content": str(a + b)},
-            ]
-        }
-        for a in range(12)
-        for b in range(8)
-    ]
+    rows = [chat(f"{a} + {b}?", str(a + b)) for a in range(12) for b in range(8)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def options(model: Path, data: Path, tmp_path: Path, **more: Any) -> dict[str, Any]:
-    common = {
-        "model_name": str(model),
-        "dataset": str(data),
-        "output_dir": str(tmp_path),
+    common = {"model_name": str(model), "dataset": str(data), "output_dir": str(tmp_path)}
+    common |= {
         "precision": "fp32",
+        "batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "skip_eval": True,
+        "lr": 1e-3,
     }
-    common |= {"batch_size": 2, "gradient_accumulation_steps": 2, "skip_eval": True, "lr": 1e-3}
     return common | more
 
 
@@ -144,15 +136,8 @@ def test_a_quantized_base_changes_its_bits_and_8_bit_moments_become_plain(
     end = open_checkpoint(result.folder / "checkpoints" / "step-00000006").load()
     assert all(float(step) == 6 for step in end.moments["step"].values())
     move(result.folder, to="cpu", observer=Observers(), out=tmp_path / "back.tar")
-    back = [
-        "--resume",
-        str(tmp_path / "back.tar"),
-        "--output_dir",
-        str(tmp_path / "back"),
-        "--max_steps",
-        "7",
-    ]
-    assert main(["train", *back]) == 0
+    back = f"train --resume {tmp_path / 'back.tar'} --output_dir {tmp_path / 'back'} --max_steps 7"
+    assert main(back.split()) == 0
     assert read_json(tmp_path / "back" / "moved" / "plan.json")["options"]["optimizer"] == "adamw"
 
 

@@ -18,16 +18,9 @@ from crosstune.data.batches.token_batch import IGNORED, Example, TokenBatch, pac
 from crosstune.torch_engine.tasks.causal_lm import CausalLM, ensure_separates_documents
 
 CPU = torch.device("cpu")
-SHAPE = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
+SHAPE = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+SHAPE |= {"pad_token_id": 0}
 WINDOW = 7  # shorter than the documents, so that a sliding window is at work within them
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SHAPE),
