@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import warm
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -204,36 +203,3 @@ def test_weights_of_older_folders_are_read() -> None:
         again = restore_weight("quanto", tensors, facts)
         assert torch.equal(again.get_extra_state(), stored.get_extra_state())
         assert torch.equal(again.dequantize(torch.float32), stored.dequantize(torch.float32))
-
-
-_SHARDED = """
-import sys, torch, torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-sys.path.insert(0, sys.argv[1])
-from test_quantized_state import ALL, make, random_weight
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[3]), world_size=2)
-for spec in ALL:
-    plain, sharded = make(0, spec), make(0, spec)
-    dense = sum(p.numel() for p in plain.parameters())
-    for layer in (sharded[0], sharded[2]):
-        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    fully_shard(sharded)
-    held = sum(p.to_local().numel() for p in sharded.parameters())
-    assert held <= dense // 2 + 128, (spec, held, dense)
-    results = []
-    for model in (plain, sharded):
-        x = random_weight(9, 5, 256).bfloat16().requires_grad_()
-        out = model(x)
-        out.float().square().sum().backward()
-        results.append((out.detach(), x.grad))
-    for one, other in zip(*results):
-        assert torch.equal(one, other), spec
-dist.destroy_process_group()
-"""
-
-
-def test_fsdp2_shards_the_packed_bits_and_computes_the_same(tmp_path: Path) -> None:
-    words = [str(Path(__file__).parent), str(tmp_path / "meet")]
-    ranks = [warm.start(_SHARDED, *words, str(rank)) for rank in range(2)]
-    ends = [rank.end() for rank in ranks]
-    assert [code for code, _ in ends] == [0, 0], ends[0][1][-2000:]

@@ -32,7 +32,7 @@ def options(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return (
         {"model_name": str(tiny_model), "dataset": str(data), "eval_dataset": str(data)}
-        | {"precision": "fp32", "output_dir": str(folder / "runs"), "max_steps": 3, "batch_size": ROWS}
+        | {"precision": "fp32", "output_dir": str(folder / "runs"), "max_steps": 2, "batch_size": ROWS}
         | {"lr": 1e-2, "lora_dropout": 0.0, "context_length": 64, "save_steps": 0, "skip_eval": True}
     )
 
