@@ -253,7 +253,7 @@ def test_a_record_of_layers_that_a_model_does_not_have_is_refused(sharp_model: P
     every = forms_to_quantize(model, spec).keys()
     assert every - forms_to_quantize(model, less).keys() == {f"{layer}.weight"}
     other = QuantSpec(quantizer="fp8", bits=8, group_size=0, kept=(layer, "model.layers.9.mlp.up_proj"))
-    with pytest.raises(UserError, match="1 of them are not in this model") as caught:
+    with pytest.raises(UserError, match="this model") as caught:
         forms_to_quantize(model, other)
     assert "model.layers.9.mlp.up_proj" in str(caught.value.why)
 
