@@ -34,23 +34,13 @@ def data(tmp_path: Path) -> tuple[str, str]:
 
 
 def options(tmp_path: Path, model: Path, data: tuple[str, str], **more: Any) -> dict[str, Any]:
-    return {
-        "model_name": str(model),
-        "dataset": data[0],
-        "eval_dataset": data[1],
-        "backend": "cpu",
-        "precision": "fp32",
-        "output_dir": str(tmp_path / "runs"),
-        "name": "over",
-        "max_steps": 40,
-        "num_epochs": 99,
-        "batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "eval_steps": 5,
-        "lr": 0.02,
-        "num_samples": 0,
-        "lr_scheduler": "constant",
-    } | more
+    return (
+        {"model_name": str(model), "dataset": data[0], "eval_dataset": data[1], "backend": "cpu"}
+        | {"precision": "fp32", "output_dir": str(tmp_path / "runs"), "name": "over", "max_steps": 40}
+        | {"num_epochs": 99, "batch_size": 8, "gradient_accumulation_steps": 1, "eval_steps": 5}
+        | {"lr": 0.02, "num_samples": 0, "lr_scheduler": "constant"}
+        | more
+    )
 
 
 def result_bytes(folder: Path) -> bytes:

@@ -12,11 +12,7 @@ from torch import nn
 
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import IGNORED, TokenBatch
-from crosstune.torch_engine.tasks.causal_lm import (
-    CausalLM,
-    ensure_separates_documents,
-    takes_logits_to_keep,
-)
+from crosstune.torch_engine.tasks.causal_lm import CausalLM, ensure_separates_documents, takes_logits_to_keep
 
 VOCABULARY = 40
 

@@ -17,21 +17,8 @@ def test_commands_are_not_sent_to_the_model(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    typed = [
-        "/sav x",
-        "/etc/passwd",
-        "/save",
-        "hello",
-        "/system Be brief.",
-        "//etc is a folder",
-        "/save chat.jsonl",
-        "/reset",
-        "/load chat.jsonl",
-        "/save again.jsonl",
-        "/help",
-        "/exit",
-        "never read",
-    ]
+    typed = ["/sav x", "/etc/passwd", "/save", "hello", "/system Be brief.", "//etc is a folder"]
+    typed += ["/save chat.jsonl", "/reset", "/load chat.jsonl", "/save again.jsonl", "/help", "/exit", "no"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(typed) + "\n"))
     assert main(["chat", str(tiny_model), *MODEL]) == 0
     said = capsys.readouterr().err
@@ -53,15 +40,8 @@ def test_a_file_of_prompts_is_answered_as_each_alone(
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
     words = ["generate", str(tiny_model), *MODEL]
     output = tmp_path / "answers.jsonl"
-    many = [
-        *words,
-        "--prompt_file",
-        str(tmp_path / "prompts.txt"),
-        "--output",
-        str(output),
-        "--batch_size",
-        "2",
-    ]
+    many = [*words, "--prompt_file", str(tmp_path / "prompts.txt"), "--output", str(output)]
+    many += ["--batch_size", "2"]
     assert main(many) == 0
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [row["prompt"] for row in rows] == prompts

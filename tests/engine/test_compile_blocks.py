@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support import find_nonfinite, short_batches, train_step
-from torch import nn
 
 from crosstune.config.load import make_config
 from crosstune.config.resolve.fit_compute import check_compiler, missing_compiler
@@ -17,7 +16,6 @@ from crosstune.data.batches.token_batch import TokenBatch
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.loading.compile_blocks import is_compiled
 from crosstune.torch_engine.open import open_session
-from crosstune.torch_engine.sharding.local_shard import find_blocks
 
 needs_compiler = pytest.mark.skipif(missing_compiler("cpu") is not None, reason="no C++ compiler here")
 
@@ -77,19 +75,6 @@ def test_an_error_of_the_compiler_is_told(
     with pytest.raises(UserError, match="--torch_compile does not work with LlamaForCausalLM") as caught:
         train_step(session, windows[0], lr=1e-2)
     assert "no such operator" in str(caught.value) and "long story" not in str(caught.value)
-
-
-def test_blocks_are_those_of_the_outermost_lists() -> None:
-    experts = [nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]) for _ in range(2)]
-    layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), one) for one in experts])
-    model = nn.ModuleDict(
-        {
-            "layers": layers,
-            "heads": nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]),
-            "one": nn.ModuleList([nn.ReLU()]),
-        }
-    )
-    assert list(find_blocks(model).values()) == list(layers)
 
 
 def test_a_machine_without_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> None:

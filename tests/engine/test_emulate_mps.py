@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from crosstune.emulate.verdict import Verdict, emulate
 from crosstune.emulate.watch import Watch, operator_table
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_model, open_recipe, open_session
-from crosstune.torch_engine.device import CacheClearing
 from crosstune.torch_engine.tasks import causal_lm
 
 WITHOUT_KERNEL = "aten::linalg_matrix_exp"
@@ -76,17 +74,6 @@ class InDoubleBackward(InDouble):
 class WithoutKernel(InDouble):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x + 0 * torch.linalg.matrix_exp(torch.eye(2)).sum())
-
-
-def test_table_of_the_installed_torch() -> None:
-    expected = {
-        "aten::mm": "kernel",  # the kernel of mm.out
-        "aten::_fused_adamw": "composite",  # generated
-        "aten::dropout": "composite",  # without an entry
-        "aten::reshape": "view",
-        WITHOUT_KERNEL: "none",
-    }
-    assert {name: operator_table("MPS")[name] for name in expected} == expected
 
 
 def test_table_agrees_with_the_dispatcher_where_both_know() -> None:
@@ -151,15 +138,6 @@ def test_float64_in_the_backward_pass_is_seen(tiny_model: Path, plant: Callable[
     assert verdict.refused[0]["where"].startswith("step 1, backward: near model.layers.1.mlp.")
 
 
-def test_what_is_computed_again_for_the_backward_pass_is_seen(
-    tiny_model: Path, plant: Callable[[Wrap], None]
-) -> None:
-    plant(WithoutKernel)
-    options = {"use_gradient_checkpointing": True, "reentrant_checkpointing": True}
-    verdict = judge(tiny_model, skip_eval=True, max_steps=1, **options)
-    assert verdict.works and verdict.fallen_back[0]["calls"] == 2
-
-
 def test_a_float64_buffer_is_refused_though_nothing_computes_with_it(
     tiny_model: Path, plant: Callable[[Wrap], None]
 ) -> None:
@@ -195,42 +173,6 @@ def test_an_operator_without_a_kernel_is_listed_as_falling_back(
     verdict = judge(tiny_model, skip_eval=True, max_steps=1)
     assert not verdict.works and not verdict.fallen_back
     assert verdict.failing[0]["what"] == "PYTORCH_ENABLE_MPS_FALLBACK is 0"
-
-
-@pytest.mark.parametrize(
-    ("quantizer", "own", "composite"),
-    [
-        ("bnb", {"quantize_4bit", "dequantize_4bit", "quantize_blockwise"}, {"dequantize_blockwise"}),
-        ("quanto", {"unpack"}, {"quantize_affine"}),
-    ],
-)
-def test_quantized_bases_say_whose_kernels_they_use(
-    tiny_model: Path, quantizer: str, own: set[str], composite: set[str]
-) -> None:
-    library = {"bnb": "bitsandbytes", "quanto": "optimum.quanto"}[quantizer]
-    pytest.importorskip(library)
-    options = {"quantization_backend": quantizer, "precision": "fp32"}
-    verdict = judge(tiny_model, train_type="qlora", max_steps=1, skip_eval=True, **options)
-    assert verdict.works and verdict.plan.quantizer == quantizer
-    said = {row["operator"].partition("::")[2]: row["what"] for row in verdict.custom}
-    assert {name for name, what in said.items() if what.startswith("is registered for MPS")} == own
-    assert {
-        name
-        for name, what in said.items()
-        if what.startswith("is registered by its library for every device")
-    } == composite
-
-
-def test_cache_is_cleared_when_its_backend_says(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cleared: list[int] = []
-    fake = SimpleNamespace(empty_cache=lambda: cleared.append(clearing.num_steps))
-    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
-    clearing = CacheClearing(torch.device("mps"), every=100)
-    for _ in range(250):
-        clearing.after_step()
-    assert cleared == [100, 200]
-    monkeypatch.undo()
-    CacheClearing(torch.device("cpu"), every=1).after_step()  # torch.cpu has no cache
 
 
 def test_as_a_user_types_it(

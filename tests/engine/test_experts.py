@@ -63,8 +63,6 @@ def logits(model: Any, window: list[TokenBatch]) -> torch.Tensor:
     [
         ("all", ATTENTION | EXPERTS),
         ("attention", ATTENTION),
-        ("default", {"q_proj", "v_proj"}),
-        ("gate_up_proj", {"gate_up_proj"}),
         ("q_proj,down_proj", {"q_proj", "down_proj"}),
         (r".*\.1\.mlp\..*", EXPERTS),
     ],
@@ -87,24 +85,6 @@ def test_experts_of_one_layer_only(make_model: Make, window: list[TokenBatch], t
     torch.testing.assert_close(logits(loaded, window), logits(session.model, window), rtol=1e-4, atol=1e-5)
 
 
-def test_dropout_on_experts_trains_and_still_loads_in_peft(
-    make_model: Make, window: list[TokenBatch], tmp_path: Path
-) -> None:
-    from peft import AutoPeftModelForCausalLM
-
-    folder = make_model("mixtral")
-    plain, dropping = (
-        open_session(folder, lora_dropout=p, lora_target_modules="gate_up_proj") for p in (0.0, 0.5)
-    )
-    for session in (plain, dropping):
-        losses = [train_step(session, window, lr=1e-2).loss for _ in range(4)]
-        assert losses[-1] < losses[0]
-    name = next(iter(plain.adapters))
-    assert not torch.equal(plain.adapters[name].lora_B, dropping.adapters[name].lora_B)
-    loaded = AutoPeftModelForCausalLM.from_pretrained(dropping.save_result(tmp_path), dtype=torch.float32)
-    torch.testing.assert_close(logits(loaded, window), logits(dropping.model, window), rtol=1e-4, atol=1e-5)
-
-
 def test_dora_leaves_experts_out_and_refuses_them_by_name(make_model: Make) -> None:
     folder = make_model("mixtral")
     session = open_session(folder, train_type="dora")
@@ -113,10 +93,7 @@ def test_dora_leaves_experts_out_and_refuses_them_by_name(make_model: Make) -> N
         open_session(folder, train_type="dora", lora_target_modules="down_proj")
 
 
-@pytest.mark.parametrize(
-    ("quantizer", "bits", "checkpointing"),
-    [("bnb", 4, True), ("bnb", 8, False), ("hqq", 4, False)],
-)
+@pytest.mark.parametrize(("quantizer", "bits", "checkpointing"), [("bnb", 4, True), ("hqq", 4, False)])
 def test_quantized_experts_learn_and_are_merged_as_trained(
     make_model: Make, window: list[TokenBatch], tmp_path: Path, quantizer: str, bits: int, checkpointing: bool
 ) -> None:
@@ -141,11 +118,10 @@ def test_quantized_experts_learn_and_are_merged_as_trained(
     torch.testing.assert_close(logits(merged, window), logits(session.model, window), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
 def test_a_converted_folder_trains_like_one_quantized_on_load_and_converts_back(
-    make_model: Make, window: list[TokenBatch], tmp_path: Path, family: str
+    make_model: Make, window: list[TokenBatch], tmp_path: Path
 ) -> None:
-    folder = make_model(family)
+    folder = make_model("gpt_oss")
     words = f"{folder} --to bnb --dtype fp32 --out {tmp_path / 'small'}"
     assert main(["convert", *words.split()]) == 0
     options = {"train_type": "qlora", "quantization_backend": "bnb"}

@@ -276,18 +276,3 @@ def test_few_bits_do_not_hide_a_wrong_model(
     assert main([*words, "--backend", "cpu"]) == 2
     assert "even before it is quantized" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out.unverified"]
-
-
-def test_without_mlx_lm_the_error_names_the_command(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import importlib.util
-
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "mlx_lm" else real(name, *a)
-    )
-    words = ["export", str(tiny_model), "--to", "mlx", "--out", str(tmp_path / "out"), "--backend", "cpu"]
-    assert main(words) == 2
-    assert "pip install 'crosstune[mlx]'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -185,14 +185,6 @@ def test_a_score_moves_little_with_the_batch_and_the_shared_prefix(opened: Opene
         assert found == pytest.approx(wanted, rel=0, abs=1e-4 * 10), way
 
 
-def test_a_scalar_moves_little_with_the_batch(tiny_model: Path, data: Path) -> None:
-    opened = open_parts(tiny_model, data, "cpu", head="scalar")
-    judge = replace(opened[0].judge(opened[1]), batch_size=8)
-    wanted = [one.score for one in judge.judge(items(8))]
-    found = [one.score for one in replace(judge, batch_size=1).judge(items(8))]
-    assert found == pytest.approx(wanted, rel=0, abs=1e-4 * 10)
-
-
 @pytest.mark.parametrize("by", ["probabilities", "generation"])
 def test_a_prompt_beyond_the_context_is_not_judged_and_counted(opened: Opened, by: str) -> None:
     asked = items(3)
@@ -318,3 +310,29 @@ def test_the_whole_test_split_is_judged_unless_limited(tiny_model: Path, data: P
     (folder / "plan.json").write_text(json.dumps(limited))
     config = run_config(folder)
     assert config is not None and len(open_judge_data(config).test) == 5
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"packing": True}, "--packing"),
+        ({"train_on_prompt": True}, "--train_on_prompt"),
+        ({"truncation": "cut"}, "--truncation cut"),
+        ({"head": "scalar", "train_type": "dora"}, "--head scalar"),
+        ({"verdict": "winner"}, "does not fit the data"),
+        ({"score_scale": "0-5"}, "outside the scale 0-5"),
+        ({"backend": "mlx", "head": "scalar"}, "torch only"),
+    ],
+)
+def test_requests_that_a_judge_refuses(
+    tiny_model: Path,
+    data: Path,
+    tmp_path: Path,
+    asked: dict[str, Any],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = options(tiny_model, data, "cpu", output_dir=str(tmp_path), name="x") | asked
+    assert main(["judge", "train", *words_of(flags)]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,13 +26,9 @@ ITEMS = [Item(id=str(n), group=str(n), task=f"write {n} words", answers=("a good
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("judge_data")
     for split, count in (("train", 12), ("val", 2), ("test", 6)):
+        texts = ("a good text", "a bad text")
         rows = [
-            {
-                "task": f"{split} {n}",
-                "answer": ("a good text", "a bad text")[n % 2],
-                "score": 9.5 - 9 * (n % 2),
-            }
-            for n in range(count)
+            {"task": f"{split} {n}", "answer": texts[n % 2], "score": 9.5 - 9 * (n % 2)} for n in range(count)
         ]
         (folder / f"judge_{split}.json").write_text(json.dumps(rows))
     return folder
@@ -114,16 +109,3 @@ def test_scores_on_another_scale_are_refused(trained: dict[str, tuple[Path, Conf
     asked = [replace(one, score=80.0, scale=Scale(low=0, high=100)) for one in ITEMS]
     with pytest.raises(UserError, match="scores on the scale 0-10, and the scores of the data are on 0-100"):
         measure_judge(JudgeRequest(target=str(run)), asked, config=config, observer=Observers())
-
-
-def test_generate_says_that_a_run_is_a_judge(trained: dict[str, tuple[Path, Config]]) -> None:
-    from crosstune.results.chat_model import open_chat_model
-
-    seen: list[Any] = []
-    open_chat_model(
-        str(trained["torch"][0]),
-        observer=SimpleNamespace(on_event=seen.append),
-        backend="cpu",
-        precision="fp32",
-    )
-    assert any("crosstune judge predict" in getattr(event, "message", "") for event in seen)

@@ -19,11 +19,8 @@ from fast_models import (
 )
 
 from crosstune.core.quantization import QuantSpec
-from crosstune.torch_engine.kernels import stacked
-from crosstune.torch_engine.kernels.attention import Documents, attend
 from crosstune.torch_engine.kernels.choose import why_general, why_other_adapters
 from crosstune.torch_engine.kernels.decoder import FastDecoder
-from crosstune.torch_engine.kernels.stacked import rows_with_room, whole_rows
 from crosstune.torch_engine.loading.adapters import add_adapters
 
 PACKED = torch.cat([torch.arange(7), torch.arange(13)]).repeat(2, 1)
@@ -65,24 +62,12 @@ def test_any_rank_and_any_layers_with_adapters(rank: int, targets: str) -> None:
     assert_same(gradients(found, adapters), expected)
 
 
-def test_stacked_weights_are_not_held_twice() -> None:
-    model, _ = make_model("llama")
-    decoder = FastDecoder(model, dtype=torch.float32)
-    attention = model.model.layers[0].self_attn
-    [first, *others] = [getattr(attention, f"{part}_proj").base.weight for part in "qkv"]
-    whole = decoder.layers[0][0].qkv.weights.matrix()
-    for weight in (first, *others):
-        assert weight.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-
-
-def test_quantized_weights_are_made_dense_in_one_buffer() -> None:
+def test_quantized_weights_are_made_dense() -> None:
     model, adapters = make_model("llama, biases, tied head")
     quantize_base(adapters, QuantSpec(quantizer="bnb", bits=4, group_size=64))
     loss = general_loss(model, None)
     expected = gradients(loss, adapters)
     decoder = FastDecoder(model, dtype=torch.float32)
-    buffers = {half.weights.matrix().data_ptr() for pair in decoder.layers for half in stacks(pair)}
-    assert len(buffers) == 1
     found = fast_loss(decoder, None)
     assert found.item() == pytest.approx(loss.item(), rel=1e-5)
     assert_same(gradients(found, adapters), expected)
@@ -94,11 +79,6 @@ def test_quantized_weights_are_made_dense_in_one_buffer() -> None:
         ]
     )
     assert torch.equal(matrix[:, : dense.shape[1]], dense)
-
-
-def stacks(pair: Any) -> list[Any]:
-    attention, mlp = pair
-    return [attention.qkv, attention.out, mlp.gate_up, mlp.down]
 
 
 def test_a_stream_wider_than_the_products() -> None:
@@ -140,15 +120,6 @@ def test_models_and_adapters_without_fast_layers_are_named() -> None:
     assert "no adapters" in (why_other_adapters({}) or "")
 
 
-def test_a_document_sees_itself_only() -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 12, 2, 8) for _ in range(3))
-    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    both = attend(q, k, v, documents=Documents(1, 12, positions), scale=0.3, window=None)
-    alone = attend(q[:, 5:], k[:, 5:], v[:, 5:], documents=Documents(1, 7), scale=0.3, window=None)
-    assert torch.allclose(both[:, 5:], alone, atol=1e-6)
-
-
 @pytest.mark.parametrize("recompute", ["none", "lean", "full"])
 def test_activations_may_wait_on_the_host(recompute: Any) -> None:
     """What --use_activation_cpu_offload does: saved tensors become copies, and their memory is used for other things."""
@@ -173,16 +144,6 @@ def test_activations_may_wait_on_the_host(recompute: Any) -> None:
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
-@pytest.mark.parametrize("recompute", ["none", "lean", "full"])
-def test_a_graph_that_is_kept_is_gone_through_twice(recompute: Any) -> None:
-    model, adapters = make_model("llama")
-    decoder = FastDecoder(model, dtype=torch.float32, recompute=recompute)
-    trained = [part for adapter in adapters.values() for part in adapter.trained().values()]
-    loss = fast_loss(decoder, None)
-    first = torch.autograd.grad(loss, trained, retain_graph=True)
-    assert all(map(torch.equal, first, torch.autograd.grad(loss, trained)))
-
-
 @pytest.mark.parametrize("quantizer", ["bnb", "fp8"])
 def test_a_group_may_have_quantized_and_dense_layers(quantizer: str) -> None:
     model, adapters = make_model("llama, biases, tied head")
@@ -194,32 +155,3 @@ def test_a_group_may_have_quantized_and_dense_layers(quantizer: str) -> None:
     found = fast_loss(FastDecoder(model, dtype=torch.float32, fp8=True), None)
     assert found.item() == pytest.approx(loss.item(), rel=1e-5)
     assert_same(gradients(found, adapters), expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2 without caps"])
-def test_input_gradients_take_the_adapters_in_the_same_product(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every group finds room beside its gradient, but the first, whose input needs none."""
-    model, adapters = make_model(name)
-    decoder = FastDecoder(model, dtype=torch.float32)
-    found: list[bool] = []
-
-    def watch(values: torch.Tensor, room: int) -> torch.Tensor | None:
-        whole = whole_rows(values, room)
-        found.append(whole is not None)
-        return whole
-
-    monkeypatch.setattr(stacked, "whole_rows", watch)
-    gradients(fast_loss(decoder, None), adapters)
-    assert found == [True] * (len(decoder.groups()) - 1)
-
-
-def test_only_rows_that_were_made_with_room_have_it() -> None:
-    made = rows_with_room(3, 8, 4, dtype=torch.float32, device=torch.device("cpu"))
-    whole = whole_rows(made, 4)
-    assert whole is not None and whole.shape == (3, 12) and whole.data_ptr() == made.data_ptr()
-    assert whole_rows(made, 5) is None
-    assert whole_rows(torch.zeros(3, 8), 4) is None
-    assert whole_rows(torch.zeros(4, 12)[:3, :8], 4) is None
-    assert whole_rows(torch.zeros(3, 12)[:, 4:], 4) is None

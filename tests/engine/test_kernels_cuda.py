@@ -24,19 +24,9 @@ from crosstune.torch_engine.tasks.causal_lm import CausalLM
 
 pytestmark = pytest.mark.cuda
 
-SHAPE = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "initializer_range": 0.05,
-}
+SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+SHAPE |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "initializer_range": 0.05}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: hf.LlamaConfig(**SHAPE),
     "mistral": lambda: hf.MistralConfig(**SHAPE, sliding_window=48),

@@ -16,7 +16,7 @@ from torch import nn
 
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.kernels import torch_operations
-from crosstune.torch_engine.kernels.calibrate import Originals, leave_out_of_fp8, measure_shares, write_text
+from crosstune.torch_engine.kernels.calibrate import leave_out_of_fp8, write_text
 from crosstune.torch_engine.kernels.choose import describe_decoder
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
@@ -163,30 +163,6 @@ def test_groups_of_every_family_leave_fp8(name: str, prefix: str, tmp_path: Path
     assert exact != before and fast_loss(decoder, None).item() == pytest.approx(exact, rel=1e-5)
 
 
-def test_the_group_that_costs_most_leaves_first(sharp_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, adapters, folder = sharp_model
-    quantize_base(adapters, IN_FP8)
-    decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
-    weights = decoder.layers[1][1].down.weights
-    measured = weights.product
-    monkeypatch.setattr(weights, "product", lambda rows: -3 * measured(rows))
-    assert leave_out_of_fp8(decoder, folder=folder, tolerance=TOLERANCE, seed=0).names[0] == "layers.1.down"
-
-
-def test_layers_before_the_first_adapter_have_a_share(sharp_model: Any) -> None:
-    model, adapters, folder = sharp_model
-    quantize_base(adapters, IN_FP8)
-    for name, adapter in adapters.items():
-        for parameter in (adapter.lora_A, adapter.lora_B):
-            parameter.requires_grad_("layers.2." in name)
-    decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
-    groups = {name: stacked for name, stacked in decoder.groups().items() if stacked.in_fp8}
-    originals = Originals(model, dtype=torch.float32, device=decoder.device, folder=folder)
-    shares = measure_shares(decoder, groups, originals, write_text(decoder, seed=0))
-    assert shares.keys() == groups.keys() and min(shares.values()) > 0
-    assert not model.model.embed_tokens.weight.requires_grad
-
-
 def test_a_model_without_numbers_for_predictions_leaves_fp8_as_it_is(sharp_model: Any) -> None:
     model, adapters, folder = sharp_model
     quantize_base(adapters, IN_FP8)
@@ -217,10 +193,3 @@ def test_the_output_of_the_first_and_of_the_last_mlp_is_not_in_fp8(num_layers: i
     quantize_base(adapters, IN_FP8)
     decoder = FastDecoder(model, dtype=torch.float32, fp8=True)
     assert {*outside_fp8(decoder)} == {f"layers.{index}.down" for index in outer}
-
-
-def test_a_list_of_one_module_beside_the_blocks_is_no_block() -> None:
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SHAPE))
-    model.later = nn.ModuleList([nn.Sequential(nn.Linear(16, 16))])
-    left_out = weight_forms(model).keys() - forms_to_quantize(model, IN_FP8).keys()
-    assert left_out == {f"model.layers.{index}.mlp.down_proj.weight" for index in (0, 2)}

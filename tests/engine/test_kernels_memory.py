@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from fast_models import VOCABULARY, make_model, make_rows
-from torch.utils.flop_counter import FlopCounterMode
+from fast_models import VOCABULARY, make_model
 
 from crosstune.estimate.fast_layers import activation_bytes, fast_layer
 from crosstune.estimate.model_shape import Step
 from crosstune.models.folder import config_shape
-from crosstune.torch_engine.kernels import decoder as decoder_module
 from crosstune.torch_engine.kernels.choose import describe_layer
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 
@@ -72,41 +68,3 @@ def test_a_layer_keeps_what_is_predicted(name: str, rank: int, targets: str, len
             2 * length * shape.hidden * 4
         )  # the gradient of the hidden states, which counts as part of the loss
         assert saved_bytes(decoder, ids, wanted) == activations + head
-
-
-def test_a_recomputed_layer_keeps_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = make_model("llama")
-    fast = FastDecoder(model, dtype=torch.float32, recompute="full")
-    kept: list[int] = []
-    inner = decoder_module.checkpoint
-
-    def record(run: Any, total: torch.Tensor, *others: Any, **options: Any) -> Any:
-        kept.append(total.nbytes)
-        return inner(run, total, *others, **options)
-
-    monkeypatch.setattr(decoder_module, "checkpoint", record)
-    ids, rows, _ = make_rows()
-    fast.hidden(ids, rows=rows)
-    each = ids.numel() * describe_layer(fast, length=ids.shape[1]).kept().full
-    assert kept == [each] * len(fast.layers)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_the_last_product_of_a_layer_is_not_computed_again(name: str) -> None:
-    """A norm after it needs it, as in Gemma 3."""
-    flops = {}
-    for recompute in ("lean", "full"):
-        model, _ = make_model(name)
-        fast = FastDecoder(model, dtype=torch.float32, recompute=recompute)  # type: ignore[arg-type]
-        ids, _, _ = make_rows()
-        with FlopCounterMode(display=False) as counter:
-            hidden = fast.hidden(ids)
-            forward = counter.get_total_flops()
-            hidden.sum().backward()
-        flops[recompute] = counter.get_total_flops()
-    down = [mlp.down for _, mlp in fast.layers if mlp.post_norm is None]
-    left_out = sum(
-        2 * ids.numel() * group.make_input(1).shape[1] * group.weights.num_outputs for group in down
-    )
-    assert bool(left_out) == (name == "llama")
-    assert flops["full"] - flops["lean"] == forward - left_out

@@ -12,15 +12,11 @@ import torch
 from support import find_nonfinite, short_batches, train_step
 
 from crosstune.config.load import make_config
-from crosstune.config.resolve.plan import Adjustment
 from crosstune.data.batches.token_batch import IGNORED, TokenBatch
 from crosstune.loop.step import prepare_window
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.examples import JudgeBatch
 from crosstune.recipes.judge.torch_parts import ScoreTokens
-from crosstune.torch_engine.device import PRECISIONS
-from crosstune.torch_engine.kernels.choose import open_decoder, warn_of_general
-from crosstune.torch_engine.loading.load import read_pretrained
 from crosstune.torch_engine.open import open_session
 
 
@@ -139,22 +135,6 @@ def test_base_precision_reaches_the_layers(tiny_model: Path, train_type: str, qu
     assert isinstance(stored, torch.nn.Linear) == (quantizer == "fp8"), (
         "e4m3 weights would be too far off there"
     )
-
-
-def test_a_fallback_is_a_warning_if_the_fast_layers_were_asked_for_and_a_note_if_not(
-    tiny_model: Path,
-) -> None:
-    config = make_config(backend="cpu", precision="fp32", model_name=str(tiny_model), kernels="fast")
-    asked = make_plan(config)
-    choice = Adjustment(option="kernels", requested="auto", used="fast", reason="as on a GPU", kind="choice")
-    chosen = replace(asked, adjustments=(*asked.adjustments, choice))
-    model: Any = read_pretrained(tiny_model, plan=asked, device="cpu")
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
-    said = "kernels: the general layers are used, since its output head is not a plain matrix"
-    opening: Any = {"precision": PRECISIONS["fp32"], "device": torch.device("cpu")}
-    for plan, warnings, notes in ((asked, [said], []), (chosen, [], [said])):
-        assert warn_of_general(model, plan=plan) == warnings
-        assert open_decoder(model, {}, plan=plan, folder=None, **opening) == (None, None, notes)
 
 
 def test_divided_targets_of_a_judge(tiny_model: Path, window: list[TokenBatch]) -> None:

@@ -90,17 +90,6 @@ def unloadable(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("words", [("--max_tokens=1",), ("--min_count=9",)])
-def test_what_tokens_decide_is_refused_before_a_text_is_embedded(
-    tmp_path: Path, unloadable: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "data").mkdir()
-    code, _ = build(tmp_path / "data", unloadable, ["the cat", "a"], "--validation_share=0", *words)
-    error = capsys.readouterr().err
-    assert code == 2 and ("longer than 1 tokens" in error or "leaves no token" in error)
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["texts.txt"]
-
-
 @pytest.mark.parametrize(
     ("mine", "out", "why"),
     [

@@ -99,28 +99,6 @@ def test_texts_and_vectors_from_noise_belong_together(overfit: LatentDiffusionRe
     assert (other.vectors != found.vectors).any()
 
 
-def test_the_bound_is_low_for_what_was_learned(overfit: LatentDiffusionRecipe) -> None:
-    train, sampler = overfit.train, sampler_of(overfit)
-    latents = np.asarray(train.latents)
-    known = sampler.nats_per_token(train.tokens, train.lengths, latents)
-    shuffled = sampler.nats_per_token(train.tokens, train.lengths, np.roll(latents, 1, axis=0))
-    assert 0 <= known < 0.1 and shuffled > 1
-
-
-def test_an_untrained_model_has_the_bound_of_a_uniform_one(overfit: LatentDiffusionRecipe) -> None:
-    """Its logits are nearly equal, so each token costs the logarithm of the vocabulary, whatever its time."""
-    train = overfit.train
-    recipe, session = opened(overfit.pairs, dataset_samples=32)
-    with torch.no_grad():
-        session.model.token_embedding.weight.zero_()
-    rows = [
-        np.tile(np.asarray(array), (64, 1) if array.ndim == 2 else 64)
-        for array in (train.tokens, train.lengths, train.latents)
-    ]
-    found = recipe._task.sampler().nats_per_token(*rows)
-    assert found == pytest.approx(np.log(recipe.settings.vocabulary), rel=0.05)
-
-
 def test_the_bound_is_that_of_all_masks_and_times(overfit: LatentDiffusionRecipe) -> None:
     """Of four tokens, every mask can be tried, and the times be integrated."""
     sampler, train = sampler_of(overfit), overfit.train

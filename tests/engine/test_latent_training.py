@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import torch
 from latent_reference import cross_entropy, predict
 from latent_sessions import grammar_pairs, opened, unsettle
 from support import assert_same_gradients
-from torch.nn import functional
 
 from crosstune.config.resolve.fit_compute import missing_compiler
 from crosstune.core.errors import UserError
@@ -20,7 +18,6 @@ from crosstune.core.weights import averaged
 from crosstune.recipes.latent_diffusion import torch_parts
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
 from crosstune.recipes.latent_diffusion.settings import DecodeOptions, ModelSettings
-from crosstune.recipes.latent_diffusion.torch_parts import latent_losses
 from crosstune.recipes.latent_diffusion.torch_parts_model import LatentDiffusionModel
 from crosstune.recipes.latent_diffusion.vocabulary import MASK, PAD
 
@@ -119,14 +116,6 @@ def test_leaving_padding_out_gives_the_same_losses_and_gradients(
     assert_same_gradients(of_found, of_padded)
 
 
-def test_rows_without_padding_are_taken_as_they_are(pairs: PairFolder) -> None:
-    recipe, session = opened(pairs)
-    recipe._task.skips_padding = True
-    [batch] = recipe.micro_batches(0)
-    full = replace(batch, lengths=np.full_like(batch.lengths, batch.tokens.shape[1]))
-    assert "real_row" not in session.prepare(full).arrays
-
-
 def test_attention_that_holds_its_scores_gives_the_same_losses(pairs: PairFolder) -> None:
     found = []
     for fused in (None, False):
@@ -165,14 +154,6 @@ def test_compiled_blocks_train_alike_and_a_second_training_compiles_nothing(
     assert not counters["graph_break"]
     assert losses(torch_compile=True) == pytest.approx(plain, rel=1e-5)
     assert counters["stats"]["unique_graphs"] == made
-
-
-def test_the_cosine_loss_is_the_error_of_normalised_vectors_times_half_the_dimension() -> None:
-    torch.manual_seed(0)
-    one, other = torch.randn(50, 32, dtype=torch.float64), torch.randn(50, 32, dtype=torch.float64)
-    unit = [functional.normalize(x, dim=-1) for x in (one, other)]
-    expected = 32 / 2 * latent_losses(*unit, kind="mse")
-    torch.testing.assert_close(latent_losses(one, other, kind="cosine"), expected)
 
 
 @pytest.mark.parametrize(("kind", "latent_loss"), [("x0", "cosine"), ("v", "mse"), ("epsilon", "cosine")])
@@ -246,15 +227,6 @@ def test_padding_changes_nothing_and_the_latent_does() -> None:
     torch.testing.assert_close(same.latent, first.latent)
     assert (other.logits[0, :3] - first.logits[0, :3]).abs().max() > 1e-3
     torch.testing.assert_close(null.logits, null_again.logits)
-
-
-def test_blocks_start_as_the_identity() -> None:
-    torch.manual_seed(0)
-    block = LatentDiffusionModel(SETTINGS).blocks[0]
-    text, latent, cond = torch.randn(2, 6, 32), torch.randn(2, 2, 32), torch.randn(2, 32)
-    found = block(text, latent, cond, None)
-    torch.testing.assert_close(found[0], text, rtol=0, atol=0)
-    torch.testing.assert_close(found[1], latent, rtol=0, atol=0)
 
 
 def test_the_average_is_evaluated_and_the_weights_go_on(pairs: PairFolder) -> None:

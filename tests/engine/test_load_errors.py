@@ -14,19 +14,7 @@ from crosstune.torch_engine.device import PRECISIONS
 from crosstune.torch_engine.loading.load import load_model, readable_errors
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        AttributeError,
-        NameError,
-        UnboundLocalError,
-        ZeroDivisionError,
-        OverflowError,
-        IndexError,
-        AssertionError,
-        NotImplementedError,
-    ],
-)
+@pytest.mark.parametrize("fault", [AttributeError, ZeroDivisionError, AssertionError])
 def test_a_fault_of_the_library_names_the_folder(fault: type[Exception]) -> None:
     with (
         pytest.raises(UserError, match="cannot load the model in model") as found,

@@ -20,11 +20,7 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.loading.blocks import expand_evenly
 from crosstune.torch_engine.open import open_session as open_torch
-from crosstune.torch_engine.quantized import (
-    QuantLinear,
-    quantize_weight,
-    stored_bytes,
-)
+from crosstune.torch_engine.quantized import QuantLinear, quantize_weight, stored_bytes
 from crosstune.torch_engine.session.session import TorchSession
 
 TURNS = [
@@ -93,23 +89,6 @@ def test_adapters_learn_over_every_quantized_base(
     assert session.num_parameters() == open_session(tiny_model).num_parameters()
 
 
-def test_the_quantized_base_gives_the_loss_of_its_dense_weights(
-    tiny_model: Path, window: list[TokenBatch]
-) -> None:
-    session = open_session(tiny_model, train_type="qlora", quantization_backend="hqq")
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    with torch.no_grad():
-        for name, module in session.model.named_modules():
-            if isinstance(module, QuantLinear):
-                target = model.get_submodule(name.removesuffix(".base"))
-                target.weight.copy_(module.stored.dequantize(torch.float32))
-    [batch] = window
-    logits = model(input_ids=torch.from_numpy(batch.input_ids).long()).logits
-    targets = torch.from_numpy(batch.targets).long()
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
-    assert session.evaluate(window).loss == pytest.approx(expected.item(), rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -164,14 +143,7 @@ def test_new_blocks_over_a_quantized_base(tiny_model: Path, window: list[TokenBa
 
 @pytest.mark.parametrize(
     ("family", "train_type"),
-    [
-        ("mamba", "llama_pro"),
-        *(
-            (family, kind)
-            for family in ("phi", "opt", "starcoder2")
-            for kind in ("llama_pro", "bnb_llama_pro")
-        ),
-    ],
+    [("mamba", "llama_pro"), ("phi", "llama_pro"), ("opt", "bnb_llama_pro"), ("starcoder2", "bnb_llama_pro")],
 )
 def test_new_blocks_change_nothing_at_first_in_families_with_biases(
     tiny_model: Path, tmp_path: Path, window: list[TokenBatch], family: str, train_type: str
@@ -238,9 +210,8 @@ def test_blocks_that_cannot_be_spread_evenly_are_refused() -> None:
         expand_evenly(4, 3)
 
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "phi3", "phi"]
-FAMILIES += ["gpt2", "gpt_neox", "mixtral", "qwen2_moe"]
-LAYOUTS = ["gemma2", "phi3", "gpt2", "gpt_neox", "mixtral", "qwen2_moe"]
+FAMILIES = ["qwen2", "qwen3", "gemma2", "phi3", "phi", "gpt2", "gpt_neox", "qwen2_moe"]
+LAYOUTS = ["phi3", "gpt2", "gpt_neox", "qwen2_moe"]
 """Families whose files or layers differ from Llama's."""
 
 
@@ -311,13 +282,6 @@ def test_rank_stabilized_adapters_load_in_peft(
     session = open_session(tiny_model, use_rslora=True, lora_rank=16, lora_alpha=8)
     train_step(session, window, lr=1e-2)
     check_in_peft(session, torch.from_numpy(window[0].input_ids).long(), tmp_path)
-
-
-def test_an_adapter_records_its_base(tiny_model: Path, window: list[TokenBatch], tmp_path: Path) -> None:
-    session = open_session(tiny_model, train_type="qlora", quantization_backend="hqq", n_bits=4)
-    record = json.loads((session.save_result(tmp_path) / "crosstune.json").read_text())
-    assert record["quantization"]["quantizer"] == "hqq"
-    assert len(record["base"]["identity"]["sha256"]) == 64
 
 
 @pytest.mark.cuda

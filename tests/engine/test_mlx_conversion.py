@@ -151,15 +151,3 @@ def test_the_folder_name_has_the_bits_and_16_bits_are_dense(
     assert (dense["path"], dense["n_bits"]) == (f"{two}-mlx", 16)
     assert num_quantized(Path(dense["path"])) == 0
     assert same_weights(plain, Path(dense["path"]))
-
-
-def test_options_without_effect_are_warned_about(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "mlx"
-    words = ["--n_bits", "8", "--group_size", "32", "--quant_type", "nf4", "--out", str(out)]
-    assert main(["convert", str(tiny_model), "--to", "mlx", *words, "--double_quant", "true"]) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert [line.split()[1] for line in said] == ["--quant_type", "--double_quant"]
-    assert main(["convert", str(out), "--to", "hf", "--n_bits", "4", "--out", str(tmp_path / "plain")]) == 0
-    assert "--n_bits has no effect with --to hf" in capsys.readouterr().out

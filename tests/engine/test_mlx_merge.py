@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
 
+from support import chat
+
 from crosstune.cli.main import main
 from crosstune.models.adapter_files import copy_template
 from crosstune.models.tiny import tiny_model as make_tiny
@@ -20,11 +22,7 @@ from crosstune.models.weights import read_arrays, to_float32
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "turns.jsonl"
-    turns = [
-        [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"{n} " * 4}]
-        for n in range(12)
-    ]
-    path.write_text("".join(json.dumps({"messages": pair}) + "\n" for pair in turns))
+    path.write_text("".join(json.dumps(chat(f"Say {n}", f"{n} " * 4)) + "\n" for n in range(12)))
     return path
 
 

@@ -85,12 +85,6 @@ def test_every_width_trains_over_what_it_stores(tiny_model: Path, window: list[A
     assert losses[-1] < losses[0]
 
 
-def test_dora_trains_over_bits(tiny_model: Path, window: list[Any]) -> None:
-    session = open_session(tiny_model, train_type="bnb_dora", quantization_backend="auto")
-    losses = [train_step(session, window, lr=1e-2).loss for _ in range(4)]
-    assert losses[-1] < losses[0]
-
-
 def test_a_folder_of_mlx_is_trained_as_it_is(four_bits: Path, window: list[Any], tmp_path: Path) -> None:
     session = open_session(four_bits, train_type="qlora")
     assert (session.plan.quantizer, session.plan.n_bits) == ("mlx", 4)
@@ -157,13 +151,6 @@ def test_the_search_names_the_layer_whose_output_went_bad(tiny_model: Path, wind
     assert "model.layers.1.mlp.down_proj" in find_nonfinite(session, window)
 
 
-def test_more_last_layers_than_there_are_mean_all(tiny_model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "mlx.json"
-    for asked, expected in ((1, 7), (3, 14), (-1, 14)):
-        path.write_text(json.dumps({"num_layers": asked}))
-        assert len(open_session(tiny_model, mlx_config=str(path)).adapters) == expected
-
-
 @pytest.mark.parametrize("bits", [0, 3, 4])
 def test_weights_that_are_not_those_of_the_files_are_not_trained(tiny_model: Path, bits: int) -> None:
     """As mlx-lm multiplies, turns or moves those of some models while it reads them."""
@@ -201,17 +188,6 @@ def test_limits_are_set_and_memory_is_counted(tiny_model: Path, tmp_path: Path, 
     train_step(session, window, lr=1e-3)
     assert mx.get_cache_memory() == 0
     assert session.memory().peak_bytes >= session.memory().used_bytes > 0
-
-
-def test_a_step_meets_few_shapes_and_pays_nothing_for_it(tiny_model: Path, window: list[Any]) -> None:
-    """A compiled step gets more rows and columns than the batch has, and its loss is the same."""
-    session = open_session(tiny_model)
-    for batch in window:
-        exact, rounded = feed(session, batch), feed(session, batch, compiled=True)
-        assert rounded["input_ids"].shape[1] % 32 == 0 and rounded["places"].shape[0] % 32 == 0
-        assert rounded["places"].shape != exact["places"].shape
-        losses = [float(session.parts.loss(arrays)[0]) for arrays in (rounded, exact)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def feed(session: MlxSession, batch: Any, *, compiled: bool = False) -> dict[str, mx.array]:
@@ -328,23 +304,3 @@ def test_too_little_memory_is_told_from_other_errors() -> None:
             raise RuntimeError(words)
     with pytest.raises(RuntimeError, match="do not fit"), memory_errors():
         raise RuntimeError("[matmul] shapes (2, 3) and (4, 5) do not fit")
-
-
-def test_an_adapter_goes_on_over_the_same_bits_without_a_warning(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = tmp_path / "rows.jsonl"
-    turns = [{"role": "user", "content": "Say blue."}, {"role": "assistant", "content": "blue"}]
-    data.write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(4)))
-    words = [
-        *("train", "--backend", "mlx", "--train_type", "qlora", "--model_name", str(tiny_model)),
-        *("--dataset", str(data), "--skip_eval", "--max_steps", "1", "--batch_size", "2"),
-        *("--output_dir", str(tmp_path / "runs"), "--lora_rank", "2"),
-    ]
-    assert main([*words, "--name", "first"]) == 0
-    again = ["--base_adapter", str(tmp_path / "runs" / "first" / "adapter")]
-    capsys.readouterr()
-    assert main([*words, *again, "--name", "second"]) == 0
-    assert "base_adapter: its base was" not in capsys.readouterr().err
-    assert main([*words, *again, "--n_bits", "8", "--name", "third"]) == 0
-    assert "in training and is mlx with 8 bits" in capsys.readouterr().err

@@ -16,7 +16,6 @@ from torch import nn  # noqa: E402
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # noqa: E402
 
 from crosstune.torch_engine.sharding import mps_streams  # noqa: E402
-from crosstune.torch_engine.sharding.staged_backend import backend_for  # noqa: E402
 
 
 class Event:
@@ -64,15 +63,6 @@ def test_fsdp_runs_on_a_device_without_streams(monkeypatch: pytest.MonkeyPatch) 
     assert Event.recorded > 0
 
 
-def test_every_call_of_fsdp_to_its_device_is_there() -> None:
-    mps_streams.prepare_mps()
-    folder = Path(torch.distributed.fsdp.__file__).parent / "_fully_shard"
-    source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
-    called = set(re.findall(r"device_handle\.(\w+)", source))
-    assert len(called) >= 4
-    assert not [name for name in called if not hasattr(torch.mps, name)]
-
-
 def test_kernels_are_registered_for_mps() -> None:
     mps_streams.prepare_mps()
     mps_streams.prepare_mps()
@@ -81,9 +71,3 @@ def test_kernels_are_registered_for_mps() -> None:
     assert len(operators) >= 3
     for name in operators:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fsdp::{name}", "MPS"), name
-
-
-def test_devices_without_a_backend_are_staged() -> None:
-    assert backend_for("cpu") == "gloo"
-    assert backend_for("mps") == "staged"
-    assert dist.Backend.default_device_backend_map["cpu"] == "gloo"

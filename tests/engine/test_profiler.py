@@ -11,8 +11,6 @@ import pytest
 
 from crosstune.config.load import make_config
 from crosstune.files.json_files import read_json, read_jsonl
-from crosstune.report import load_run
-from crosstune.report.profile_section import collect_profile
 from crosstune.runs.pipeline import train
 
 
@@ -24,35 +22,21 @@ def options(parent: Path, model: Path, name: str, **more: Any) -> dict[str, Any]
     data = parent / "rows.jsonl"
     rows = [{"prompt": f"count to {n}", "completion": " ".join(map(str, range(n)))} for n in range(2, 18)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {
-        "model_name": str(model),
-        "dataset": str(data),
-        "backend": "cpu",
-        "precision": "fp32",
-        "output_dir": str(parent / "runs"),
-        "name": name,
-        "max_steps": 6,
-        "num_epochs": 9,
-        "batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "lora_dropout": 0.1,
-        "skip_eval": True,
-        "save_steps": 3,
-    } | more
+    return (
+        {"model_name": str(model), "dataset": str(data), "backend": "cpu", "precision": "fp32"}
+        | {"output_dir": str(parent / "runs"), "name": name, "max_steps": 6, "num_epochs": 9}
+        | {"batch_size": 4, "gradient_accumulation_steps": 1, "lora_dropout": 0.1, "skip_eval": True}
+        | {"save_steps": 3}
+        | more
+    )
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("profiled")
-    asked = {
-        "profile": True,
-        "profile_active_steps": 2,
-        "profile_repeat": 2,
-        "profiling_frequency": 3,
-        "profile_export_memory_timeline": True,
-        "profile_with_shapes": True,
-        "profiling_output": str(parent / "out"),
-    }
+    asked = {"profile": True, "profile_active_steps": 2, "profile_repeat": 2}
+    asked |= {"profiling_frequency": 3, "profile_export_memory_timeline": True}
+    asked |= {"profile_with_shapes": True, "profiling_output": str(parent / "out")}
     plain = train(make_config(**options(parent, tiny_model, "plain"))).folder
     profiled = train(make_config(**options(parent, tiny_model, "profiled", **asked))).folder
     return {"plain": plain, "profiled": profiled, "out": parent / "out" / "profiled"}
@@ -95,14 +79,6 @@ def test_operators_limits_and_memory_are_recorded(runs: dict[str, Path]) -> None
     assert max(size for _, size in result["memory_timeline"]) > 10_000
 
 
-def test_the_page_shows_the_profile(runs: dict[str, Path]) -> None:
-    section = collect_profile(load_run(runs["profiled"]))
-    assert section is not None
-    assert [row["name"] for row in section["phases"]][:3] == ["data", "forward", "backward"]
-    assert section["memory"] and section["operators"] and dict(section["figures"])["Share of the limit"]
-    assert collect_profile(load_run(runs["plain"])) is None
-
-
 def test_products_and_attention_are_counted() -> None:
     from crosstune.torch_engine.session.profiler import count_flops
 
@@ -116,13 +92,6 @@ def test_products_and_attention_are_counted() -> None:
     assert count_flops(backward, [[2, 4, 9, 16], *shapes]) == 2.5 * forward
     assert count_flops("aten::linear", [[3, 5], [7, 5]]) == 0  # its product is counted
     assert count_flops("aten::mm", []) == count_flops("aten::mm", [[3], [5]]) == 0
-
-
-def test_the_time_that_overlapping_kernels_cover() -> None:
-    from crosstune.torch_engine.session.profiler import _busy_s
-
-    assert _busy_s([(0.0, 2e6), (1e6, 3e6), (5e6, 6e6), (5.2e6, 5.5e6)]) == pytest.approx(4.0)
-    assert _busy_s([]) == 0.0
 
 
 def test_mlx_is_profiled_by_phases(tmp_path: Path, tiny_model: Path) -> None:

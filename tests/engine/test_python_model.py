@@ -170,24 +170,3 @@ def test_the_files_of_another_tokenizer_replace_all_of_the_models(tiny_model: Pa
     run = train(model, tmp_path / "run", tokenizer=other)
     assert run.result is not None
     assert Tokenizer.from_folder(run.result).chat_template == TEMPLATE
-
-
-def test_a_plan_prints_as_the_command_does(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from crosstune.cli.main import main
-
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n", encoding="utf-8")
-    words = ["--model_name", str(tiny_model), "--dataset", str(tmp_path / "rows.jsonl"), "--backend", "cpu"]
-    assert main(["plan", *words, "--precision", "fp32"]) == 0
-    printed = capsys.readouterr().out
-    report = crosstune.plan(
-        model_name=tiny_model, dataset=tmp_path / "rows.jsonl", backend="cpu", precision="fp32"
-    )
-    assert repr(report) == printed.rstrip("\n")
-    assert not report.problems
-    assert report.memory.estimated_bytes and report.memory.estimated_bytes < report.memory.total_bytes
-    assert report.to_json()["cannot_train"] == []
-    assert report.options["precision"] == "fp32"
-    elsewhere = crosstune.plan(model_name="org/model-7b", machine="apple-m1-16gb", backend="mps")
-    assert elsewhere.plan.backend.name == "mps"

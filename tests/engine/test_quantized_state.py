@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import warm
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from crosstune.core.errors import UserError
-from crosstune.core.names import plugin_names
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.quant.hqq import shrink
-from crosstune.torch_engine.quantized import (
-    QUANT_PACKAGE,
-    QuantLinear,
-    StoredWeight,
-    count_weights,
-    quantize_weight,
-    restore_weight,
-)
+from crosstune.torch_engine.quantized import QuantLinear, StoredWeight, quantize_weight, restore_weight
 
 KINDS = [
     QuantSpec(quantizer="bnb", bits=4, group_size=64, kind="nf4", double=True),
@@ -190,18 +179,6 @@ def test_another_quantization_is_refused_before_anything_is_copied() -> None:
             model.load_state_dict({})
 
 
-@pytest.mark.parametrize("spec", ONE_EACH, ids=name_of)
-def test_packed_bits_are_integer_parameters_that_are_not_trained(spec: QuantSpec) -> None:
-    model = make(0, spec)
-    parameters = dict(model.named_parameters())
-    assert set(parameters) == {"0.stored.packed", "2.stored.packed"}
-    assert not any(p.requires_grad or p.is_floating_point() for p in parameters.values())
-    assert count_weights(model) == 2 * 128 * 256
-    assert len({t.untyped_storage().data_ptr() for t in model.state_dict().values()}) == len(
-        model.state_dict()
-    )
-
-
 def test_weights_of_older_folders_are_read() -> None:
     """Format 1: the offset of doubly quantized scales as a JSON number, and quanto's own description."""
     spec = KINDS[0]
@@ -226,45 +203,3 @@ def test_weights_of_older_folders_are_read() -> None:
         again = restore_weight("quanto", tensors, facts)
         assert torch.equal(again.get_extra_state(), stored.get_extra_state())
         assert torch.equal(again.dequantize(torch.float32), stored.dequantize(torch.float32))
-
-
-def test_what_a_quantizer_can_do_is_read_without_torch() -> None:
-    names = plugin_names(QUANT_PACKAGE)
-    assert {"bnb", "hqq", "quanto"} <= set(names)
-    code = "import importlib, sys\n" + "\n".join(
-        f"assert importlib.import_module('{QUANT_PACKAGE}.{name}').BITS" for name in names
-    )
-    subprocess.run([sys.executable, "-c", code + "\nassert 'torch' not in sys.modules"], check=True)
-
-
-_SHARDED = """
-import sys, torch, torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-sys.path.insert(0, sys.argv[1])
-from test_quantized_state import ALL, make, random_weight
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[3]), world_size=2)
-for spec in ALL:
-    plain, sharded = make(0, spec), make(0, spec)
-    dense = sum(p.numel() for p in plain.parameters())
-    for layer in (sharded[0], sharded[2]):
-        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    fully_shard(sharded)
-    held = sum(p.to_local().numel() for p in sharded.parameters())
-    assert held <= dense // 2 + 128, (spec, held, dense)
-    results = []
-    for model in (plain, sharded):
-        x = random_weight(9, 5, 256).bfloat16().requires_grad_()
-        out = model(x)
-        out.float().square().sum().backward()
-        results.append((out.detach(), x.grad))
-    for one, other in zip(*results):
-        assert torch.equal(one, other), spec
-dist.destroy_process_group()
-"""
-
-
-def test_fsdp2_shards_the_packed_bits_and_computes_the_same(tmp_path: Path) -> None:
-    words = [str(Path(__file__).parent), str(tmp_path / "meet")]
-    ranks = [warm.start(_SHARDED, *words, str(rank)) for rank in range(2)]
-    ends = [rank.end() for rank in ranks]
-    assert [code for code, _ in ends] == [0, 0], ends[0][1][-2000:]

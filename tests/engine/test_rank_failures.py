@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
+from support import chat
 
 from crosstune.models.tiny import tiny_model
 
@@ -155,10 +156,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(
         folder / "model", hidden=32, intermediate=64, num_heads=2, num_kv_heads=1, num_layers=2, vocab=507
     )
-    rows = [
-        {"messages": [{"role": "user", "content": f"{a} + 1?"}, {"role": "assistant", "content": str(a + 1)}]}
-        for a in range(24)
-    ]
+    rows = [chat(f"{a} + 1?", str(a + 1)) for a in range(24)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

@@ -30,20 +30,11 @@ def options(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[
     data = folder / "rows.jsonl"
     rows = [{"prompt": f"a {n}", "completion": "b " * (n % 5 + 1) + str(n)} for n in range(40)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {
-        "model_name": str(tiny_model),
-        "dataset": str(data),
-        "eval_dataset": str(data),
-        "precision": "fp32",
-        "output_dir": str(folder / "runs"),
-        "max_steps": 3,
-        "batch_size": ROWS,
-        "lr": 1e-2,
-        "lora_dropout": 0.0,
-        "context_length": 64,
-        "save_steps": 0,
-        "skip_eval": True,
-    }
+    return (
+        {"model_name": str(tiny_model), "dataset": str(data), "eval_dataset": str(data)}
+        | {"precision": "fp32", "output_dir": str(folder / "runs"), "max_steps": 2, "batch_size": ROWS}
+        | {"lr": 1e-2, "lora_dropout": 0.0, "context_length": 64, "save_steps": 0, "skip_eval": True}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +129,7 @@ def test_a_step_is_repeated_with_smaller_micro_batches(
 
 
 def test_an_evaluation_is_repeated_with_fewer_rows_and_the_steps_stay_as_they_are(
-    options: dict[str, Any],
-    unforced: Callable[..., list[dict[str, Any]]],
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], unforced: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = unforced("cpu")
     plain = CausalLM.evaluate

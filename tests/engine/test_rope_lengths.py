@@ -13,17 +13,9 @@ from crosstune.config.load import make_config
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.check_model import check_model, warn_of_rope
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "initializer_range": 0.5,
-}
+SHAPE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
+SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+SHAPE |= {"pad_token_id": 0, "eos_token_id": 1, "initializer_range": 0.5}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
 
 

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers as hf
 
-from crosstune.estimate.fast_layers import LONGEST_KEPT_ROW, LONGEST_ROW, SHORTEST_ROW, attention_bytes
+from crosstune.estimate.fast_layers import LONGEST_KEPT_ROW
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.torch_engine.kernels import attention as attention_module
-from crosstune.torch_engine.kernels.attention import Documents, attend
+from crosstune.torch_engine.kernels.attention import Documents
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.kernels.short_rows import attend_short_rows
 from crosstune.torch_engine.loading.adapters import add_adapters
@@ -101,48 +100,6 @@ def test_16_bit_rows_are_near_those_of_fp32() -> None:
     for value, expected in pairs:
         assert value.dtype == torch.bfloat16
         assert (value.float() - expected).norm() / expected.norm() < 1e-2
-
-
-@pytest.mark.parametrize(
-    ("length", "by_products", "keeps"),
-    [
-        (SHORTEST_ROW - 1, False, False),
-        (SHORTEST_ROW, True, True),
-        (LONGEST_KEPT_ROW, True, True),
-        (LONGEST_KEPT_ROW + 1, True, False),
-        (LONGEST_ROW, True, False),
-        (LONGEST_ROW + 1, False, False),
-    ],
-)
-def test_the_length_of_a_row_chooses(
-    length: int, by_products: bool, keeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[bool] = []
-
-    def record(*parts: torch.Tensor, keep: bool, **options: Any) -> torch.Tensor:
-        asked.append(keep)
-        return attend_short_rows(*parts, keep=keep, **options)
-
-    monkeypatch.setattr(attention_module, "attend_short_rows", record)
-    parts, _ = draw(length, (2, 1, 4), torch.float32)
-    found = attend(*parts, documents=Documents(2, length), scale=0.5, window=None)
-    assert asked == ([keeps] if by_products else [])
-    wanted = expect(parts, Documents(2, length), scale=0.5, window=None)
-    assert torch.allclose(found, wanted, atol=1e-5)
-    kept = attention_bytes(length, compute_bytes=4, on_gpu=False)
-    assert (kept > 4) is keeps and (kept == 0) is (by_products and not keeps)
-    assert attention_bytes(length, compute_bytes=4, on_gpu=True) == 4
-
-
-def test_16_bit_rows_need_fast_16_bit_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attention_module.multiplies_in_batches(torch.float32)
-    assert attention_module.multiplies_in_batches(torch.float64)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not attention_module.multiplies_in_batches(torch.bfloat16)
-    monkeypatch.setattr(attention_module, "attend_short_rows", None)  # calling it would fail
-    parts, _ = draw(SHORTEST_ROW, (2, 1, 4), torch.bfloat16)
-    found = attend(*parts, documents=Documents(2, SHORTEST_ROW), scale=0.5, window=None)
-    assert found.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed rows"])

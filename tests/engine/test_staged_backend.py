@@ -16,22 +16,11 @@ pytest.importorskip("torch", reason="the torch extra")
 HERE = Path(__file__).parent
 
 
-def run_ranks(script: str, *arguments: str, ranks: int, **environment: str) -> list[tuple[int, str]]:
-    code = (HERE / script).read_text(encoding="utf-8")
-    started = warm.start_ranks(
-        code,
-        *arguments,
-        size=ranks,
-        port=free_ports(1)[0],
-        variables={"GLOO_SOCKET_IFNAME": "lo", **environment},
-    )
-    return [rank.end() for rank in started]
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_collectives_and_fsdp_equal_gloo_on_host_tensors(ranks: int) -> None:
-    ended = run_ranks("staged_ranks.py", "cpu", "stage_host", ranks=ranks)
-    assert [code for code, _ in ended] == [0] * ranks, ended
+def test_collectives_and_fsdp_equal_gloo_on_host_tensors() -> None:
+    code = (HERE / "staged_ranks.py").read_text(encoding="utf-8")
+    place = {"port": free_ports(1)[0], "variables": {"GLOO_SOCKET_IFNAME": "lo"}}
+    ended = [rank.end() for rank in warm.start_ranks(code, "cpu", "stage_host", size=3, **place)]
+    assert [code for code, _ in ended] == [0] * 3, ended
     assert "collectives are equal" in ended[0][1]
     assert int(ended[0][1].partition(" collectives are equal")[0].split()[-1]) > 15
 
@@ -46,8 +35,3 @@ def test_collectives_and_fsdp_of_processes_on_one_gpu_equal_gloo_on_the_cpu(rank
     )
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-4000:]
-
-
-def test_mismatched_collectives_are_found_in_debug_mode() -> None:
-    ended = run_ranks("staged_mismatch.py", ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    assert any(code != 0 and "mismatch" in said for code, said in ended), ended

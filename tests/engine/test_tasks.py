@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,36 +162,6 @@ def test_sums_of_metrics_are_counted_exactly() -> None:
     assert totals.means() == {"one": 1.0}
 
 
-def test_recomputed_dropout_is_that_of_the_forward_pass() -> None:
-    """MLX: the gradient of a layer that is computed again belongs to the mask that the loss saw."""
-    import mlx.core as mx
-    import mlx.nn as nn
-
-    from crosstune.mlx_engine.wrap_call import recompute_in_backward
-
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain, self.dropout = mx.ones(64), nn.Dropout(0.5)
-
-        def __call__(self, x: mx.array) -> mx.array:
-            return self.dropout(x * self.gain)
-
-    model = Gate()
-    recompute_in_backward(model, random=True)
-    mx.random.seed(3)
-
-    def loss(weights: dict[str, Any]) -> tuple[mx.array, mx.array]:
-        model.update(weights)
-        out = model(mx.ones(64))
-        return out.sum() + 0 * mx.random.normal(), out
-
-    (_, out), gradients = mx.value_and_grad(loss)(model.trainable_parameters())
-    kept = np.array(out) > 0
-    assert 0 < kept.sum() < 64
-    np.testing.assert_array_equal(np.array(gradients["gain"]) > 0, kept)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_task_may_not_do(backend: str) -> None:
     with pytest.raises(UserError, match="running statistics") as caught:
@@ -207,9 +176,3 @@ def test_a_metric_cannot_take_a_column_that_exists(name: str) -> None:
     with pytest.raises(UserError, match=f"cannot be called {name}"):
         check_metric_names(["close", name], weight_name="examples")
     check_metric_names(["close"], weight_name="examples")
-
-
-def test_arrays_may_be_views(tmp_path: Path) -> None:
-    [batch] = [Rows(np.arange(8, dtype=np.float32).reshape(2, 4)[:, ::-1])]
-    prepared = open_task("cpu").prepare(batch)
-    np.testing.assert_array_equal(prepared.arrays["x"].numpy(), batch.x)

@@ -127,10 +127,10 @@ def test_a_port_that_another_program_has_is_said_by_every_rank() -> None:
 def test_two_processes_with_the_same_rank_and_other_sizes_are_refused() -> None:
     [port] = free_ports(1)
     code = "connect(read_ranks(), limits)"
-    ends = [p.end() for p in [start(rank, code, size=3, port=port, LIMIT="8") for rank in (0, 1, 1)]]
+    ends = [p.end() for p in [start(rank, code, size=3, port=port, LIMIT="5") for rank in (0, 1, 1)]]
     assert any("Two processes say that they are rank 1 of 3" in said for _, said in ends)
     [port] = free_ports(1)
-    ends = [p.end() for p in [start(rank, code, size=rank + 2, port=port, LIMIT="8") for rank in (0, 1)]]
+    ends = [p.end() for p in [start(rank, code, size=rank + 2, port=port, LIMIT="5") for rank in (0, 1)]]
     assert any("start all processes of the run with the same WORLD_SIZE" in said for _, said in ends)
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support import chat
 
 
 @pytest.fixture(scope="session")
@@ -14,9 +15,6 @@ def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from test_peft_parity import ANSWERS, QUESTIONS
 
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    rows = [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
-        for q, a in zip(QUESTIONS, ANSWERS, strict=True)
-    ]
+    rows = [chat(*pair) for pair in zip(QUESTIONS, ANSWERS, strict=True)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

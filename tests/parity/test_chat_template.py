@@ -10,14 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_template_cases import (
-    CASES,
-    CONVERSATIONS,
-    SPECIAL,
-    TOOLS,
-    marked_source,
-    plain_source,
-)
+from chat_template_cases import CASES, CONVERSATIONS, SPECIAL, TOOLS, marked_source, plain_source
 from jinja2 import TemplateError
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -149,30 +142,6 @@ def test_the_loss_is_where_the_marks_are(base: Tokenizer, name: str, monkeypatch
     assert num_equal >= 10
 
 
-def table_row(base: Tokenizer, name: str) -> str:
-    """Return the template's row of the table in docs/guide/data.md: what is trained in `A`, an answer, and where the marks
-    have more."""
-    case = CASES[name]
-    question, reply = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
-    found = render_conversation([question, reply, question, reply], ours(base, name), whole=False)
-    shown = [_code(found.text[start:end]) for start, end in found.spans]
-    more = [f"{_code(header)} before" for header in case.headers]
-    more += [f"{_code(case.tail)} after"] if case.tail else []
-    if case.stops:
-        more = [f"{_code(case.stops[0])} after the last answer as well"]
-    return f"| {case.title} | {' | '.join(shown)} | {', '.join(more) or 'equal'} |"
-
-
-def _code(text: str) -> str:
-    written = text.replace("\n", "\\n").replace("|", "\\|")
-    return f"`{written}`"
-
-
-def test_the_table_of_the_documentation(base: Tokenizer, name: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guide" / "data.md").read_text(encoding="utf-8")
-    assert table_row(base, name) in page.splitlines()
-
-
 def test_the_masks_are_those_of_transformers(
     base: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,10 +152,7 @@ def test_the_masks_are_those_of_transformers(
     reader = PreTrainedTokenizerFast(tokenizer_object=base.rust, bos_token="<s>", eos_token="</s>")
     messages = CONVERSATIONS["one turn"] + CONVERSATIONS["the answer is the question"]
     marked = reader.apply_chat_template(
-        messages,
-        chat_template=marked_source(name),
-        return_dict=True,
-        return_assistant_tokens_mask=True,
+        messages, chat_template=marked_source(name), return_dict=True, return_assistant_tokens_mask=True
     )
     tokenizer = ours(base, name)
     rendered = render_conversation(messages, tokenizer, whole=False)

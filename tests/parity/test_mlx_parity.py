@@ -28,19 +28,10 @@ from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import open_session as open_by_plan
 
-NUM_STEPS = 8
-SHAPE = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+NUM_STEPS = 5
+SHAPE = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+SHAPE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WINDOW = 7  # shorter than the documents, so that a sliding window is at work within them
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
@@ -122,11 +113,7 @@ def largest_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "train_type"),
-    [
-        *((kind, "lora") for kind in KINDS),
-        *((kind, "full") for kind in ("llama", "qwen2", "qwen3", "gemma")),
-        ("gemma3", "dora"),
-    ],
+    [*((kind, "lora") for kind in KINDS), ("llama", "full"), ("gemma", "full"), ("gemma3", "dora")],
 )
 def test_steps_have_the_losses_of_torch(folders: Any, kind: str, train_type: str) -> None:
     torch_session, mlx_session = pair(folders(kind), train_type=train_type)
@@ -134,10 +121,7 @@ def test_steps_have_the_losses_of_torch(folders: Any, kind: str, train_type: str
     assert worst_loss(mlx_session, torch_session) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("kind", "train_type"),
-    [("llama", "dora"), ("llama", "full"), ("gemma2", "lora")],
-)
+@pytest.mark.parametrize(("kind", "train_type"), [("llama", "dora"), ("llama", "full"), ("gemma2", "lora")])
 def test_gradients_are_those_of_torch(folders: Any, kind: str, train_type: str) -> None:
     """Adam's first moment after its first step is a tenth of the gradient. Not from the start, where B is zero."""
     torch_session, mlx_session = pair(folders(kind), train_type=train_type, apply_gradient_clipping=False)
@@ -190,7 +174,7 @@ def test_a_mixture_of_experts_moves_with_adapters_on_attention(folders: Any) -> 
 
 
 def test_a_state_moves_to_mlx_and_back_without_a_mark(folders: Any) -> None:
-    """Six steps on torch, six on MLX, six on torch again: the curve of eighteen steps on torch."""
+    """Four steps on torch, four on MLX, four on torch again: the curve of twelve steps on torch."""
 
     def train(session: Session, steps: range) -> list[float]:
         return [train_step(session, window(step), lr=3e-3).loss for step in steps]
@@ -201,16 +185,16 @@ def test_a_state_moves_to_mlx_and_back_without_a_mark(folders: Any) -> None:
         return session
 
     session = open_session("cpu", folders("llama"))
-    losses = train(session, range(6))
+    losses = train(session, range(4))
     session = open_at(session.export_state(), "mlx")
-    losses += train(session, range(6, 12))
+    losses += train(session, range(4, 8))
     state = session.export_state()
-    losses += train(open_at(state), range(12, 18))
-    expected = train(open_session("cpu", folders("llama")), range(18))
+    losses += train(open_at(state), range(8, 12))
+    expected = train(open_session("cpu", folders("llama")), range(12))
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     # Without its moments the curve is another: the bound above can fail.
-    lost = train(open_at(replace(state, moments={})), range(12, 18))
-    assert np.abs(np.array(lost) / expected[12:] - 1).max() > 1e-4
+    lost = train(open_at(replace(state, moments={})), range(8, 12))
+    assert np.abs(np.array(lost) / expected[8:] - 1).max() > 1e-4
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "phi3"])

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import chat
 
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.cli.main import main
@@ -51,16 +52,11 @@ assert group.share("näher" * (1 + group.ranks.rank)) == "näher"
 
 
 def options(model: Path, data: Path, folder: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "backend": "mlx",
-        "model_name": str(model),
-        "dataset": str(data),
-        "output_dir": str(folder),
-        "precision": "fp32",
-        "batch_size": 2,
-        "lr": 1e-3,
-        "skip_eval": True,
-    } | more
+    return (
+        {"backend": "mlx", "model_name": str(model), "dataset": str(data), "output_dir": str(folder)}
+        | {"precision": "fp32", "batch_size": 2, "lr": 1e-3, "skip_eval": True}
+        | more
+    )
 
 
 # One process accumulates twice as much as each of two. The last step of the `full` run has one micro-batch of the four.
@@ -82,11 +78,7 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "sums.jsonl"
-    turns = [(f"{a} + {b}?", str(a + b)) for a in range(12) for b in range(8)]
-    rows = [
-        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
-        for asked, answer in turns
-    ]
+    rows = [chat(f"{a} + {b}?", str(a + b)) for a in range(12) for b in range(8)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from injection.bench import read_bits
 from safetensors.numpy import save_file
+from support import chat
 
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.config.load import make_config
@@ -37,31 +38,13 @@ IDENTITY = {
     },
     "optimizer": "adamw",
 }
-OPTIONS: dict[str, Any] = {
-    "model_name": "model",
-    "dataset": "data.jsonl",
-    "lora_rank": 2,
-    "lora_dropout": 0.1,
-    "max_steps": 4,
-    "batch_size": 2,
-    "lr": 0.001,
-    "backend": "cpu",
-    "precision": "fp32",
-    "output_dir": "runs",
-    "save_steps": 2,
-    "skip_eval": True,
-}
+OPTIONS: dict[str, Any] = {"model_name": "model", "dataset": "data.jsonl", "lora_rank": 2}
+OPTIONS |= {"lora_dropout": 0.1, "max_steps": 4, "batch_size": 2, "lr": 0.001, "backend": "cpu"}
+OPTIONS |= {"precision": "fp32", "output_dir": "runs", "save_steps": 2, "skip_eval": True}
 OLD_NAMES = {"group": "mine", "wait_steps": 1, "grad_norm": 1.0}
 """Options whose names have changed, as 0.1.0 recorded them."""
-RESOLVED = {
-    "kernels": "general",
-    "gradient_accumulation_steps": 1,
-    "world_size": -1,
-    "num_epochs": 0,
-    "seed": 42,
-    "verdict": "auto",
-    "cuda_graphs": False,
-}
+RESOLVED = {"kernels": "general", "gradient_accumulation_steps": 1, "world_size": -1}
+RESOLVED |= {"num_epochs": 0, "seed": 42, "verdict": "auto", "cuda_graphs": False}
 """Some of the resolved options, with ones that exist no more."""
 
 
@@ -95,10 +78,7 @@ def write_old_run(run: Path, state: SessionState) -> None:
         "trainable": {name: {"dtype": "F32", "shape": list(a.shape)} for name, a in state.weights.items()},
         "facts": {"loss_scale": {"factor": 1.0, "good_steps": 0}},
         "files": {
-            path.name: {
-                "bytes": path.stat().st_size,
-                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            }
+            path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
             for path in folder.iterdir()
         },
     }
@@ -115,16 +95,7 @@ def straight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A whole run of four steps with a checkpoint at step 2."""
     monkeypatch.chdir(tmp_path)
     tiny_model(Path("model"), hidden=32, intermediate=64, num_layers=1, num_heads=2, num_kv_heads=1)
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{a} + {b}?"},
-                {"role": "assistant", "content": str(a + b)},
-            ]
-        }
-        for a in range(6)
-        for b in range(4)
-    ]
+    rows = [chat(f"{a} + {b}?", str(a + b)) for a in range(6) for b in range(4)]
     Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return train(make_config(**OPTIONS, kernels="general", name="straight")).folder
 

@@ -97,15 +97,7 @@ def run_ours(model: Path, data: Path, folder: Path, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("family", "train_type"),
-    [
-        ("gpt2", "dora"),
-        ("qwen3_moe", "lora"),
-        ("gpt_oss", "lora"),
-        ("mixtral", "qlora"),
-        ("gpt2", "qlora"),
-        ("gpt_neox", "qlora"),
-    ],
+    ("family", "train_type"), [("gpt2", "dora"), ("gpt_oss", "lora"), ("mixtral", "qlora"), ("gpt2", "qlora")]
 )
 def test_steps_equal_peft(
     make_model: Any, data_file: Path, tmp_path: Path, family: str, train_type: str
@@ -147,7 +139,7 @@ def quantize_by_hand(model: Any) -> None:
                 matrix.copy_(rounded(matrix))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_what_was_trained_loads_and_merges_as_in_peft(
     make_model: Any, data_file: Path, tmp_path: Path, family: str
 ) -> None:

@@ -17,7 +17,7 @@ from crosstune.config.load import make_config
 from crosstune.files.json_files import read_jsonl
 from crosstune.runs.pipeline import train
 
-NUM_STEPS, LR = 12, 3e-3
+NUM_STEPS, LR = 8, 3e-3
 BF16_BOUND = 0.004
 """Largest relative difference of a loss in bf16: about twice the value measured (docs/internals/results-history.md)."""
 QUESTIONS = [f"Count to {n} please, " + "slowly " * (n % 5) for n in range(1, 33)]
@@ -180,8 +180,7 @@ def test_bf16_stays_within_the_stated_bound(
 
 
 @pytest.mark.parametrize(
-    ("train_type", "accumulation"),
-    [("lora", 4), ("full", 4), ("qlora", 1), ("dora", 4), ("bnb_dora", 1)],
+    ("train_type", "accumulation"), [("lora", 4), ("full", 1), ("qlora", 1), ("dora", 1), ("bnb_dora", 1)]
 )
 def test_fp32_equals_the_reference(
     tiny_model: Path, data_file: Path, tmp_path: Path, train_type: str, accumulation: int

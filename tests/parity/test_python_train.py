@@ -130,14 +130,13 @@ def test_an_error_in_a_callback_loses_no_step(bench: Bench, tmp_path: Path) -> N
     assert read_bits(folder)["result"] == bench.reference("lora")["result"]
 
 
-@pytest.mark.parametrize("kind", ["start", "evaluation", "saved"])
-def test_an_error_at_any_event_is_raised(bench: Bench, tmp_path: Path, kind: str) -> None:
+def test_an_error_at_an_event_is_raised(bench: Bench, tmp_path: Path) -> None:
     class Fails:
         def on_event(self, event: Any) -> None:
-            if event.kind == kind:
-                raise KeyError(kind)
+            if event.kind == "saved":
+                raise KeyError("saved")
 
-    folder = tmp_path / kind
+    folder = tmp_path / "events"
     with pytest.raises(KeyError):
         train(bench, folder, callbacks=[Fails()], skip_eval=False, eval_samples=2, max_new_tokens=2)
     train(bench, folder, resume="auto", skip_eval=False, eval_samples=2, max_new_tokens=2)

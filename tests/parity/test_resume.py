@@ -163,17 +163,6 @@ def test_evaluations_do_not_disturb_it(bench: Bench) -> None:
     assert result.summary["eval_before"] == summary["eval_before"]
 
 
-@pytest.mark.slow
-def test_the_dropout_of_full_training_is_real(bench: Bench, straight: Any) -> None:
-    """Without it, its random state would not have been tested above."""
-    still = bench.home / "still"
-    shutil.copytree(bench.model, still)
-    config = json.loads((still / "config.json").read_text()) | {"attention_dropout": 0.0}
-    (still / "config.json").write_text(json.dumps(config))
-    run(bench, "full", bench.home / "no-dropout", model_name=str(still))
-    assert read_bits(bench.home / "no-dropout")["steps"] != read_bits(straight("full"))["steps"]
-
-
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
@@ -262,24 +251,6 @@ def test_the_same_line_begins_anew_what_was_killed_before_its_first_checkpoint(b
     run(bench, "lora", folder, resume="auto", save_steps=0)  # finished: nothing is done again
     assert (folder / "metrics.jsonl").read_bytes() == before
     assert not (bench.home / "early~2").exists()
-
-
-def test_resuming_does_not_export_the_state_it_replaces(
-    bench: Bench, straight: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from crosstune.torch_engine.session.session import TorchSession
-
-    whole, exported = straight("lora"), list[int]()
-    export = TorchSession.export_state
-
-    def count(session: TorchSession, **options: Any) -> Any:
-        exported.append(1)
-        return export(session, **options)
-
-    monkeypatch.setattr(TorchSession, "export_state", count)
-    folder = bench.home / "exports"
-    run(bench, "lora", folder, resume=str(at_step(whole, NUM_STEPS - 1)), save_steps=99)
-    assert len(exported) == 1  # the checkpoint at the end
 
 
 def test_a_copied_run_goes_on_under_its_own_name(bench: Bench, straight: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 from safetensors.numpy import load_file
-from support import assert_close_after_adam
+from support import assert_close_after_adam, chat
 
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.config.load import make_config
@@ -36,22 +36,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def options(folder: Path, *, world: int, name: str, **more: Any) -> dict[str, Any]:
     """Return the options of a run with 12 rows of very different lengths per step, at any world size."""
-    return {
-        "backend": "cpu",
-        "model_name": str(folder / "model"),
-        "dataset": str(folder / "rows.jsonl"),
-        "output_dir": str(folder),
-        "precision": "fp32",
-        "batch_size": 1,
-        "gradient_accumulation_steps": ROWS // world,
-        "world_size": world,
-        "lr": 1e-3,
-        "max_steps": 3,
-        "skip_eval": True,
-        "save_model": False,
-        "save_minutes": 0,
-        "name": name,
-    } | more
+    return (
+        {"backend": "cpu", "model_name": str(folder / "model"), "dataset": str(folder / "rows.jsonl")}
+        | {"output_dir": str(folder), "precision": "fp32", "batch_size": 1}
+        | {"gradient_accumulation_steps": ROWS // world, "world_size": world, "lr": 1e-3}
+        | {"max_steps": 3, "skip_eval": True, "save_model": False, "save_minutes": 0, "name": name}
+        | more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model(
         folder / "model", hidden=36, intermediate=70, num_heads=3, num_kv_heads=1, num_layers=3, vocab=507
     )
-    rows = [
-        {"messages": [{"role": "user", "content": f"{a} + {b}?"}, {"role": "assistant", "content": answer}]}
-        for a in range(12)
-        for b in range(8)
-        for answer in ["is " * (a % 5) + str(a + b)]
-    ]
+    rows = [chat(f"{a} + {b}?", "is " * (a % 5) + str(a + b)) for a in range(12) for b in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -122,6 +108,7 @@ def test_three_processes_are_one(folder: Path) -> None:
     check_runs(folder, runs, worlds={3: 3}, steps=2)
 
 
+@pytest.mark.slow
 def test_packed_bits_survive_an_fsdp_without_integers(folder: Path) -> None:
     """FSDP2 of torch 2.11 refuses integer parameters: their bits are sharded as floats."""
     hook = (
@@ -137,12 +124,7 @@ def test_a_scalar_head_with_adapters(folder: Path) -> None:
     data.mkdir()
     for split, count in (("train", 48), ("val", 4), ("test", 4)):
         rows = [
-            {
-                "id": f"{split}{n}",
-                "task": f"{split}: count to {n}",
-                "answer": "one " * (n % 7 + 1),
-                "score": n % 11,
-            }
+            {"id": f"{split}{n}", "task": f"{split}: {n}", "answer": "one " * (n % 7 + 1), "score": n % 11}
             for n in range(count)
         ]
         (data / f"judge_{split}.json").write_text(json.dumps(rows))
