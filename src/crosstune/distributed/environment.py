@@ -1,7 +1,7 @@
-"""Read the rank of this process, or the machines of the run, from environment variables.
+"""Read the rank of this process, or the nodes of the run, from environment variables.
 
 Ranks come from torchrun, crosstune's launcher (the same variables), srun or mlx.launch. NNODES, NODE_RANK and
-NPROC_PER_NODE name machines: each of them starts its own ranks.
+NPROC_PER_NODE name nodes: each of them starts its own ranks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The machines of a run, from NNODES, NODE_RANK and NPROC_PER_NODE."""
+    """The nodes of a run, from NNODES, NODE_RANK and NPROC_PER_NODE."""
 
     num_nodes: int = 1
     node_rank: int = 0
     num_local: int | None = None
-    """Processes on this machine; None where NPROC_PER_NODE is not set."""
+    """Processes on this node; None where NPROC_PER_NODE is not set."""
     master_addr: str = "127.0.0.1"
     master_port: int = DEFAULT_PORT
 
@@ -58,7 +58,7 @@ def read_ranks(config: Config | None = None) -> Ranks | None:
 
 
 def read_nodes(config: Config | None = None) -> Nodes | None:
-    """Return the machines of the run; None if the variables are not set."""
+    """Return the nodes of the run; None if the variables are not set."""
     return nodes_in(with_options(os.environ, config))
 
 
@@ -95,19 +95,19 @@ def ranks_in(environment: Environment) -> Ranks | None:
 
 
 def nodes_in(environment: Environment) -> Nodes | None:
-    """Return the machines in these variables; None if they are not set or the process already has a rank."""
+    """Return the nodes in these variables; None if they are not set or the process already has a rank."""
     if _has(environment, "RANK") or not _first_set(environment, "NNODES", "NPROC_PER_NODE"):
         return None
     num_nodes = _read_number(environment, "NNODES", low=1, default=1)
     num_local = _read_number(environment, "NPROC_PER_NODE", low=1, default=0) or None
-    needed = {"NODE_RANK": "which of them this machine is", "MASTER_ADDR": "where the first one is"}
+    needed = {"NODE_RANK": "which of them this node is", "MASTER_ADDR": "where the first one is"}
     for name, meaning in needed.items():
         if num_nodes > 1 and not _has(environment, name):
             raise UserError(
                 f"NNODES is {num_nodes}, but {name} is not set.",
                 why=f"the process cannot know {meaning}.",
-                do="set NNODES, NODE_RANK (0 on the first machine) and MASTER_ADDR (the address of the first machine) "
-                "on every machine",
+                do="set NNODES, NODE_RANK (0 on node 0) and MASTER_ADDR (the address of node 0) "
+                "on every node",
             )
     node_rank = _read_number(environment, "NODE_RANK", high=num_nodes - 1, default=0)
     size = _read_number(environment, "WORLD_SIZE", low=1, default=0)
@@ -140,7 +140,7 @@ def _torch_ranks(environment: Environment) -> Ranks | None:
     if not _has(environment, "MASTER_ADDR"):
         raise UserError(
             f"This process is rank {rank} of {size}, but MASTER_ADDR is not set.",
-            why="it cannot know where the first process is.",
+            why="it cannot know where rank 0 is.",
             do="set MASTER_ADDR (and MASTER_PORT) to the address of rank 0 for every process, or use torchrun",
         )
     local_size = _local_size(environment, size)
@@ -286,8 +286,8 @@ def _slurm_master(environment: Environment) -> str:
     if name is None:
         raise UserError(
             "srun started this process, but SLURM_JOB_NODELIST is not set.",
-            why="the process cannot know on which machine the first one is.",
-            do="set MASTER_ADDR to the address of that machine",
+            why="the process cannot know on which node the first one is.",
+            do="set MASTER_ADDR to the address of that node",
         )
     # `gpu[003-005,9],login1`: a comma inside brackets separates numbers, every other one separates hosts.
     nodes = environment[name]
@@ -296,7 +296,7 @@ def _slurm_master(environment: Environment) -> str:
     if match is None or None in entries:
         raise UserError(
             f"{shown(nodes)} is not a list of SLURM nodes ({name}).",
-            do="set MASTER_ADDR to the address of the first machine",
+            do="set MASTER_ADDR to the address of node 0",
         )
     before, numbers, after = match.groups()
     return f"{before}{re.split('[,-]', numbers or '')[0]}{after}"
@@ -341,6 +341,6 @@ def _read_address(environment: Environment, name: str) -> str:
     if _ADDRESS.fullmatch(text) is None or text.count(":") == 1:
         raise UserError(
             f"{name} cannot be {shown(environment[name])} (an environment variable).",
-            do="set it to the name or address of the first machine, such as 10.0.0.1, without a port",
+            do="set it to the name or address of node 0, such as 10.0.0.1, without a port",
         )
     return text

@@ -29,11 +29,11 @@ _OWN = ("crosstune/", "torch/distributed/")
 STOP_S = 2.0
 """Time for the watchdog's threads to end after the training."""
 _LOST_S = 10.0
-"""Time for a rank to notice by itself that rank 0, which holds the board, is gone."""
+"""Time for a rank to notice by itself that rank 0, which holds the board, has exited."""
 
 
 class FolderBoard:
-    """A board for the ranks of one machine and their launcher, in the launcher's private folder."""
+    """A board for the ranks of one node and their launcher, in the launcher's private folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -74,7 +74,7 @@ class HangDetector:
         if not stopped and not still:
             return []
         blamed = stopped or [state for state in states.values() if not state.waits] or still
-        how = "is stopped or its machine is down: it" if stopped else "hangs: it"
+        how = "is stopped or its node is down: it" if stopped else "hangs: it"
         longest = max(silent[s.rank] if stopped else s.still_s for s in (stopped or still))
         lines = [
             f"rank {state.rank} (host {state.host}) {how} has made no progress for {longest:.0f} s. It was in: "
@@ -175,7 +175,7 @@ class Watchdog:
             if not self._lost:
                 self._check_ranks(now)
             elif now - self._answered > _LOST_S and state.still_s > _LOST_S:
-                line = f"rank 0 is gone, and rank {state.rank} still waits: {state.sentence()}"
+                line = f"rank 0 has exited, and rank {state.rank} still waits: {state.sentence()}"
                 self._end([line], EXIT_PEER_LOST)
 
     def _check_ranks(self, now: float) -> None:
@@ -184,7 +184,7 @@ class Watchdog:
             last = self._states.get(0)
             was = f" It was in: {last.doing}, {last.at}" if last is not None else ""
             host = f" (host {last.host})" if last is not None else ""
-            line = f"rank 0{host} is stopped or its machine is down: it has not answered for {silent_s:.0f} s.{was}"
+            line = f"rank 0{host} is stopped or its node is down: it has not answered for {silent_s:.0f} s.{was}"
             self._end([line], EXIT_HUNG)
         elif silent_s > 3 * self.poll_s:
             return  # the board is late, so its last states prove nothing about other ranks
@@ -205,7 +205,7 @@ class Watchdog:
 
 
 class LauncherWatch:
-    """The launcher's check of the ranks on its machine; it also notices when all are stopped."""
+    """The launcher's check of the ranks on its node; it also notices when all are stopped."""
 
     def __init__(self, board: Board, *, limit_s: float, clock: Callable[[], float] | None = None) -> None:
         self._board, self._clock = board, clock or ActiveClock().now

@@ -109,7 +109,7 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
     if config.backend not in ("auto", device.BACKEND):
         raise UserError(
             f"--emulate {name} and --backend {config.backend} contradict each other.",
-            do=f"omit --backend, or use --backend {device.BACKEND}",
+            do=f"remove --backend, or use --backend {device.BACKEND}",
         )
     config = replace(config, backend=device.BACKEND, sources={**config.sources, "backend": "--emulate"})
     config, _ = read_request(config, observer=screen, hashes=False)
@@ -223,5 +223,5 @@ def _check_quantizer(plan: Plan) -> None:
     if importlib.util.find_spec(quantizer.library.partition(".")[0]) is None:
         raise UserError(
             f"The plan for {plan.machine.name} quantizes with {plan.quantizer}, which is not installed here.",
-            do=f"{quantizer.install_command}, or choose another --quantization_backend",
+            do=f"{quantizer.install_command}, or choose a different --quantization_backend",
         )

@@ -149,7 +149,7 @@ class Watch:
 
 
 class _CurrentLayer:
-    """Track the running layer of every model called inside the block.
+    """Track the running layer of every model called within the context.
 
     Autograd does not record the layer of a node. So each layer marks the node of its output, and the last mark passed in
     the backward pass names the nearest layer.

@@ -68,9 +68,9 @@ class BackendReport:
     devices: tuple[Device, ...] = ()
     unified_memory: bool = False
     dtypes: tuple[str, ...] = ()
-    """The dtypes in which a small product and its gradient were correct."""
+    """The dtypes in which a small matmul and its gradient were correct."""
     bf16_speedup: float = 1.0
-    """The speed of a bf16 matrix product relative to fp32."""
+    """The speed of a bf16 matmul relative to fp32."""
     quantizers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Quantizers that run here -> their bit widths."""
     collectives: tuple[str, ...] = ()
@@ -210,7 +210,7 @@ def choose_attention(
 ) -> tuple[Attention, str]:
     """Return the implementation of attention, and why; `flash` is --use_flash_attention.
 
-    The package flash_attn computes in 16 bits only, and attends across the documents of packed rows if a batch has several
+    The flash_attn package computes in 16 bits only, and attends across the documents of packed rows if a batch has several
     rows. torch's own attention picks the best of its kernels, including flash, at each call.
     """
     if report.engine == "mlx":

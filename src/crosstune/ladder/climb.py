@@ -46,11 +46,11 @@ def check_request(config: Config) -> None:
     if names_path(config):
         raise UserError(
             f"A ladder cannot start from --resume {config.resume}.",
-            why="its trials are separate short trainings, and a resumed run keeps its options.",
-            do="leave out --resume, and give the options of that run, such as with --config RUN/config.yaml",
+            why="its trials are separate short runs, and a resumed run keeps its options.",
+            do="remove --resume, and give the options of that run, such as with --config RUN/config.yaml",
         )
     if config.emulate is not None:
-        raise UserError("A ladder measures this machine: --emulate does not work with it.", do="leave it out")
+        raise UserError("A ladder measures this machine: --emulate does not work with it.", do="remove it")
     asked = {k: v for k, v in config.options_asked().items() if k not in ("name", "overwrite", "resume")}
     check_plan(make_config(**asked))[1].raise_problems()
 
@@ -62,7 +62,7 @@ def make_request(config: Config, *, rungs: Sequence[str], steps: int, goal: str)
 
 
 def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
-    """Write the request; raise a UserError if the folder holds trials of another one."""
+    """Write the request; raise a UserError if the folder contains trials of another one."""
     path = folder / REQUEST
     if path.is_file():
         try:
@@ -71,18 +71,18 @@ def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
             raise UserError(
                 f"The ladder in {folder} is damaged: {path.name} cannot be read.",
                 why=error.why,
-                do="use another --name, or --overwrite true to begin again",
+                do="use a different --name, or --overwrite true to begin again",
             ) from error
         if before == dict(request):
             return
         if any((folder / "trials").glob("*/summary.json")):
             raise UserError(
-                f"{folder} holds a ladder of another request.",
+                f"{folder} contains a ladder of another request.",
                 why=f"these differ: {', '.join(_differing(before, request))}.",
-                do="use another --name, or --overwrite true to begin again",
+                do="use a different --name, or --overwrite true to begin again",
             )
     elif folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder} exists and is not a ladder.", do="use another --name")
+        raise UserError(f"{folder} exists and is not a ladder.", do="use a different --name")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, dict(request))
 

@@ -67,7 +67,7 @@ LossPromise = SameBits | Within | AsGood
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """An optimisation: a row of the table in `rungs`, or `RUNG` in a file there, named after it."""
+    """An optimization: a row of the table in `rungs`, or `RUNG` in a file there, named after it."""
 
     title: str
     order: int

@@ -1,4 +1,4 @@
-"""Run short trainings in child processes, and read their measurements."""
+"""Run short runs in child processes, and read their measurements."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _STEP_CHARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve. `colour` is an index into the palette of the page; `look` distinguishes curves without colour."""
+    """One curve. `colour` is an index into the palette of the page; `look` distinguishes curves without color."""
 
     label: str
     points: Sequence[Point]

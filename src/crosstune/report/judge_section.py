@@ -76,7 +76,7 @@ def _lead(columns: Mapping[str, Mapping[str, Any]]) -> str:
     best = (min if main in LOWER_IS_BETTER else max)(found, key=found.__getitem__)
     if main == "mae":
         return (
-            f"Its scores differ from people's by {own:.2f} points on average; the best baseline ({best}) "
+            f"Its scores differ from the human ones by {own:.2f} points on average; the best baseline ({best}) "
             f"differs by {found[best]:.2f}."
         )
     return (

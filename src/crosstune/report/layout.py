@@ -88,7 +88,7 @@ def _scaled(size: float, power: int) -> float:
 
 
 def tick_label(value: float, *, gap: float) -> str:
-    """Format a tick with only as many decimals as distinguish it from its neighbours."""
+    """Format a tick with only as many decimals as distinguish it from its neighbors."""
     if abs(value) < gap / 1000:
         return "0"
     # Small steps between large values read better without exponents.

@@ -46,7 +46,7 @@ def _phases(phases: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _figures(result: Mapping[str, Any], step_s: float) -> list[tuple[str, Shown]]:
-    """Return the utilisation of the device and its measured limits."""
+    """Return the utilization of the device and its measured limits."""
     limits, found = mapping(result.get("limits")), list[tuple[str, Shown]]()
     busy, cores = number(result.get("device_busy_share")), number(result.get("cores_busy"))
     flops, share = number(result.get("flops")), number(result.get("limit_share"))

@@ -133,7 +133,7 @@ def smoothing_window(num_points: int) -> int:
 
 
 def smooth(points: Sequence[Point], *, window: int) -> list[Point]:
-    """Return the centred moving mean. Gaps stay gaps."""
+    """Return the centered moving mean. Gaps stay gaps."""
     half = window // 2
     values = [value for _, value in points]
     sums = [0.0, *accumulate(value or 0.0 for value in values)]

@@ -87,7 +87,7 @@ def _why_not(name: str, now: Situation) -> str:
             f"torch.compile needs {missing} on {backend.name}": missing,
         },
         "fp8_base": {
-            "fp8 products need an NVIDIA GPU": backend.name != "cuda",
+            "fp8 matmuls need an NVIDIA GPU": backend.name != "cuda",
             "only the fast layers with LoRA multiply in fp8": config.kernels != "fast"
             or plan.method != "lora",
             "the base is multiplied in fp8 already": config.base_precision == "fp8",

@@ -1,4 +1,4 @@
-"""Divide a step over several processes."""
+"""Divide a step across several processes."""
 
 from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 

@@ -275,7 +275,7 @@ def find_label_tokens(verdict: VerdictFormat, tokenizer: Tokenizer) -> LabelToke
         raise UserError(
             f"The verdict format {verdict.name} does not work with this tokenizer.",
             why="its tokens before the verdict depend on the label.",
-            do="use another --verdict",
+            do="use a different --verdict",
         )
     tails = [tuple(text[common:]) for text in texts]
     return LabelTokens(
@@ -288,7 +288,7 @@ def _distinct(tail: tuple[int, ...], tails: Sequence[tuple[int, ...]]) -> tuple[
     for length in range(1, len(tail) + 1):
         if sum(other[:length] == tail[:length] for other in tails) == 1:
             return tail[:length]
-    raise UserError("Two labels have the same tokens.", do="use another --verdict, or another tokenizer")
+    raise UserError("Two labels have the same tokens.", do="use a different --verdict, or another tokenizer")
 
 
 def common_length(texts: Sequence[list[int]]) -> int:

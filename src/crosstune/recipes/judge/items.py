@@ -1,4 +1,4 @@
-"""Define an item to judge (a task, one or two answers, people's verdict), its score scale and its labels."""
+"""Define an item to judge (a task, one or two answers, human verdict), its score scale and its labels."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def common_scale(items: Sequence[Item], *, default: Scale) -> Scale:
         raise UserError(
             f"The scores are on different scales: {', '.join(sorted(map(str, found)))}.",
             why="a judge learns one scale.",
-            do="convert them to one scale, or put them into two data sets",
+            do="convert them to one scale, or put them into two datasets",
         )
     return next(iter(found), default)
 

@@ -145,7 +145,7 @@ def _without_rounding(values: Floats) -> Floats:
 
 
 def _centred(values: Floats) -> Floats:
-    """Centre values and scale them to at most 1, so that squares neither overflow nor underflow."""
+    """Center values and scale them to at most 1, so that squares neither overflow nor underflow."""
     values = _without_rounding(values)
     centred = values - values.mean() if len(values) else values
     largest = np.abs(centred).max(initial=0.0)

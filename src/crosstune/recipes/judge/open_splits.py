@@ -184,7 +184,7 @@ def without_leaks(train: Sequence[Item], held_out: Splits, *, policy: str) -> tu
         raise UserError(
             f"{len(leaking):,} of {len(train):,} training rows leak into the held-out data.",
             why=f"the {first.kind} {shown(first.example)} is also in the {first.split} split, so the test "
-            "would measure memorisation.",
+            "would measure memorization.",
             do="drop them from the training with --leaks drop, split by source again with "
             "`crosstune judge data DATA --split_to DIR`, or accept it with --leaks allow",
         )

@@ -83,7 +83,7 @@ class ItemReader:
         if 0 < pairs < len(items):
             raise UserError(
                 f"{source} mixes {len(items) - pairs} scored answers with {pairs} pairs of answers.",
-                do="put them into two data sets",
+                do="put them into two datasets",
             )
         without = sum(not item.reference for item in items)
         if self.references == "auto" and 0 < without < len(items):
@@ -171,7 +171,7 @@ class ItemReader:
         if self.scale_asked and scale != self.scale:
             raise UserError(
                 f"Its score_scale is {scale}, and --score_scale is {self.scale}.",
-                do="leave out --score_scale, or correct the data",
+                do="remove --score_scale, or correct the data",
             )
         return scale
 

@@ -102,7 +102,7 @@ class VerdictFormat:
         return f"{said}\nFeedback: {feedback}" if self.name == "winner" else said
 
     def label_of(self, item: Item) -> int:
-        """Return the index of the label nearest to people's score, or of their winner."""
+        """Return the index of the label nearest to human score, or of their winner."""
         if item.winner is not None:
             return WINNERS.index(item.winner)
         assert item.score is not None

@@ -36,7 +36,7 @@ _MODE_OPTIONS = ("loss_type", "mode_weights", "sequential_schedule")
 
 def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
     """Return the defaults of options that were not set."""
-    reason = "the default of the recipe latent_diffusion"
+    reason = "the default of the latent_diffusion recipe"
     return {
         option: Preset(value=value, reason=reason)
         for option, value in _DEFAULTS.items()
@@ -55,7 +55,7 @@ def check_dataset(name: str) -> None:
         return
     source = name if name in CORPORA or folder.exists() else "TEXTS"
     raise UserError(
-        f"The recipe latent_diffusion cannot train on {name}.",
+        f"The latent_diffusion recipe cannot train on {name}.",
         why="it needs a folder of (text, vector) pairs, or the generated corpus `grammar`.",
         do=f"make one: crosstune latents build {source} --out PAIRS; then --dataset PAIRS",
     )
@@ -63,14 +63,14 @@ def check_dataset(name: str) -> None:
 
 def check_options(config: Config) -> list[UserError]:
     """Return the problems of options that do not work with this recipe."""
-    refused = "The recipe latent_diffusion does not train with"
+    refused = "The latent_diffusion recipe does not train with"
     problems = []
     if config.backend == "mlx":
         why, do = "its model is written for torch.", "use --backend mps on a Mac, or cpu"
         problems.append(UserError(f"{refused} --backend mlx.", why=why, do=do))
     if config.train_type != "full":
         why = "its model starts from random weights, so there is no base for an adapter."
-        do = "use --train_type full, or leave it out"
+        do = "use --train_type full, or remove it"
         problems.append(UserError(f"{refused} --train_type {config.train_type}.", why=why, do=do))
     for why, options in _MEANINGLESS.items():
         if found := [f"--{option}" for option in options.split() if option in config.sources]:
@@ -111,7 +111,7 @@ def _open(config: Config) -> PairFolder:
     if config.latent_dim and config.latent_dim != pairs.dim:
         raise UserError(
             f"--latent_dim is {config.latent_dim}, but the vectors of {config.dataset} have {pairs.dim} dimensions.",
-            do=f"use --latent_dim {pairs.dim} or leave it out, or build the pairs with another encoder",
+            do=f"use --latent_dim {pairs.dim} or remove it, or build the pairs with another encoder",
         )
     longest = int(pairs.splits["train"].lengths.max())
     if "context_length" in config.sources and longest > config.context_length:

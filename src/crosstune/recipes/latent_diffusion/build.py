@@ -184,7 +184,7 @@ def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
     )
     raise_all(
         [
-            UserError(f"{option} cannot be used with {what}.", why=why, do="leave it out")
+            UserError(f"{option} cannot be used with {what}.", why=why, do="remove it")
             for option, is_wrong, what, why in rules
             if is_wrong
         ]

@@ -161,7 +161,7 @@ def _shard_path(folder: Path, name: str) -> Path:
 def write_layout(pairs: PairFolder, folder: Path, *, layout: str) -> int:
     """Write the pairs in an original layout into a new folder; return their number."""
     if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty.", do="give another --out FOLDER")
+        raise UserError(f"{folder} is not empty.", do="pass a different --out FOLDER")
     write = _write_files if layout == "files" else _write_shards
     write(pairs, folder)
     return sum(map(len, pairs.splits.values()))

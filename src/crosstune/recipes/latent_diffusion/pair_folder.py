@@ -139,7 +139,7 @@ def check_vectors(latents: NDArray[Any], *, source: str) -> None:
         raise UserError(
             f"The vectors of {source} cannot be used.",
             why=f"the norm of vector {error.argmax()} differs from 1 by {error.max():.4g}.",
-            do="normalise the vectors by importing them with `crosstune latents build`",
+            do="normalize the vectors by importing them with `crosstune latents build`",
         )
 
 
@@ -155,7 +155,7 @@ def vector_norms(latents: NDArray[Any], *, source: str) -> NDArray[Any]:
         with np.errstate(over="ignore"):
             vectors = np.asarray(latents[extreme], np.float32)
         norms[extreme] = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
-    for bad, why in ((~np.isfinite(norms), "holds a value that is not finite"), (norms == 0, "is zero")):
+    for bad, why in ((~np.isfinite(norms), "contains a value that is not finite"), (norms == 0, "is zero")):
         if bad.any():
             raise UserError(
                 f"The vectors of {source} cannot be used.",
@@ -201,17 +201,17 @@ def check_counts(texts: Sequence[str], latents: NDArray[Any], *, source: str) ->
 def check_out(folder: Path) -> None:
     """Raise if pairs cannot be written to a folder: it has other files, or cannot be created."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is not a folder.", do="give another --out FOLDER")
+        raise UserError(f"{folder} is not a folder.", do="pass a different --out FOLDER")
     if folder.exists() and not is_pair_folder(folder) and any(folder.iterdir()):
         raise UserError(
-            f"{folder} is not empty and holds no pairs.",
-            do="give another --out FOLDER, or remove it yourself",
+            f"{folder} is not empty and contains no pairs.",
+            do="pass a different --out FOLDER, or remove it yourself",
         )
     try:
         check_place(folder)
     except UserError as error:
         raise UserError(
-            f"Pairs cannot be written to {folder}.", why=error.why, do="give another --out FOLDER"
+            f"Pairs cannot be written to {folder}.", why=error.why, do="pass a different --out FOLDER"
         ) from error
 
 

@@ -101,7 +101,7 @@ def load_settings(folder: Path) -> tuple[ModelSettings, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of a training: phases of (shares of the modes, steps). The last phase has no end."""
+    """The modes of a run: phases of (shares of the modes, steps). The last phase has no end."""
 
     phases: tuple[tuple[Mapping[str, float], int], ...]
 

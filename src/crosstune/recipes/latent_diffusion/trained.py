@@ -42,7 +42,7 @@ def open_trained(path: Path, *, device: str | None = None, dtype: str = "fp32") 
     folder = path / "model" if (path / "model" / SETTINGS).is_file() else path
     if not (folder / SETTINGS).is_file():
         raise UserError(
-            f"{path} holds no trained latent-diffusion model.",
+            f"{path} contains no trained latent-diffusion model.",
             why=f"there is no {SETTINGS} in it.",
             do="give the folder of a finished run: crosstune train --recipe latent_diffusion",
         )
@@ -154,7 +154,7 @@ def decode(
     if vectors is not None:
         latents, changed = trained.vectors_of(vectors)
         if changed:
-            notes.append(f"{changed:,} vectors did not have norm 1 and were normalised")
+            notes.append(f"{changed:,} vectors did not have norm 1 and were normalized")
     else:
         assert opened is not None
         latents = opened.encode(texts)
@@ -231,5 +231,5 @@ def _write_vectors(path: Path | None, vectors: Any) -> None:
         raise UserError(
             f"The vectors cannot be written to {path}.",
             why=f"{error.strerror or error}.",
-            do="give another --out FILE",
+            do="pass a different --out FILE",
         ) from error

@@ -1,4 +1,4 @@
-"""Kubernetes: an indexed Job with one pod per machine, and a headless Service that gives the first pod a name."""
+"""Kubernetes: an indexed Job with one pod per node, and a headless Service that gives the first pod a name."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check(job: Job) -> Iterator[UserError]:
         yield UserError(
             "--on kubernetes needs --volume CLAIM:PATH.",
             why="all pods need the same folder, and a pod that is restarted elsewhere its checkpoints.",
-            do="name a claim that several machines can mount (access mode ReadWriteMany)",
+            do="name a claim that several nodes can mount (access mode ReadWriteMany)",
         )
 
 
@@ -99,7 +99,7 @@ def start(job: Job) -> Started:
         ["kubectl", "apply", "--filename=-"],
         write(job),
         where="install kubectl and point it to the cluster, or add --print and apply the manifest where it is",
-        do=f"if a job of this name exists, choose another --name or remove it: {delete}",
+        do=f"if a job of this name exists, choose a different --name or remove it: {delete}",
     )
     return Started(
         lines=(

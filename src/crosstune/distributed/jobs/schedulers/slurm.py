@@ -1,4 +1,4 @@
-"""SLURM: a batch script that starts one launcher per machine, and requeues itself after a preemption."""
+"""SLURM: a batch script that starts one launcher per node, and requeues itself after a preemption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORD = matches(r"[^\s\"'\\#`$;]+", "a word without spaces, quotes, backslashes,
 PARTITION = JobOption("partition", "NAME", "partition of the cluster", check=_WORD)
 ACCOUNT = JobOption("account", "NAME", "account to charge", check=_WORD)
 QOS = JobOption("qos", "NAME", "quality of service", check=_WORD)
-CONSTRAINT = JobOption("constraint", "FEATURE", "features the machines must have", check=_WORD)
+CONSTRAINT = JobOption("constraint", "FEATURE", "features the nodes must have", check=_WORD)
 TIME = JobOption(
     "time",
     "LIMIT",
