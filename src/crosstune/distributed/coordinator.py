@@ -66,13 +66,13 @@ class Coordinator:
             if error.errno == errno.EADDRINUSE:
                 raise PortTaken(
                     f"The launcher cannot listen on {where}.",
-                    why="another program has this port.",
+                    why="another program is using this port.",
                     do="choose a different --master_port (MASTER_PORT) on every node",
                 ) from error
             raise UserError(
                 f"The launcher cannot listen on {where}.",
                 why=f"{error}.",
-                do="set MASTER_ADDR to an address of the node with NODE_RANK 0, or NODE_RANK to another number here",
+                do="set MASTER_ADDR to an address of the node with NODE_RANK 0, or use a different NODE_RANK on this node",
             ) from error
         threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
         threading.Thread(target=self._coordinate, daemon=True).start()
@@ -100,10 +100,8 @@ class Coordinator:
             channel.close()
 
     def _coordinate(self) -> None:
-        """Run all attempts. A bug here must end the run too: the launchers would wait forever."""
-        outcome = Outcome(
-            code=EXIT_OUR_FAULT, lines=("the launcher of node 0 failed; its output says how.",)
-        )
+        """Run all attempts. A bug here must also end the run: the launchers would wait forever."""
+        outcome = Outcome(code=EXIT_OUR_FAULT, lines=("the launcher of node 0 failed; its output says how.",))
         try:
             outcome = self._lead()
         except _RunEnded as ended:
@@ -155,7 +153,7 @@ class Coordinator:
         return size
 
     def _admit(self, channel: Channel, hello: Message) -> None:
-        """Add a launcher; end the run if its version, NNODES or NODE_RANK does not fit."""
+        """Add a launcher; end the run if its version, NNODES or NODE_RANK does not match."""
         node, host, num_local = hello.get("node"), readable(str(hello.get("host"))), hello.get("num_local")
         if type(node) is not int or type(num_local) is not int or not 1 <= num_local <= MOST_PROCESSES:
             channel.close()  # not a launcher of ours
@@ -231,7 +229,7 @@ def _lost(member: Member, why: str) -> _RunEnded:
         Outcome(
             code=EXIT_OUR_FAULT,
             lines=(
-                f"the connection to {member.name} was lost, so the run was ended.",
+                f"the connection to {member.name} was lost, so the run was aborted.",
                 f"  why: {why}",
                 "  do:  run the same command with --resume auto on every node to continue from the newest checkpoint",
             ),

@@ -73,7 +73,7 @@ def connect(ranks: Ranks | None, limits: Limits | None = None) -> Group:
 
 @contextlib.contextmanager
 def naming_rank(group: Group) -> Iterator[None]:
-    """Prefix the errors of other ranks than 0 with the rank and its host."""
+    """Prefix errors with the rank and its host, except on rank 0."""
     try:
         yield
     except UserError as error:
@@ -84,7 +84,7 @@ def naming_rank(group: Group) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_turn(group: Group) -> Iterator[None]:
-    """Run the block first on one process of each host, so that the others find its results cached."""
+    """Run the context on one process of each host first, so that the others find its results cached."""
     is_first = group.ranks.local_rank == 0
     if not is_first:
         group.meet()
@@ -94,7 +94,7 @@ def in_turn(group: Group) -> Iterator[None]:
 
 
 def share_machine(group: Group, probe: Callable[[], Machine]) -> Machine:
-    """Return the node of rank 0, so that all processes make the same plan."""
+    """Return rank 0's machine report, so that all processes make the same plan."""
     if group.ranks.size == 1:
         return probe()
     text = group.share(json.dumps(probe().to_json()) if group.ranks.first else "")
@@ -130,7 +130,7 @@ def check_shared_folder(group: Group, folder: Path) -> None:
         raise UserError(
             f"The run folder {folder} is not shared by all nodes.",
             why=f"every process reads and writes checkpoints there, and {'another rank' if seen else group.ranks.name} "
-            "does not see what the first one writes.",
+            "does not see what rank 0 writes.",
             do="put --output_dir on a file system that all nodes have mounted at the same path",
         )
 

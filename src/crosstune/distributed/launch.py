@@ -29,7 +29,7 @@ from crosstune.process.this_process import handling
 LOST_S = 30.0
 """Silence after which another node's launcher counts as lost."""
 ORPHAN_S = 300.0
-"""Time for a rank to save and exit after its launcher has exited."""
+"""Time for a rank to save and exit after its launcher exits."""
 
 Environments = Callable[[Path, Begin], list[dict[str, str]]]
 """Private folder and attempt -> the environment variables of each rank on this node."""
@@ -134,7 +134,7 @@ def torch_environments(folder: Path, begin: Begin) -> list[dict[str, str]]:
 
 
 def follow(launcher: int) -> None:
-    """Stop this process when its launcher has exited: SIGTERM, and SIGKILL `ORPHAN_S` later."""
+    """Stop this process when its launcher exits: SIGTERM, and SIGKILL `ORPHAN_S` later."""
 
     def watch() -> None:
         while os.getppid() == launcher:

@@ -47,7 +47,7 @@ class Begin:
 
 
 class OneMachine:
-    """The attempts of a run on one node, decided here."""
+    """The attempts of a single-node run, decided locally."""
 
     def __init__(self, *, size: int, max_restarts: int, port: int | None = None) -> None:
         self._port = port
@@ -68,7 +68,7 @@ class OneMachine:
 
 
 class SeveralMachines:
-    """The attempts of a run on several nodes, decided by the coordinator on the first."""
+    """The attempts of a multi-node run, decided by the coordinator on node 0."""
 
     def __init__(self, nodes: Nodes, *, num_local: int, connect_s: float, lost_s: float) -> None:
         self._nodes, self._num_local, self._lost_s = nodes, num_local, lost_s
@@ -108,7 +108,7 @@ class SeveralMachines:
         )
 
     def should_stop(self, failed: bool) -> bool:
-        """Return whether another node has failed; tell the coordinator if a rank here has."""
+        """Return whether another node has failed; tell the coordinator if a local rank has."""
         if failed and not self._told:
             self._channel.send({"failed": self._attempt})
             self._told = True
@@ -121,7 +121,7 @@ class SeveralMachines:
         return self._stop
 
     def decide(self, report: Report) -> AttemptDecision:
-        """Return the coordinator's decision after the ranks of all nodes have ended."""
+        """Return the coordinator's decision after the ranks of all nodes have exited."""
         self._channel.send({"report": report.to_json(limit=REPORT_LIMIT)})
         message = self._await("again", "end")
         if message is None:
@@ -158,7 +158,7 @@ class SeveralMachines:
         return Outcome(
             code=EXIT_OUR_FAULT,
             lines=(
-                f"the connection to node 0 at {self._place} was lost, so the processes here were ended.",
+                f"the connection to node 0 at {self._place} was lost, so the processes on this node were stopped.",
                 f"  why: it was silent for {self._lost_s:g} s: it is down, its launcher was killed, or the network is cut.",
                 "  do:  run the same command with --resume auto on every node to continue from the newest checkpoint",
             ),
@@ -171,7 +171,7 @@ def _outcome(message: Message) -> Outcome:
 
 
 class Channel:
-    """A connection to another launcher. `inbox` holds its messages; heartbeats only show that it is alive."""
+    """A connection to another launcher. `inbox` contains its messages; heartbeats only show that it is alive."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(None)

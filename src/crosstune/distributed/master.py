@@ -1,6 +1,6 @@
-"""Listen on node 0 of a run, connect to it from the others, and find free ports.
+"""Listen on node 0, connect to it from the others, and find free ports.
 
-Debian's installer maps a host's own name to 127.0.1.1: a node 0 that listened there would be unreachable, and a
+Debian's installer maps a host's own name to 127.0.1.1: if node 0 listened there, it would be unreachable, and a
 node with a copied /etc/hosts would connect to itself.
 """
 
@@ -63,7 +63,7 @@ def listen(name: str, port: int, *, several: bool, backlog: int = 1024) -> socke
 
 
 def check_master(name: str, *, node_rank: int) -> None:
-    """Raise a UserError on a node that would connect to itself instead of the first one."""
+    """Raise a UserError on a node that would connect to itself instead of node 0."""
     own = socket.gethostname().partition(".")[0]
     if node_rank == 0 or is_loopback(name) or name.partition(".")[0] == own:
         return  # a trial with several launchers on one node uses localhost or its name
@@ -77,7 +77,7 @@ def check_master(name: str, *, node_rank: int) -> None:
 
 
 def leads_back(name: str) -> str | None:
-    """Return the loopback address of a name without any other; None if it has another or cannot be resolved."""
+    """Return the loopback address of a name with no other address; None if it has others or cannot be resolved."""
     try:
         first = str(resolve(name, 0)[0][4][0])
     except OSError:

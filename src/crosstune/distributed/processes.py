@@ -73,7 +73,7 @@ class Processes:
         return [member.poll() for member in self.members]
 
     def wait(self, should_stop: Callable[[bool], bool], hangs: Callable[[], Sequence[str]] = tuple) -> None:
-        """Wait until all processes have ended.
+        """Wait until all processes have exited.
 
         After a failure the others get `PATIENCE_S`, then SIGTERM, and SIGKILL after `GRACE_S`. A second Ctrl-C or a
         port in use shortens this; a hang (`hangs` names the rank) or a failure on another node kills them sooner.

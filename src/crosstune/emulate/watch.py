@@ -82,7 +82,7 @@ class Watch:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Record the operators of the block; `phase` names it in the recorded locations."""
+        """Record the operators within the context; `phase` is its name in the recorded locations."""
         with (
             torch.compiler.set_stance("force_eager"),
             sdpa_kernel(self.device.ATTENTION),

@@ -37,7 +37,7 @@ FEWEST_ROWS, MOST_ROWS = 256, 4096
 LOGITS_IN_CACHE = 2**20
 """Logits whose loss is computed at once on a CPU: few enough for its caches."""
 SHORTEST_ROW, LONGEST_ROW = 128, 1024
-"""Lengths of rows that attend by batched matmuls on a CPU. Time relative to torch's fused attention, forward and backward
+"""Lengths of rows whose attention uses batched matmul on a CPU. Time relative to torch's fused attention, forward and backward
 (two ARM cores, fp32, 1,024 tokens, 9 heads over 3 and 14 over 2 of size 64, medians of eight): 64 tokens 1.15 and 1.07, 128
 0.86 and 0.78, 256 0.70 and 0.75; with recomputed probabilities 512 0.73 and 0.69, 1,024 0.79 and 0.90."""
 LONGEST_KEPT_ROW = 256
@@ -52,19 +52,19 @@ _GROUPS = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
-"""Linear layers with the same input, multiplied in one matmul."""
+"""Linear layers with the same input, computed in one matmul."""
 
 Recompute = Literal["none", "lean", "full"]
 """Recomputed in a layer's backward pass: the gated activation, fused into another kernel; also the norms; or the whole layer."""
 USED_SHARE = 0.85
-"""The share of free memory for kept activations; matmuls, gradients and fragmentation use the rest."""
+"""The fraction of free memory for kept activations; matmuls, gradients and fragmentation use the rest."""
 
 
 def why_no_fast_layers(field: Callable[[str], Any]) -> str | None:
-    """Return why a model has no fast layers, from the fields of its configuration; None if it has them."""
+    """Return why the fast layers do not support a model, from the fields of its config; None if they do."""
     family = field("model_type")
     if family not in FAMILIES:
-        return f"the fast layers know {', '.join(FAMILIES)}, not {family}"
+        return f"the fast layers support {', '.join(FAMILIES)}, not {family}"
     if field("attn_logit_softcapping") is not None:
         return "its attention caps its scores, which the fast kernels do not support"
     if field("final_logit_softcapping") is not None:
@@ -76,12 +76,12 @@ def why_no_fast_layers(field: Callable[[str], Any]) -> str | None:
             return f"its config sets {name}"
     activation = field("hidden_activation") or field("hidden_act")
     if activation is not None and activation not in ACTIVATIONS:
-        return f"the fast layers do not have its activation {activation}"
+        return f"the fast layers do not support its activation {activation}"
     return None
 
 
 def why_no_fast_layers_of(config: Mapping[str, Any]) -> str | None:
-    """Return why the model of a config.json has no fast layers; None if it has them or its family is unknown."""
+    """Return why the fast layers do not support the model of a config.json; None if they do or its family is unknown."""
     family = config.get("model_type")
     if not family:
         return None
@@ -101,7 +101,7 @@ def rows_at_a_time(vocabulary: int, *, on_gpu: bool) -> int:
 
 
 def attends_by_products(length: int, *, on_gpu: bool) -> bool:
-    """Return whether rows of this length attend by batched matmuls."""
+    """Return whether attention in rows of this length uses batched matmul."""
     return not on_gpu and SHORTEST_ROW <= length <= LONGEST_ROW
 
 

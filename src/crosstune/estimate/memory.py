@@ -27,7 +27,7 @@ GIB = 1024**3
 LOGITS_AT_A_TIME = 2**24
 """More logits than this are converted to fp32 in parts."""
 UNIFIED_SHARE = 0.9
-"""The largest share of unified memory for a GPU."""
+"""The largest fraction of unified memory for a GPU."""
 _SCORE_COPIES = 2
 """Temporary copies of a layer's attention scores in its backward pass."""
 _PRODUCT_COPIES = {"none": 0, "bnb": 1, "mlx": 0}

@@ -14,7 +14,7 @@ from crosstune.estimate.memory import gathered_bytes, layer_bytes, num_recompute
 from crosstune.estimate.model_shape import ModelShape, Step, adapted_linears, trained_parameters
 
 SUSTAINED = 0.67
-"""The share of the data sheet's rate that matmuls reach under the power limit."""
+"""The fraction of the data sheet's rate that matmuls reach under the power limit."""
 PASSES, FAST_PASSES = 29, 11
 """How often each byte kept for the backward pass moves through memory, in the general and the fast layers."""
 FP8_RATE = 1.68
@@ -26,7 +26,7 @@ LAUNCHES, LAUNCHES_PER_ADAPTER, LAUNCHES_PER_QUANTIZED = 350, 25, 20
 FAST_LAUNCHES = 50
 """Kernels of a fast layer with adapters (counted)."""
 LINK_SHARE = 0.8
-"""The share of a link's data rate that collectives reach."""
+"""The fraction of a link's data rate that collectives reach."""
 LATENCY_S = 20e-6
 """The time of a message to the next process."""
 LARGEST_ERROR, NUM_CHECKED = 0.082, 6
@@ -119,7 +119,7 @@ class StepTime:
 
     @property
     def communication_share(self) -> float:
-        """The share of the time in which the links are busy, exposed or overlapped."""
+        """The fraction of the time in which the links are busy, exposed or overlapped."""
         return min(1.0, (self.communication_s + self.hidden_s) / self.seconds)
 
     @property

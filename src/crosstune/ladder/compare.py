@@ -98,7 +98,7 @@ def compare(
     new: Mapping[str, Any],
     on_trial: Callable[[str], None] = lambda name: None,
 ) -> Comparison:
-    """Run baseline and change in the order A B B A, so that drift of the machine favors neither. Stop at a failure."""
+    """Run baseline and change in the order A B B A, so that drift favors neither. Stop at a failure."""
     sides: dict[str, list[Trial]] = {"base": [], "new": []}
     for turn, side in enumerate(TURNS):
         trial_name = f"{name}-{turn + 1}-{side}"
@@ -110,7 +110,7 @@ def compare(
 
 
 def judge(comparison: Comparison, *, promise: LossPromise, gain: Gain, goal: Goal) -> Verdict:
-    """Keep a change if it keeps its promise about the loss and helps."""
+    """Accept a change if it keeps its promise about the loss and helps."""
     if (failed := comparison.failed) is not None:
         words = {"out_of_memory": "out of memory", "too_slow": "too slow"}.get(failed.status, "failed")
         return Verdict(False, f"{words}: {failed.error}")

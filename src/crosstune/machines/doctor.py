@@ -23,7 +23,7 @@ TIME_LIMIT_S = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The result of one short training."""
+    """The result of one short run."""
 
     backend: str
     ran: bool

@@ -1,4 +1,4 @@
-"""Lay out a chart: axes with round ticks, and the places of everything in percent of the plot."""
+"""Lay out a chart: axes with round ticks, and all positions in percent of the plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crosstune.report.formatting import MINUS, NOT_FINITE
 from crosstune.report.series import Point, finite_values, kept_indices
 
 FEW_POINTS = 12
-"""Most points of a curve that are also drawn as dots."""
+"""Maximum number of points of a curve that are also drawn as dots."""
 MOST_LOG_TICKS = 8
 
 

@@ -125,7 +125,9 @@ def _why_not_built(spec: BackendSpec) -> str:
     import torch
 
     if not hasattr(torch.version, spec.torch_build):  # needs another kind of computer, not another wheel
-        return f"this torch build lacks {spec.torch_build} support ({platform.system()}, {platform.machine()})"
+        return (
+            f"this torch build lacks {spec.torch_build} support ({platform.system()}, {platform.machine()})"
+        )
     built = [title for build, title in _BUILD_TITLES.items() if _is_built(build)]
     if not built:
         return "this torch is a CPU build"

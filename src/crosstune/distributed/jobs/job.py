@@ -1,4 +1,4 @@
-"""Describe a run on several nodes as a job, check that it can be restarted, fill its template and submit it."""
+"""Describe a multi-node run as a job, check that it can be restarted, fill its template and submit it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CHECKPOINT_NAME = re.compile(r"step-\d+/?$|\.tar$")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run on several nodes; each starts its processes with `crosstune train`."""
+    """A multi-node run; each node starts its processes with `crosstune train`."""
 
     name: str
     """The name of the run, the same at every start."""
@@ -141,8 +141,8 @@ def make_job(
 
 
 def _restartable_flags(config: Config, words: Sequence[str], *, name: str) -> tuple[str, ...]:
-    """Return the flags for train with a fixed name and `--resume auto`, unless they name a run to resume. Options from
-    environment variables become flags, because the nodes have another environment."""
+    """Return the flags for train with a fixed name and `--resume auto`, unless they specify a run to resume. Options from
+    environment variables become flags, because the nodes have a different environment."""
     own = {option.env for option in options_by_name().values() if option.env}
     from_shell = [option for option, source in config.sources.items() if source in own]
     added = [word for option in from_shell for word in (f"--{option}", str(getattr(config, option)))]
@@ -163,7 +163,7 @@ def _problems(job: Job, config: Config) -> Iterator[UserError]:
         )
     if config.backend == "cpu" and job.num_gpus:
         yield UserError(
-            f"--gpus {job.num_gpus} does not go with --backend cpu.",
+            f"--gpus {job.num_gpus} cannot be combined with --backend cpu.",
             why="the job would reserve GPUs that it does not use.",
             do=f"remove --gpus, and pass --nproc_per_node {job.num_local} for the processes of each node",
         )
@@ -171,7 +171,7 @@ def _problems(job: Job, config: Config) -> Iterator[UserError]:
         yield UserError(
             f"--gpus {job.num_gpus} is too few for --nproc_per_node {job.num_local}.",
             why="each process needs its own GPU.",
-            do="give as many GPUs as processes, or --gpus 0 to train on CPUs",
+            do="request as many GPUs as processes, or pass --gpus 0 to train on CPUs",
         )
     size = job.num_nodes * job.num_local
     if config.world_size not in (-1, size):
@@ -181,23 +181,25 @@ def _problems(job: Job, config: Config) -> Iterator[UserError]:
         )
     if config.overwrite:
         yield UserError(
-            "--overwrite does not go with launch.",
+            "--overwrite cannot be combined with launch.",
             why="the scheduler may start the job again, and each start would set the run aside and start over.",
             do="choose a different --name",
         )
     if (config.resume == "none" and "resume" in config.sources) or _CHECKPOINT_NAME.search(config.resume):
         yield UserError(
-            f"--resume {config.resume} does not go with launch.",
-            why="the scheduler may start the job again, and it must resume from its newest checkpoint then.",
-            do="remove --resume, or give the folder of a run; `crosstune train --resume` continues an archive or an "
+            f"--resume {config.resume} cannot be combined with launch.",
+            why="the scheduler may start the job again, and it must then resume from its newest checkpoint.",
+            do="remove --resume, or pass a run folder; `crosstune train --resume` continues an archive or an "
             "older checkpoint on one node",
         )
     if config.backend == "mlx":
         yield UserError(
-            "launch starts torch processes, and --backend is mlx.", do="start MLX with mlx.launch"
+            "`crosstune launch` supports torch backends only, not mlx.", do="start MLX with mlx.launch"
         )
     if config.emulate is not None:
-        yield UserError("launch does not emulate.", do="use `crosstune train --emulate` here")
+        yield UserError(
+            "`crosstune launch` does not support --emulate.", do="use `crosstune train --emulate`"
+        )
 
 
 def fill(template: str, **values: Any) -> str:
@@ -220,14 +222,14 @@ def fill(template: str, **values: Any) -> str:
 
 
 def submit(command: Sequence[str], text: str, *, where: str, do: str, cwd: Path | None = None) -> str:
-    """Pipe a text into a scheduler's command; return its output. `where` advises when the command is missing, `do` when
+    """Pipe a string into a scheduler's command; return its output. `where` advises when the command is missing, `do` when
     it fails."""
     if shutil.which(command[0]) is None:
-        raise UserError(f"Cannot submit the job: there is no {command[0]} on this node.", do=where)
+        raise UserError(f"Cannot submit the job: {command[0]} was not found on this machine.", do=where)
     done = subprocess.run(command, input=text, text=True, capture_output=True, check=False, cwd=cwd)
     if done.returncode:
         raise UserError(
-            f"{command[0]} refused the job.",
+            f"{command[0]} rejected the job.",
             why=done.stderr.strip() or f"exit code {done.returncode}",
             do=do,
         )

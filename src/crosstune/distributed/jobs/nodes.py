@@ -1,4 +1,4 @@
-"""Supervise the launchers of a job: forward signals, end all when one fails, restart from the last checkpoint."""
+"""Supervise a job's launchers: forward signals, stop all when one fails, restart from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from crosstune.distributed.jobs.job import Started
 from crosstune.process.this_process import handling
 
 PATIENCE_S = 5.0
-"""Time for the other nodes to end by themselves after one failed."""
+"""Time for the other nodes to exit by themselves after one failed."""
 GRACE_S = 60.0
-"""Time between SIGTERM and the kill."""
+"""Time between SIGTERM and SIGKILL."""
 POLL_S = 0.2
 SETTLE_S = 3.0
-"""Wait before a restart: processes left on a lost node end meanwhile and release the run folder."""
+"""Wait before a restart: processes left on a lost node exit meanwhile and release the run folder."""
 LOST = 255
 """The exit code of a lost node; ssh uses it for a broken connection."""
 
@@ -56,7 +56,7 @@ stopped the job."""
 
 
 def run_nodes(start: Start, *, restarts: int) -> Started:
-    """Run a job to its end; restart it after a failure, but not after a signal or a wrong request."""
+    """Run a job to its end; restart it after a failure, but not after a signal or an invalid request."""
     attempt = 0
     signals: list[signal.Signals] = []
     with handling(lambda number, frame: signals.append(signal.Signals(number))):
@@ -76,13 +76,13 @@ def run_nodes(start: Start, *, restarts: int) -> Started:
             print(*ended.lines, sep="\n", flush=True)
             time.sleep(SETTLE_S)
             print(
-                f"all nodes are started again from the last checkpoint ({attempt} of {restarts} times)",
+                f"restarting all nodes from the last checkpoint ({attempt} of {restarts} times)",
                 flush=True,
             )
 
 
 def _wait(nodes: Sequence[Node], signals: Sequence[signal.Signals]) -> Started:
-    """Wait for all nodes and forward signals. After a failure the others get `PATIENCE_S`, then SIGTERM, then a kill."""
+    """Wait for all nodes and forward signals. After a failure the others get `PATIENCE_S`, then SIGTERM, then SIGKILL."""
     codes: dict[int, int] = {}
     failures: list[int] = []
     num_sent, ending_at, asked_to_end = 0, math.inf, False

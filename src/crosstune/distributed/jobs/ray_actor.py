@@ -17,7 +17,7 @@ _MAX_LINES = 10_000
 
 
 class NodeActor:
-    """One launcher, controlled by the driver of the job. It ends with this actor."""
+    """One launcher, controlled by the driver of the job. It exits with this actor."""
 
     _launcher: AttachedProcess
 
@@ -37,7 +37,7 @@ class NodeActor:
             raise UserError(
                 f"Cannot start {python} in {folder} on {socket.gethostname()}.",
                 why=str(error),
-                do="start from a folder that all nodes share, and name their Python with --python",
+                do="start from a folder that all nodes share, and specify their Python with --python",
             ) from error
 
     def poll(self) -> tuple[int | None, list[str]]:

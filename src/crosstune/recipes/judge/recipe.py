@@ -161,7 +161,7 @@ class JudgeRecipe:
         described["test_items"] = len(self.data.test)
         notes = [*self.data.notes]
         if self.data.num_leaking:
-            notes.append(f"{self.data.num_leaking:,} training rows that are also held out were left out")
+            notes.append(f"{self.data.num_leaking:,} training rows that are also held out were dropped")
         warnings = warnings_of(train, num_shared=0)
         return described | {k: v for k, v in (("notes", notes), ("warnings", warnings)) if v}
 

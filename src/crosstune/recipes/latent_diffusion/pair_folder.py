@@ -105,7 +105,7 @@ def is_pair_folder(folder: Path) -> bool:
 
 
 def open_pairs(folder: Path) -> PairFolder:
-    """Open a folder of pairs; raise if a file is missing, changed or of another shape."""
+    """Open a folder of pairs; raise if a file is missing, changed or has an unexpected shape."""
     manifest = _read_manifest(folder)
     _check_files(folder, manifest["files"])
     vocabulary = load_vocabulary(folder)
@@ -166,7 +166,7 @@ def vector_norms(latents: NDArray[Any], *, source: str) -> NDArray[Any]:
 
 
 def normalise_vectors(latents: NDArray[Any], *, source: str) -> tuple[NDArray[np.float32], int]:
-    """Return the vectors with norm 1, and the number that had another norm."""
+    """Return the vectors with norm 1, and the number whose norm was not 1."""
     norms = vector_norms(latents, source=source)
     return _divide(latents, norms), _count_changed(norms)
 
@@ -228,7 +228,7 @@ def write_pairs(
 ) -> dict[str, Any]:
     """Write the chosen pairs of each split; return the manifest.
 
-    An existing folder of pairs is replaced only by a complete new one. `source` names the data in errors.
+    An existing folder of pairs is replaced only by a complete new one. `source` is the data's name in errors.
     """
     check_counts(texts, latents, source=source)
     check_out(folder)
@@ -280,7 +280,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not folder.is_dir():
         raise UserError(
-            f"There is no folder of pairs {folder}.",
+            f"No pairs folder at {folder}.",
             do="make one: crosstune latents build TEXTS --out FOLDER",
         )
     try:
@@ -288,7 +288,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except MissingFile as error:
         raise UserError(
             f"{folder} is not a folder of (text, vector) pairs.",
-            why=f"it has no {MANIFEST}.",
+            why=f"{MANIFEST} is missing.",
             do="make one: crosstune latents build TEXTS --out FOLDER; it also imports the original layouts",
         ) from error
     check_fields(manifest, _FIELDS, source=path, required=tuple(_FIELDS))
@@ -340,7 +340,7 @@ def _open_split(folder: Path, name: str, manifest: Mapping[str, Any]) -> Pairs:
 
 def _damaged(folder: Path, why: str) -> UserError:
     return UserError(
-        f"The folder of pairs {folder} is damaged.",
+        f"The pairs folder {folder} is damaged.",
         why=f"{why}.",
         do="build it again: crosstune latents build",
     )

@@ -134,7 +134,9 @@ def _listen(ranks: Ranks) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(
-                where, why="another program is using this port.", do="choose a different --master_port (MASTER_PORT)"
+                where,
+                why="another program is using this port.",
+                do="choose a different --master_port (MASTER_PORT)",
             ) from error
         raise UserError(
             where, why=f"{error}.", do="set MASTER_ADDR to an address of the machine on which rank 0 runs"

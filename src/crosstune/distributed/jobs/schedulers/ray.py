@@ -20,7 +20,7 @@ from crosstune.distributed.jobs.ray_actor import NodeActor
 ADDRESS = JobOption(
     "address",
     "ADDRESS",
-    "address of the Ray cluster (default: the cluster of this node)",
+    "address of the Ray cluster (default: the cluster of this machine)",
     default="auto",
     check=matches(
         r"[A-Za-z0-9][A-Za-z0-9.:/_-]*|\[[0-9A-Fa-f:.]+\]:[0-9]+", "auto, or HOST:PORT of the head"
@@ -63,7 +63,7 @@ def write(job: Job) -> str:
 
 
 def start(job: Job) -> Started:
-    """Connect to the cluster, place the launchers, and wait for their end."""
+    """Connect to the cluster, place the launchers, and wait for them to exit."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(
             "--on ray needs Ray.",
@@ -77,7 +77,7 @@ def start(job: Job) -> Started:
         raise UserError(
             f"Cannot reach a Ray cluster at {job.options['address']}.",
             why=str(error),
-            do="start one with `ray start --head` here and `ray start --address HOST:6379` on the other nodes",
+            do="start one with `ray start --head` on this machine and `ray start --address HOST:6379` on the other nodes",
         ) from error
     cluster = _Cluster(job)
     try:
@@ -121,7 +121,7 @@ class _Cluster:
         return nodes
 
     def release(self) -> None:
-        """Release the bundles; their actors end."""
+        """Release the bundles; their actors exit."""
         from ray.util import remove_placement_group
 
         if self.group is not None:

@@ -46,7 +46,7 @@ OPTIONS = (PARTITION, ACCOUNT, QOS, CONSTRAINT, TIME, GRACE, CPUS, MEMORY, LOGS,
 
 
 def check(job: Job) -> list[UserError]:
-    """Refuse folders that sbatch would misread: it expands % and interprets quotes and backslashes."""
+    """Reject folders that sbatch would misread: it expands % and interprets quotes and backslashes."""
     return [
         UserError(
             f"The folder {path} cannot be written into a batch script.",

@@ -40,11 +40,11 @@ _HOSTS_LIMIT = 2**20
 
 
 def check(job: Job) -> Iterator[UserError]:
-    """Refuse a job without nodes, or with another number of them."""
+    """Reject a job without nodes, or with the wrong number of nodes."""
     if (job.options["hosts"] is None) == (job.options["hostfile"] is None):
         yield UserError(
-            "--on ssh needs the nodes.",
-            do="give either --hosts first,second,..., or --hostfile with one per line",
+            "--on ssh needs a list of nodes.",
+            do="pass either --hosts first,second,..., or --hostfile with one host per line",
         )
         return
     try:
@@ -55,12 +55,13 @@ def check(job: Job) -> Iterator[UserError]:
     for host in hosts:
         if not _HOST.fullmatch(host):
             yield UserError(
-                f"{shown(host)} is not a node.", do="write [user@]host[:port], or a name of ~/.ssh/config"
+                f"{shown(host)} is not a valid host.",
+                do="write [user@]host[:port], or a name of ~/.ssh/config",
             )
     if len(hosts) != job.num_nodes:
         yield UserError(
-            f"--nnodes is {job.num_nodes}, but {len(hosts)} node{'s are' if len(hosts) != 1 else ' is'} named.",
-            do="name as many nodes as --nnodes says",
+            f"--nnodes is {job.num_nodes}, but {len(hosts)} node{'s are' if len(hosts) != 1 else ' is'} listed.",
+            do="list as many nodes as --nnodes",
         )
 
 
@@ -75,11 +76,11 @@ def write(job: Job) -> str:
 
 
 def start(job: Job) -> Started:
-    """Start the launchers of all nodes, and wait for their end."""
+    """Start the launchers of all nodes, and wait for them to exit."""
     if shutil.which("ssh") is None:
         raise UserError(
-            "Cannot start the job: there is no ssh on this node.",
-            do="install an ssh client, or add --print and type the lines on a node that has one",
+            "Cannot start the job: ssh was not found on this machine.",
+            do="install an ssh client, or add --print and type the lines on a machine that has one",
         )
     raise_all(list(_unreachable(job)))
     return run_nodes(
@@ -138,7 +139,7 @@ def _hosts(job: Job) -> list[str]:
         raise UserError(
             f"Cannot read the list of nodes {file} (--hostfile).",
             why=error.why,
-            do="give a text file with one [user@]host[:port] per line, or --hosts first,second",
+            do="pass a text file with one [user@]host[:port] per line, or --hosts first,second",
         ) from error
     return [line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip()]
 
@@ -146,7 +147,7 @@ def _hosts(job: Job) -> list[str]:
 def _target(host: str) -> list[str]:
     """Return the words of ssh for a node: its port, and `user@host`."""
     match = _HOST.fullmatch(host)
-    assert match is not None, "check() refuses other names"
+    assert match is not None, "check() rejects other names"
     name = host[: match.end("name")].replace("[", "").replace("]", "")
     return [*(("-p", match["port"]) if match["port"] else ()), name]
 
