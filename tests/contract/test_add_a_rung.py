@@ -79,7 +79,7 @@ def test_what_helps_is_kept_and_the_rest_is_rolled_back(shop: Workshop) -> None:
     assert "result   1 kept" in again
 
     refused = shop.run(WORDS.replace("12", "13"), code=2)
-    assert "another request" in refused and "steps" in refused
+    assert "different request" in refused and "steps" in refused
 
 
 def test_the_files_pass_the_checks_of_the_house(shop: Workshop) -> None:

@@ -47,7 +47,10 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
         ("--model_name smollm", "Unknown model 'smollm'"),
         ("--lora_target_modules nothing_like_it", "matches no linear layer"),
         ("--train_type llama_pro --num_new_blocks 7", "cannot be spread evenly"),
-        ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
+        (
+            "--train_type qlora --quantization_backend quanto --group_size 48",
+            "--group_size 48 does not divide",
+        ),
         ("--base_adapter nowhere", "nowhere"),
         ("--name a/b", "name cannot be 'a/b'"),
         ("--profile --profile_active_steps 0", "profile_active_steps cannot be 0"),
@@ -139,7 +142,10 @@ def make_experts(tiny_model: Path, model: Path) -> Path:
         ("--train_type llama_pro", "llama_pro cannot add blocks to MixtralForCausalLM"),
         ("--backend mlx --lora_target_modules down_proj", "MLX cannot adapt the experts"),
         ("--train_type dora --lora_target_modules down_proj", "dora cannot adapt"),
-        ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
+        (
+            "--train_type qlora --quantization_backend quanto --group_size 48",
+            "--group_size 48 does not divide",
+        ),
     ],
 )
 def test_requests_that_experts_cannot_meet(

@@ -144,7 +144,7 @@ def test_a_plan_says_what_mlx_lm_cannot_read(
     words = ["--backend", "mlx", "--model_name", str(model)]
     assert main(["plan", "--machine", "apple-m1-16gb", *words]) == 2
     said = capsys.readouterr()
-    assert "cannot train MLX cannot train a model of the type 'unheard_of'." in said.out
+    assert "cannot train MLX cannot train a 'unheard_of' model." in said.out
     folder = ["--output_dir", str(tmp_path / "runs"), "--max_steps", "1", "--dataset_samples", "8"]
     assert main(["train", *words, *folder]) == 2
     assert said.err in capsys.readouterr().err

@@ -31,7 +31,7 @@ REFUSED = [
     ("cpu-laptop", "cpu", {"method": M.BNB_NF4, "bits": 8}, "use BNB_INT8"),
     ("cpu-laptop", "cpu", {"method": M.BNB_NF4, "bits": 2}, "use bits=4"),
     ("cpu-laptop", "cpu", {"method": M.HQQ, "bits": 16}, "use NONE"),
-    ("cpu-laptop", "cpu", {"method": M.BNB_NF4, "block_size": 100}, "no blocks of 100"),
+    ("cpu-laptop", "cpu", {"method": M.BNB_NF4, "block_size": 100}, "does not support block size 100"),
     ("cpu-laptop", "cpu", {"method": M.HQQ, "quant_type": "fp4"}, "no kind fp4"),
 ]
 WITHOUT_EFFECT = [

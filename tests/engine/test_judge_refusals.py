@@ -44,7 +44,7 @@ def words_of(flags: dict[str, Any]) -> list[str]:
         ({"train_on_prompt": True}, "--train_on_prompt"),
         ({"truncation": "cut"}, "--truncation cut"),
         ({"head": "scalar", "train_type": "dora"}, "--head scalar"),
-        ({"verdict": "winner"}, "does not fit the data"),
+        ({"verdict": "winner"}, "does not match the data"),
         ({"score_scale": "0-5"}, "outside the scale 0-5"),
         ({"backend": "mlx", "head": "scalar"}, "torch only"),
     ],

@@ -104,7 +104,7 @@ def test_what_tokens_decide_is_refused_before_a_text_is_embedded(
 @pytest.mark.parametrize(
     ("mine", "out", "why"),
     [
-        ("pairs/thesis.txt", "pairs", "holds no pairs"),
+        ("pairs/thesis.txt", "pairs", "contains no pairs"),
         ("pairs", "pairs", "is not a folder"),
         ("file", "file/pairs", "Pairs cannot be written to"),
     ],

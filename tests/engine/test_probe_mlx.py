@@ -36,4 +36,4 @@ def test_bits_that_compute_nonsense_are_not_reported(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(probe_module._QUANTIZED_TOLERANCE, 2, 1e-6)
     report = probe(backend_specs()["mlx"], quantizers=("mlx",))
     assert report.quantizers == {"mlx": (3, 4, 5, 6, 8)}
-    assert any(note.startswith("2-bit mlx does not run: a small product is off by") for note in report.notes)
+    assert any(note.startswith("2-bit mlx does not run: a small matmul is off by") for note in report.notes)

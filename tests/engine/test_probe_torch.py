@@ -74,14 +74,14 @@ def test_a_quantizer_that_computes_nonsense_is_not_reported(monkeypatch: pytest.
     monkeypatch.setattr(bnb, "BITS", (8,))
     notes: list[str] = []
     assert capabilities.working_bits("bnb", "cpu", torch.float32, notes=notes) == ()
-    assert notes == ["8-bit bnb does not run: a small product is off by 50%"]
+    assert notes == ["8-bit bnb does not run: a small matmul is off by 50%"]
 
 
 def test_a_dtype_that_computes_nonsense_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(capabilities._TOLERANCE, "bf16", 1e-9)
     notes: list[str] = []
     assert capabilities.working_dtypes("cpu", notes=notes) == ("fp32", "fp16")
-    assert "bf16 does not work: a small product differs from float64" in notes[0]
+    assert "bf16 does not work: a small matmul differs from float64" in notes[0]
 
 
 @pytest.mark.skipif(
@@ -95,7 +95,7 @@ def test_a_cpu_build_says_so(name: str) -> None:
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac may have MPS")
 def test_mps_elsewhere_says_so() -> None:
-    assert probe(backend_specs()["mps"]).reason.startswith("this torch has no mps support (")
+    assert probe(backend_specs()["mps"]).reason.startswith("this torch build lacks mps support (")
 
 
 def test_missing_torch_is_reported_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_the_page_shows_the_profile(runs: dict[str, Path]) -> None:
     section = collect_profile(load_run(runs["profiled"]))
     assert section is not None
     assert [row["name"] for row in section["phases"]][:3] == ["data", "forward", "backward"]
-    assert section["memory"] and section["operators"] and dict(section["figures"])["Share of the limit"]
+    assert section["memory"] and section["operators"] and dict(section["figures"])["Fraction of the limit"]
     assert collect_profile(load_run(runs["plain"])) is None
 
 

@@ -28,10 +28,17 @@ def cuda(kernels: str) -> BackendReport:
         ("with the package", True, "fp32", False, "sdpa", "flash_attn has no fp32"),
         ("with the package", True, "bf16", True, "sdpa", "does not separate the documents of packed rows"),
         ("with the package", False, "bf16", False, "eager", "turned off"),
-        ("without it", None, "bf16", False, "sdpa", "the kernels that ran here: flash, efficient, math"),
+        (
+            "without it",
+            None,
+            "bf16",
+            False,
+            "sdpa",
+            "the kernels that ran on this machine: flash, efficient, math",
+        ),
         ("without it", True, "bf16", True, "sdpa", "torch's own"),
         ("without it", False, "bf16", False, "eager", "turned off"),
-        ("math alone", None, "fp32", False, "sdpa", "the kernels that ran here: math"),
+        ("math alone", None, "fp32", False, "sdpa", "the kernels that ran on this machine: math"),
     ],
 )
 def test_choice(

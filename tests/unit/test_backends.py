@@ -80,7 +80,10 @@ def test_auto_takes_the_first_available_with_a_device_of_its_own(
 def test_auto_says_why_and_in_which_order() -> None:
     machine = make_machine(mlx="cpu", cpu="cpu")
     assert auto_order(machine, preference=ORDER) == ["cpu", "mlx"]
-    assert auto_reason(machine, preference=ORDER) == "mlx would compute on the CPU here, where cpu is faster"
+    assert (
+        auto_reason(machine, preference=ORDER)
+        == "mlx would compute on the CPU of this machine, where cpu is faster"
+    )
     assert auto_order(make_machine(mlx="gpu", mps="mps", cpu="cpu"), preference=ORDER) == [
         "mlx",
         "mps",

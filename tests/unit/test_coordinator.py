@@ -106,13 +106,13 @@ def test_machines_with_different_nnodes_are_refused(tmp_path: Path) -> None:
     nodes = [start(0, "pass", tmp_path, port), start(1, "pass", tmp_path, port, nodes={"num_nodes": 3})]
     ends = [node.end() for node in nodes]
     assert [code for code, _ in ends] == [2, 2]
-    assert all("has NNODES 3, the first machine has 2" in said for _, said in ends)
+    assert all("has NNODES 3, node 0 has 2" in said for _, said in ends)
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         code, said = start(0, "pass", tmp_path, other.getsockname()[1]).end()
-    assert code == 5 and "another program has this port" in said
+    assert code == 5 and "another program is using this port" in said
 
 
 @pytest.mark.parametrize("num_failures", [2, 10**6])

@@ -46,8 +46,8 @@ def test_no_secret_is_written(
     [
         ("--on slurm --nnodes 0", "--nnodes cannot be '0'"),
         ("--on sulrm --nnodes 2", "slurm"),
-        ("--on slurm --nnodes 2 --backend cpu --gpus 2", "--gpus 2 does not go with --backend cpu"),
-        ("--on ssh --nnodes 2", "needs the machines"),
+        ("--on slurm --nnodes 2 --backend cpu --gpus 2", "--gpus 2 cannot be combined with --backend cpu"),
+        ("--on ssh --nnodes 2", "needs a list of nodes"),
         ("--on ssh --nnodes 1 --hosts a,b", "--nnodes is 1, but 2 machines are named"),
         ("--on ssh --nnodes 1 --hosts 'a;b'", "is not a machine"),
         ("--on kubernetes --nnodes 2 --image x", "needs --volume"),
@@ -56,8 +56,8 @@ def test_no_secret_is_written(
         ("--on slurm --nnodes 2 --gpus 1 --nproc_per_node 2", "--gpus 1 is too few"),
         ("--on slurm --nnodes 2 -- --lr fast", "lr"),
         ("--on slurm --nnodes 2 --world_size 3", "make 2 processes"),
-        ("--on slurm --nnodes 2 --overwrite", "--overwrite does not go with launch"),
-        ("--on slurm --nnodes 2 --resume runs/x/checkpoints/step-00000020", "does not go with launch"),
+        ("--on slurm --nnodes 2 --overwrite", "--overwrite cannot be combined with launch"),
+        ("--on slurm --nnodes 2 --resume runs/x/checkpoints/step-00000020", "cannot be combined with launch"),
         ("--on slurm --nnodes 2 --backend mlx", "mlx.launch"),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_split_folder_keeps_the_scale_and_every_item(tmp_path: Path, capsys: A
         (row["task"], row["answer"], float(row["score"]), row["z_mean"]) for row in rows
     )
     again = make_config(recipe="judge", dataset=str(tmp_path / "s"), score_scale="0-10")
-    with pytest.raises(UserError, match="score_scale is 1-5, and --score_scale is 0-10"):
+    with pytest.raises(UserError, match="score_scale is 1-5, but --score_scale is 0-10"):
         open_judge_data(again)
     assert main(line) == 2 and "exists already" in capsys.readouterr().err
 
@@ -138,7 +138,7 @@ def test_pairs_with_every_name_of_a_winner(write_jsonl: Any) -> None:
         (point(answer=" "), "no answer"),
         ({"task": "t", "answer_a": "x", "answer_b": "y", "winner": "left"}, "winner is 'left'"),
         ({"task": "t", "answer_a": "x", "winner": "A"}, "no answer_b"),
-        ({"task": "t", "answer_a": "x", "answer_b": "y"}, "no winner"),
+        ({"task": "t", "answer_a": "x", "answer_b": "y"}, "winner is missing"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no conversation with a verdict"),
         (
             {"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]},
@@ -250,7 +250,7 @@ def test_a_number_in_the_feedback_is_no_score() -> None:
 
 
 def test_the_format_must_fit_the_data() -> None:
-    with pytest.raises(UserError, match="does not fit the data"):
+    with pytest.raises(UserError, match="does not match the data"):
         choose_format("winner", scale=TEN, items=[item(1)])
     pair = Item(id="1", group="g", task="t", answers=("x", "y"), winner="A")
     with pytest.raises(UserError, match="pairs of answers"):
@@ -412,9 +412,9 @@ def test_scales_that_rows_name(write_jsonl: Any) -> None:
     [found] = read(write_jsonl([point(score=80, score_scale="0-100")]))
     assert found.scale == Scale(low=0, high=100)
     for rows, words in (
-        ([point(score_scale="ten")], "Its score_scale is 'ten'"),
+        ([point(score_scale="ten")], "Invalid score_scale: 'ten'"),
         ([point(score=6, score_scale="1-5")], "outside the scale 1-5"),
-        ([message("Score: 4/5")], "4 of 5, and the scale is 0-10"),
+        ([message("Score: 4/5")], "4 of 5, but the scale is 0-10"),
     ):
         with pytest.raises(UserError, match=words):
             read(write_jsonl(rows))

@@ -115,7 +115,7 @@ def test_a_stopped_rank_0_is_named_and_not_the_rank_that_asks_it() -> None:
         [sys.executable, "-c", STOPPED_BOARD], capture_output=True, text=True, timeout=600, check=False
     )
     assert ended.returncode == EXIT_HUNG
-    assert "rank 0 (host h0) is stopped or its machine is down" in ended.stderr
+    assert "rank 0 (host h0) is stopped or its node is down" in ended.stderr
     assert "rank 1" not in ended.stderr and "Traceback" not in ended.stderr
 
 
