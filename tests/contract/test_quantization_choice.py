@@ -32,7 +32,7 @@ REFUSED = [
     ("cpu-laptop", "cpu", {"method": M.BNB_NF4, "bits": 2}, "use bits=4"),
     ("cpu-laptop", "cpu", {"method": M.HQQ, "bits": 16}, "use NONE"),
     ("cpu-laptop", "cpu", {"method": M.BNB_NF4, "block_size": 100}, "does not support block size 100"),
-    ("cpu-laptop", "cpu", {"method": M.HQQ, "quant_type": "fp4"}, "no kind fp4"),
+    ("cpu-laptop", "cpu", {"method": M.HQQ, "quant_type": "fp4"}, "does not apply to hqq"),
 ]
 WITHOUT_EFFECT = [
     ({"method": M.BNB_NF4, "group_size": 128}, "group_size=128 has no effect with BNB_NF4: block_size"),

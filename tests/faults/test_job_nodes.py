@@ -118,7 +118,7 @@ sys.exit(255)
 """
     code, out = launch(program, "--restarts", "0", patience_s=0.5).end()
     assert code == 4
-    assert "machine 1 of 2 (counted from 0), beta, was lost" in out
+    assert "node 1 of 2 (counted from 0), beta, was lost" in out
 
 
 def test_it_gives_up_after_the_restarts(launch) -> None:  # type: ignore[no-untyped-def]

@@ -89,7 +89,7 @@ def test_a_machine_that_is_gone_ends_the_run(tmp_path: Path) -> None:
         assert first.process.is_alive() and second.process.is_alive()
     os.kill(second.pid, signal.SIGSTOP)
     code_first, said = first.end()
-    assert code_first == 1 and "the connection to machine 1" in said
+    assert code_first == 1 and "the connection to node 1" in said
     os.kill(second.pid, signal.SIGCONT)
     code_second, said = second.end()
     assert code_second == 1 and "was lost" in said  # told by the coordinator, or noticed by itself
@@ -181,7 +181,7 @@ def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: py
     first.channel.send({"report": report(0)})
     second.channel._socket.sendall(sent + b"\n")
     ended = first.await_message("end")
-    assert ended["end"] == 1 and "machine 1 (host host-1) was lost" in ended["lines"][0]
+    assert ended["end"] == 1 and "node 1 (host host-1) was lost" in ended["lines"][0]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

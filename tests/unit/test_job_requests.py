@@ -48,8 +48,8 @@ def test_no_secret_is_written(
         ("--on sulrm --nnodes 2", "slurm"),
         ("--on slurm --nnodes 2 --backend cpu --gpus 2", "--gpus 2 cannot be combined with --backend cpu"),
         ("--on ssh --nnodes 2", "needs a list of nodes"),
-        ("--on ssh --nnodes 1 --hosts a,b", "--nnodes is 1, but 2 machines are named"),
-        ("--on ssh --nnodes 1 --hosts 'a;b'", "is not a machine"),
+        ("--on ssh --nnodes 1 --hosts a,b", "--nnodes is 1, but 2 nodes are listed"),
+        ("--on ssh --nnodes 1 --hosts 'a;b'", "is not a valid host"),
         ("--on kubernetes --nnodes 2 --image x", "needs --volume"),
         ("--on slurm --nnodes 2 --image x", "--image is an option of kubernetes"),
         ("--on slurm --nnodes 2 --partition 'a b'", "--partition cannot be"),
@@ -87,7 +87,7 @@ def test_a_missing_tool_is_named_with_the_way_around(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["launch", *shlex.split(BASE[scheduler])]) == 2
     error = capsys.readouterr().err
-    assert f"there is no {tool} on this machine" in error and "--print" in error
+    assert f"{tool} was not found on this machine" in error and "--print" in error
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
