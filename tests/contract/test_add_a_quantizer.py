@@ -58,8 +58,8 @@ def test_its_identity_follows_its_constants(shop: Workshop) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"kind": "nf4"}, "absmax has no kind nf4"),
-        ({"bits": 2}, "absmax has no 2 bits"),
+        ({"kind": "nf4"}, "--quant_type does not apply to absmax"),
+        ({"bits": 2}, "absmax does not support 2-bit weights"),
         ({"group_size": 48}, "do not divide"),
     ],
 )

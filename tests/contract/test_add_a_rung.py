@@ -73,4 +73,4 @@ def test_what_helps_is_kept_and_the_rest_is_rolled_back(shop: Workshop) -> None:
     assert "result   1 kept" in again
 
     refused = shop.run(WORDS.replace("12", "13"), code=2)
-    assert "another request" in refused and "steps" in refused
+    assert "different request" in refused and "steps" in refused

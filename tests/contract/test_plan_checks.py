@@ -44,7 +44,10 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
         ("--model_name ./nowhere", "There is no folder"),
         ("--lora_target_modules nothing_like_it", "matches no linear layer"),
         ("--train_type llama_pro --num_new_blocks 7", "cannot be spread evenly"),
-        ("--train_type qlora --quantization_backend quanto --group_size 48", "Groups of 48 weights"),
+        (
+            "--train_type qlora --quantization_backend quanto --group_size 48",
+            "--group_size 48 does not divide",
+        ),
         ("--base_adapter nowhere", "nowhere"),
         ("--profile --profile_active_steps 0", "profile_active_steps cannot be 0"),
         ("--tokenizer nowhere", "There is no tokenizer folder nowhere"),

@@ -195,7 +195,7 @@ def test_as_a_user_types_it(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--emulate", "mps", "--backend", "cuda"], "--emulate mps and --backend cuda contradict each other"),
+        (["--emulate", "mps", "--backend", "cuda"], "--emulate mps cannot be combined with --backend cuda"),
         (["--emulate", "mps", "--machine", "cpu-laptop"], "Backend 'mps' is not available"),
         (["--emulate", "mps", "--model_name", "smolm2-135m"], "Unknown model 'smolm2-135m' (--model_name)."),
     ],

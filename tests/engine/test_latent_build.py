@@ -93,7 +93,7 @@ def unloadable(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("mine", "out", "why"),
     [
-        ("pairs/thesis.txt", "pairs", "holds no pairs"),
+        ("pairs/thesis.txt", "pairs", "contains no pairs"),
         ("pairs", "pairs", "is not a folder"),
         ("file", "file/pairs", "Pairs cannot be written to"),
     ],

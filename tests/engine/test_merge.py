@@ -139,7 +139,7 @@ def test_another_base_is_refused(
     assert "is not the one used in training" in capsys.readouterr().out
     other = make_tiny(tmp_path / "narrow", hidden=32, num_heads=2, num_kv_heads=1)
     assert main(["merge", str(adapter), "--base", str(other), "--force", "--backend", "cpu"]) == 2
-    assert "does not fit the base" in capsys.readouterr().err
+    assert "does not match the base" in capsys.readouterr().err
 
 
 def test_a_whole_model_has_nothing_to_merge(

@@ -170,7 +170,7 @@ def test_a_model_that_counts_positions_from_the_beginning_of_a_row_is_refused() 
     for _ in range(2):
         with pytest.raises(UserError, match="--packing cannot be used with a gpt2 model") as caught:
             loss.ensure_separates_documents()
-        assert "when another one precedes it" in caught.value.why
+        assert "when another document precedes it" in caught.value.why
 
 
 @pytest.mark.parametrize("shift", [1, 4])

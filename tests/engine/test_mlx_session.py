@@ -170,7 +170,7 @@ def test_weights_that_are_not_those_of_the_files_are_not_trained(tiny_model: Pat
     if not bits:
         check_stored(tiny_model, {name: stored.astype(mx.bfloat16)}, kind="some")
     for other in (1.4 * stored, stored[::-1], stored.T):
-        with pytest.raises(UserError, match="cannot be trained on MLX in this way"):
+        with pytest.raises(UserError, match="model in this way"):
             check_stored(tiny_model, {name: layer(other)}, kind="some")
     with pytest.raises(UserError, match=r"such as model\.other\.weight"):
         check_stored(tiny_model, {"model.other.weight": stored}, kind="some")

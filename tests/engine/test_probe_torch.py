@@ -72,7 +72,7 @@ def test_a_quantizer_that_computes_nonsense_is_not_reported(monkeypatch: pytest.
     monkeypatch.setattr(bnb, "BITS", (8,))
     notes: list[str] = []
     assert capabilities.working_bits("bnb", "cpu", torch.float32, notes=notes) == ()
-    assert notes == ["8-bit bnb does not run: a small product is off by 50%"]
+    assert notes == ["8-bit bnb does not run: a small matmul is off by 50%"]
 
 
 @pytest.mark.skipif(

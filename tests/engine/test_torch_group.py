@@ -104,13 +104,13 @@ def test_a_restart_over_the_same_store_does_not_meet_the_attempt_before(tmp_path
 def test_a_rank_that_does_not_come_is_named() -> None:
     [port] = free_ports(1)
     code, said = start(0, "connect(read_ranks(), limits)", size=3, port=port, LIMIT="1").end()
-    assert code == 2 and "Ranks 1, 2 of 3 did not come within 1 s" in said
+    assert code == 2 and "Ranks 1, 2 of 3 did not connect within 1 s" in said
 
 
 def test_a_master_that_cannot_be_reached_is_named() -> None:
     [port] = free_ports(1)
     code, said = start(1, "connect(read_ranks(), limits)", size=2, port=port, LIMIT="1").end()
-    assert code == 2 and f"cannot reach the first process at 127.0.0.1:{port}" in said
+    assert code == 2 and f"cannot reach rank 0 at 127.0.0.1:{port}" in said
 
 
 def test_a_port_that_another_program_has_is_said_by_every_rank() -> None:
@@ -120,7 +120,7 @@ def test_a_port_that_another_program_has_is_said_by_every_rank() -> None:
             start(rank, "connect(read_ranks(), limits)", size=2, port=port, LIMIT="3") for rank in (0, 1)
         ]
         (first, said_first), (second, said_second) = (rank.end() for rank in ranks)
-    assert first == 5 and "another program has this port" in said_first
+    assert first == 5 and "another program is using this port" in said_first
     assert second == 2 and "another program answers there" in said_second
 
 
@@ -128,7 +128,7 @@ def test_two_processes_with_the_same_rank_and_other_sizes_are_refused() -> None:
     [port] = free_ports(1)
     code = "connect(read_ranks(), limits)"
     ends = [p.end() for p in [start(rank, code, size=3, port=port, LIMIT="5") for rank in (0, 1, 1)]]
-    assert any("Two processes say that they are rank 1 of 3" in said for _, said in ends)
+    assert any("Two processes claim to be rank 1 of 3" in said for _, said in ends)
     [port] = free_ports(1)
     ends = [p.end() for p in [start(rank, code, size=rank + 2, port=port, LIMIT="5") for rank in (0, 1)]]
     assert any("start all processes of the run with the same WORLD_SIZE" in said for _, said in ends)

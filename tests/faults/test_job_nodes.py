@@ -105,7 +105,7 @@ tried.touch(); print("no more memory", flush=True); sys.exit(7)
 """
     ended, out = launch(code, patience_s=0.5).end()
     assert ended == 0, out
-    assert "machine 1 of 2 (counted from 0), beta, ended with code 7" in out
+    assert "node 1 of 2 (counted from 0), beta, exited with code 7" in out
     assert "  beta | no more memory" in out and "(1 of 3 times)" in out
     assert (tmp_path / "seen-0").read_text() == "SIGTERM"  # it was asked to save first
 
@@ -118,7 +118,7 @@ sys.exit(255)
 """
     code, out = launch(program, "--restarts", "0", patience_s=0.5).end()
     assert code == 4
-    assert "machine 1 of 2 (counted from 0), beta, was lost" in out
+    assert "node 1 of 2 (counted from 0), beta, was lost" in out
 
 
 def test_it_gives_up_after_the_restarts(launch) -> None:  # type: ignore[no-untyped-def]
@@ -170,5 +170,5 @@ def test_the_actor_of_ray_starts_follows_and_signals_a_launcher(tmp_path: Path) 
 
 
 def test_the_actor_of_ray_names_a_folder_that_is_not_shared(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a folder that all machines share"):
+    with pytest.raises(UserError, match="a folder that all nodes share"):
         NodeActor().start(["", "-c", "pass"], {}, str(tmp_path / "elsewhere"))

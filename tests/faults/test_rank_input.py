@@ -59,7 +59,7 @@ def test_a_port_in_use_is_said(bench: Bench, tmp_path: Path) -> None:
     assert (
         code == EXIT_PORT_TAKEN
     )  # of which a launcher that was given the port makes 2, see tests/unit/test_launch.py
-    assert "cannot listen on 127.0.0.1" in said and "another program has this port" in said
+    assert "cannot listen on 127.0.0.1" in said and "another program is using this port" in said
 
 
 def test_other_versions_are_refused() -> None:

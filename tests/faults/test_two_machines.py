@@ -130,7 +130,7 @@ def test_a_machine_that_takes_itself_for_the_first_is_told(
         bench, machines, tmp_path / "itself", master="ct-first", before=before, connect_timeout="8s"
     )
     (first, _), (second, said) = ends(started)
-    assert (first, second) == (2, 2) and "ct-first is the first machine" in said and "127.0.1.1" in said
+    assert (first, second) == (2, 2) and "ct-first is node 0" in said and "127.0.1.1" in said
 
 
 def test_a_cut_link_ends_both_machines(bench: Bench, machines: tuple[str, str], tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_cut_link_ends_both_machines(bench: Bench, machines: tuple[str, str], 
     finally:
         ip("-n", machines[0], "link", "set", "ct-eth", "up")
     assert (first, second) == (1, 1)
-    assert "was lost" in said and "the connection to the first machine at 10.213.77.1" in other
+    assert "was lost" in said and "the connection to node 0 at 10.213.77.1" in other
     assert time.monotonic() - cut < LIMIT_S + ranks.LATE_S
 
 
@@ -162,4 +162,4 @@ def test_a_run_folder_that_is_not_shared_is_refused(
     hidden = mounted(f"mount -t tmpfs none {folder.parent}")
     (first, said), (second, other) = ends(start(bench, machines, folder, before=((), hidden)))
     assert (first, second) == (2, 2), said + other
-    assert "is not shared by all machines" in said
+    assert "is not shared by all nodes" in said

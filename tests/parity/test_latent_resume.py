@@ -157,7 +157,7 @@ def test_pairs_of_another_encoder_are_refused(
     ("words", "why"),
     [
         (["decode", "RUN"], "either --vectors or --text"),
-        (["decode", "PAIRS", "--text", "a"], "holds no trained latent-diffusion model"),
+        (["decode", "PAIRS", "--text", "a"], "contains no trained latent-diffusion model"),
         (["encode", "RUN", "--text", " ".join(["cat"] * 13)], "the model reads 1 to 12"),
         (["encode", "RUN", "--text", "the cat", "--out", "RUN"], "The vectors cannot be written to"),
         (["decode", "RUN", "--text", "a", "--crops", "2"], "decode has no option --crops: it is for build"),

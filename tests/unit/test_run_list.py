@@ -137,4 +137,4 @@ def test_the_command_says_what_is_left_out(tmp_path: Path, capsys: Captured) -> 
     assert main(["runs", "--output_dir", str(tmp_path), "--status", "running"]) == 0
     assert "There are no such runs" in capsys.readouterr().out
     assert main(["runs", "--output_dir", str(tmp_path / "none")]) == 2
-    assert "There is no folder of runs" in capsys.readouterr().err
+    assert "No runs folder at" in capsys.readouterr().err

@@ -16,6 +16,6 @@ SPEC = BackendSpec(
     pinned_memory=True,
     install=(
         "It needs an NVIDIA GPU with its driver and a CUDA build of torch (https://pytorch.org/get-started); "
-        "without one use --backend auto, or name a backend that is available here"
+        "without one use --backend auto, or specify an available backend"
     ),
 )

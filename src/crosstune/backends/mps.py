@@ -14,7 +14,7 @@ SPEC = BackendSpec(
     collective="gloo",
     install=(
         "It needs a Mac with Apple silicon, macOS 12.3 or later and the torch wheel for macOS; "
-        "on another computer use --backend auto, or name a backend that is available here"
+        "on other computers use --backend auto, or specify an available backend"
     ),
     environment={
         # Operators without a Metal kernel run on the CPU instead of failing.

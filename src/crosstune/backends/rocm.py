@@ -1,4 +1,4 @@
-"""AMD GPUs through PyTorch, which also names them `cuda`."""
+"""AMD GPUs through PyTorch, which also calls them `cuda`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ SPEC = BackendSpec(
     pinned_memory=True,
     install=(
         "It needs an AMD GPU with its driver and a ROCm build of torch (https://pytorch.org/get-started); "
-        "without one use --backend auto, or name a backend that is available here"
+        "without one use --backend auto, or specify an available backend"
     ),
 )

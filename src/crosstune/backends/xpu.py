@@ -15,6 +15,6 @@ SPEC = BackendSpec(
     collective="xccl",
     install=(
         "It needs an Intel GPU with its driver and an XPU build of torch (https://pytorch.org/get-started); "
-        "without one use --backend auto, or name a backend that is available here"
+        "without one use --backend auto, or specify an available backend"
     ),
 )

@@ -1,1 +1,1 @@
-"""Several processes as one run: started, connected, kept in step."""
+"""Multi-process runs: start the processes, connect them, keep them in step."""

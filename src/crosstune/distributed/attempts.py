@@ -19,7 +19,7 @@ from crosstune.core.errors import (
 )
 
 PORT_ATTEMPTS = 4
-"""Attempts with another port after a program took the chosen one."""
+"""Attempts with a different port after a program took the chosen port."""
 _CONTINUE = "  do:  if a checkpoint was saved, run the same command with --resume auto to continue from it"
 
 
@@ -36,7 +36,9 @@ class Failure:
     """Whether its launcher stopped it after another failure."""
 
     def sentence(self, size: int) -> str:
-        how = f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
+        how = (
+            f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"exited with code {self.code}"
+        )
         if self.code == EXIT_PEER_LOST:
             how = "lost the connection to the others"
         return f"process {self.rank} of {size} (counted from 0, host {self.host}) {how}"
@@ -48,7 +50,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The exit codes and failures of one machine's ranks."""
+    """The exit codes and failures of one node's ranks."""
 
     codes: dict[int, int]
     failures: list[Failure] = field(default_factory=list)
@@ -68,7 +70,7 @@ class Report:
 
     @classmethod
     def from_json(cls, data: Any) -> Report:
-        """Return the report of another machine; raise ValueError for anything else."""
+        """Return the report of another node; raise ValueError for anything else."""
         try:
             return cls(
                 codes={int(rank): int(code) for rank, code in data["codes"].items()},
@@ -92,7 +94,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptDecision:
-    """Restart, or end with an outcome; the same on every machine."""
+    """Restart, or end with an outcome; the same on every node."""
 
     outcome: Outcome
     again: bool = False
@@ -112,9 +114,9 @@ class RestartPolicy:
     num_ports_taken: int = 0
 
     def decide(self, reports: Sequence[Report]) -> AttemptDecision:
-        """Return the decision; `reports` starts with the machine that failed first.
+        """Return the decision; `reports` starts with the node that failed first.
 
-        Restart after a kill, a lost connection or a crash, but not after a user's mistake, a hang or a signal.
+        Restart after a rank was killed, lost its connection or crashed, but not after a user's mistake, a hang or a signal.
         """
         self.attempt += 1
         codes = [code for report in reports for code in report.codes.values()]
@@ -159,7 +161,7 @@ def _outcome(cause: Failure, signals: Sequence[int], *, size: int) -> Outcome:
         return Outcome(code=EXIT_USER_MUST_ACT)  # it has printed the reason
     shown = [f"  {cause.rank} | {line}" for line in cause.lines]
     if cause.code == EXIT_HUNG:  # its watchdog says who hangs
-        lines = ("the run was ended because one of its processes hangs.", *shown, _CONTINUE)
+        lines = ("the run was aborted because one of its processes hangs.", *shown, _CONTINUE)
         return Outcome(code=EXIT_OUR_FAULT, lines=lines)
     lines = (f"{cause.sentence(size)}, so the others were stopped.", *shown, _CONTINUE)
     return Outcome(code=cause.shell_code, lines=lines)

@@ -1,6 +1,6 @@
-"""Start and end each attempt on all machines together.
+"""Start and end each attempt on all nodes together.
 
-The coordinator runs in a thread of the first machine's launcher; every launcher, including that one, connects to it.
+The coordinator runs in a thread of node 0's launcher; every launcher, including that one, connects to it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from crosstune.distributed.master import free_ports, listen
 _POLL_S = 0.05
 _HANG_UP_S = 2.0
 _RESOLVE_S = 0.5
-"""Time between two lookups of the first machine's name."""
+"""Time between two lookups of node 0's name."""
 
 
 @dataclass
 class Member:
-    """The launcher of one machine."""
+    """The launcher of one node."""
 
     node: int
     host: str
@@ -37,7 +37,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        return f"machine {self.node} (host {self.host})"
+        return f"node {self.node} (host {self.host})"
 
 
 class _RunEnded(Exception):
@@ -66,13 +66,13 @@ class Coordinator:
             if error.errno == errno.EADDRINUSE:
                 raise PortTaken(
                     f"The launcher cannot listen on {where}.",
-                    why="another program has this port.",
-                    do="choose another --master_port (MASTER_PORT) on every machine",
+                    why="another program is using this port.",
+                    do="choose a different --master_port (MASTER_PORT) on every node",
                 ) from error
             raise UserError(
                 f"The launcher cannot listen on {where}.",
                 why=f"{error}.",
-                do="set MASTER_ADDR to an address of the machine with NODE_RANK 0, or NODE_RANK to another number here",
+                do="set MASTER_ADDR to an address of the node with NODE_RANK 0, or use a different NODE_RANK on this node",
             ) from error
         threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
         threading.Thread(target=self._coordinate, daemon=True).start()
@@ -100,10 +100,8 @@ class Coordinator:
             channel.close()
 
     def _coordinate(self) -> None:
-        """Run all attempts. A bug here must end the run too: the launchers would wait forever."""
-        outcome = Outcome(
-            code=EXIT_OUR_FAULT, lines=("the launcher of the first machine failed; its output says how.",)
-        )
+        """Run all attempts. A bug here must also end the run: the launchers would wait forever."""
+        outcome = Outcome(code=EXIT_OUR_FAULT, lines=("the launcher of node 0 failed; its output says how.",))
         try:
             outcome = self._lead()
         except _RunEnded as ended:
@@ -121,7 +119,7 @@ class Coordinator:
             self._tell({"again": decision.restarts, "lines": list(decision.outcome.lines)})
 
     def _finish(self, outcome: Outcome) -> None:
-        """Tell the other machines first and let them hang up: this process exits once our own launcher is told."""
+        """Tell the other nodes first and let them hang up: this process exits once our own launcher is told."""
         message = {"end": outcome.code, "lines": list(outcome.lines)}
         while 0 not in self._members:  # our own launcher connects right after us
             channel, hello = self._arrived.get()
@@ -136,7 +134,7 @@ class Coordinator:
         self._members[0].channel.send(message)
 
     def _join(self) -> int:
-        """Wait for the launcher of every machine, number the ranks, and return how many there are."""
+        """Wait for the launcher of every node, number the ranks, and return how many there are."""
         deadline = time.monotonic() + self.connect_s
         while missing := [node for node in range(self.nodes.num_nodes) if node not in self._members]:
             try:
@@ -145,8 +143,8 @@ class Coordinator:
                 numbers = ", ".join(str(node) for node in missing[:8])
                 raise _RunEnded(
                     _refusal(
-                        f"Of the {self.nodes.num_nodes} machines, NODE_RANK {numbers} did not connect within {self.connect_s:g} s.",
-                        do="start the command on every machine, with the same NNODES, MASTER_ADDR and MASTER_PORT",
+                        f"Of the {self.nodes.num_nodes} nodes, NODE_RANK {numbers} did not connect within {self.connect_s:g} s.",
+                        do="start the command on every node, with the same NNODES, MASTER_ADDR and MASTER_PORT",
                     )
                 ) from None
         size = 0
@@ -155,7 +153,7 @@ class Coordinator:
         return size
 
     def _admit(self, channel: Channel, hello: Message) -> None:
-        """Add a launcher; end the run if its version, NNODES or NODE_RANK does not fit."""
+        """Add a launcher; end the run if its version, NNODES or NODE_RANK does not match."""
         node, host, num_local = hello.get("node"), readable(str(hello.get("host"))), hello.get("num_local")
         if type(node) is not int or type(num_local) is not int or not 1 <= num_local <= MOST_PROCESSES:
             channel.close()  # not a launcher of ours
@@ -163,18 +161,18 @@ class Coordinator:
         member = Member(node=node, host=host, num_local=num_local, channel=channel)
         if hello.get("version") != __version__:
             refusal = _refusal(
-                f"{member.name} has crosstune {hello.get('version')}, the first machine has {__version__}.",
-                do="install the same version on every machine",
+                f"{member.name} has crosstune {hello.get('version')}, node 0 has {__version__}.",
+                do="install the same version on every node",
             )
         elif hello.get("nodes") != self.nodes.num_nodes or not 0 <= node < self.nodes.num_nodes:
             refusal = _refusal(
-                f"{member.name} has NNODES {hello.get('nodes')}, the first machine has {self.nodes.num_nodes}.",
-                do="set the same NNODES on every machine",
+                f"{member.name} has NNODES {hello.get('nodes')}, node 0 has {self.nodes.num_nodes}.",
+                do="set the same NNODES on every node",
             )
         elif node in self._members:
             refusal = _refusal(
                 f"{self._members[node].host} and {host} both have NODE_RANK {node}.",
-                do="set NODE_RANK to 0, 1, ... on the machines",
+                do="set NODE_RANK to 0, 1, ... on the nodes",
             )
         else:
             self._members[node] = member
@@ -183,7 +181,7 @@ class Coordinator:
         raise _RunEnded(refusal)
 
     def _run(self, attempt: int, *, size: int) -> list[Report]:
-        """Run one attempt; return the reports in order of failure. A failure on one machine stops all."""
+        """Run one attempt; return the reports in order of failure. A failure on one node stops all."""
         [port] = free_ports(1, address=self.nodes.master_addr)
         for member in self._members.values():
             member.channel.send({"go": attempt, "first_rank": member.first_rank, "size": size, "port": port})
@@ -231,9 +229,9 @@ def _lost(member: Member, why: str) -> _RunEnded:
         Outcome(
             code=EXIT_OUR_FAULT,
             lines=(
-                f"the connection to {member.name} was lost, so the run was ended.",
+                f"the connection to {member.name} was lost, so the run was aborted.",
                 f"  why: {why}",
-                "  do:  run the same command with --resume auto on every machine to continue from the newest checkpoint",
+                "  do:  run the same command with --resume auto on every node to continue from the newest checkpoint",
             ),
         )
     )

@@ -1,7 +1,7 @@
-"""Read the rank of this process, or the machines of the run, from environment variables.
+"""Read the rank of this process, or the nodes of the run, from environment variables.
 
 Ranks come from torchrun, crosstune's launcher (the same variables), srun or mlx.launch. NNODES, NODE_RANK and
-NPROC_PER_NODE name machines: each of them starts its own ranks.
+NPROC_PER_NODE describe nodes: each node starts its own ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from crosstune.files.plain_files import UnreadableFile, read_plain_text
 from crosstune.process.ranks import Ranks
 
 LAUNCHER = "CROSSTUNE_LAUNCHER"
-"""The variable with the process id of crosstune's own launcher."""
+"""The variable with the launcher's process id."""
 LAUNCH_FOLDER = "CROSSTUNE_LAUNCH_FOLDER"
-"""The variable with the private folder of crosstune's own launcher."""
+"""The variable with the launcher's private folder."""
 ATTEMPT = "CROSSTUNE_ATTEMPT"
-"""The variable with the number of restarts by crosstune's own launcher."""
+"""The variable with the number of restarts by the launcher."""
 DEFAULT_PORT = 29500
 """The default port of torchrun."""
 MOST_PROCESSES = 2**20
@@ -42,12 +42,12 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The machines of a run, from NNODES, NODE_RANK and NPROC_PER_NODE."""
+    """The nodes of a run, from NNODES, NODE_RANK and NPROC_PER_NODE."""
 
     num_nodes: int = 1
     node_rank: int = 0
     num_local: int | None = None
-    """Processes on this machine; None where NPROC_PER_NODE is not set."""
+    """Processes on this node; None where NPROC_PER_NODE is not set."""
     master_addr: str = "127.0.0.1"
     master_port: int = DEFAULT_PORT
 
@@ -58,7 +58,7 @@ def read_ranks(config: Config | None = None) -> Ranks | None:
 
 
 def read_nodes(config: Config | None = None) -> Nodes | None:
-    """Return the machines of the run; None if the variables are not set."""
+    """Return the nodes of the run; None if the variables are not set."""
     return nodes_in(with_options(os.environ, config))
 
 
@@ -70,7 +70,7 @@ def with_options(environment: Environment, config: Config | None) -> Environment
         if _has(environment, name) and environment[name].strip() != value and LAUNCHER not in environment:
             raise UserError(
                 f"--{name.lower()} is {value}, but {name} is {environment[name].strip()} (an environment variable).",
-                do="leave one of them out",
+                do="remove one of them",
             )
     return {**options, **environment}
 
@@ -95,19 +95,19 @@ def ranks_in(environment: Environment) -> Ranks | None:
 
 
 def nodes_in(environment: Environment) -> Nodes | None:
-    """Return the machines in these variables; None if they are not set or the process already has a rank."""
+    """Return the nodes in these variables; None if they are not set or the process already has a rank."""
     if _has(environment, "RANK") or not _first_set(environment, "NNODES", "NPROC_PER_NODE"):
         return None
     num_nodes = _read_number(environment, "NNODES", low=1, default=1)
     num_local = _read_number(environment, "NPROC_PER_NODE", low=1, default=0) or None
-    needed = {"NODE_RANK": "which of them this machine is", "MASTER_ADDR": "where the first one is"}
+    needed = {"NODE_RANK": "which of them this node is", "MASTER_ADDR": "where node 0 is"}
     for name, meaning in needed.items():
         if num_nodes > 1 and not _has(environment, name):
             raise UserError(
                 f"NNODES is {num_nodes}, but {name} is not set.",
                 why=f"the process cannot know {meaning}.",
-                do="set NNODES, NODE_RANK (0 on the first machine) and MASTER_ADDR (the address of the first machine) "
-                "on every machine",
+                do="set NNODES, NODE_RANK (0 on the first node) and MASTER_ADDR (the address of node 0) "
+                "on every node",
             )
     node_rank = _read_number(environment, "NODE_RANK", high=num_nodes - 1, default=0)
     size = _read_number(environment, "WORLD_SIZE", low=1, default=0)
@@ -140,7 +140,7 @@ def _torch_ranks(environment: Environment) -> Ranks | None:
     if not _has(environment, "MASTER_ADDR"):
         raise UserError(
             f"This process is rank {rank} of {size}, but MASTER_ADDR is not set.",
-            why="it cannot know where the first process is.",
+            why="it cannot know where rank 0 is.",
             do="set MASTER_ADDR (and MASTER_PORT) to the address of rank 0 for every process, or use torchrun",
         )
     local_size = _local_size(environment, size)
@@ -208,7 +208,7 @@ def _ring_ranks(environment: Environment) -> Ranks | None:
 
 
 def _read_hosts(path: Path) -> list[str]:
-    """Return the address of each rank without its port; mlx.launch gives a single process an empty file."""
+    """Return the address of each rank without its port; mlx.launch writes an empty file for a single process."""
     try:
         text = read_plain_text(path, limit=JSON_LIMIT)
         found = parse_json(text) if text.strip() else []
@@ -221,7 +221,7 @@ def _read_hosts(path: Path) -> list[str]:
         ) from error
     except (ValueError, TypeError, LookupError) as error:
         raise UserError(
-            f"{path} is not a host file of an MLX ring.",
+            f"{path} is not an MLX ring host file.",
             why=f"{type(error).__name__}: {error}",
             do='MLX_HOSTFILE is a JSON list of the addresses of each rank, such as [["10.0.0.1:5000"], '
             '["10.0.0.2:5000"]]; mlx.launch writes it',
@@ -286,8 +286,8 @@ def _slurm_master(environment: Environment) -> str:
     if name is None:
         raise UserError(
             "srun started this process, but SLURM_JOB_NODELIST is not set.",
-            why="the process cannot know on which machine the first one is.",
-            do="set MASTER_ADDR to the address of that machine",
+            why="the process cannot know the first node.",
+            do="set MASTER_ADDR to the address of that node",
         )
     # `gpu[003-005,9],login1`: a comma inside brackets separates numbers, every other one separates hosts.
     nodes = environment[name]
@@ -296,7 +296,7 @@ def _slurm_master(environment: Environment) -> str:
     if match is None or None in entries:
         raise UserError(
             f"{shown(nodes)} is not a list of SLURM nodes ({name}).",
-            do="set MASTER_ADDR to the address of the first machine",
+            do="set MASTER_ADDR to the address of node 0",
         )
     before, numbers, after = match.groups()
     return f"{before}{re.split('[,-]', numbers or '')[0]}{after}"
@@ -341,6 +341,6 @@ def _read_address(environment: Environment, name: str) -> str:
     if _ADDRESS.fullmatch(text) is None or text.count(":") == 1:
         raise UserError(
             f"{name} cannot be {shown(environment[name])} (an environment variable).",
-            do="set it to the name or address of the first machine, such as 10.0.0.1, without a port",
+            do="set it to the name or address of node 0, such as 10.0.0.1, without a port",
         )
     return text

@@ -1,5 +1,5 @@
 """Coordinate the processes of a run: connect them, share the machine report, check that they agree, and remember the run
-folder over restarts."""
+folder across restarts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from crosstune.process.ranks import Group, Limits, Ranks, SingleProcess
 from crosstune.process.this_process import note_connected, note_left
 
 SHARED_FOLDER_S = 20.0
-"""Time for a file to appear on another machine."""
+"""Time for a file to appear on another node."""
 _TOKEN = ".shared"
 """File in the run folder that shows whether the folder is shared."""
 _RUN_FOLDER = "run-folder"
@@ -36,7 +36,7 @@ _SHOWN_KEYS = 8
 
 @contextlib.contextmanager
 def connected(config: Config, ranks: Ranks | None) -> Iterator[Group]:
-    """Connect to the other processes of the run, and watch for one that hangs until the block ends."""
+    """Connect to the other processes of the run, and watch for one that hangs until the context exits."""
     limits = limits_of(config)
     group = connect(ranks, limits)
     if ranks is None:
@@ -73,7 +73,7 @@ def connect(ranks: Ranks | None, limits: Limits | None = None) -> Group:
 
 @contextlib.contextmanager
 def naming_rank(group: Group) -> Iterator[None]:
-    """Prefix the errors of other ranks than 0 with the rank and its host."""
+    """Prefix errors with the rank and its host, except on rank 0."""
     try:
         yield
     except UserError as error:
@@ -84,7 +84,7 @@ def naming_rank(group: Group) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_turn(group: Group) -> Iterator[None]:
-    """Run the block first on one process of each host, so that the others find its results cached."""
+    """Run the context on one process of each host first, so that the others find its results cached."""
     is_first = group.ranks.local_rank == 0
     if not is_first:
         group.meet()
@@ -94,11 +94,11 @@ def in_turn(group: Group) -> Iterator[None]:
 
 
 def share_machine(group: Group, probe: Callable[[], Machine]) -> Machine:
-    """Return the machine of rank 0, so that all processes make the same plan."""
+    """Return rank 0's machine report, so that all processes make the same plan."""
     if group.ranks.size == 1:
         return probe()
     text = group.share(json.dumps(probe().to_json()) if group.ranks.first else "")
-    return Machine.from_json(json.loads(text), source="the first process")
+    return Machine.from_json(json.loads(text), source="rank 0")
 
 
 def check_versions(group: Group) -> None:
@@ -108,8 +108,8 @@ def check_versions(group: Group) -> None:
     if not group.same(own):
         raise UserError(
             f"The {group.ranks.size} processes of the run have different versions.",
-            why=f"{group.ranks.name} has {own}; the first process has {group.share(own)}.",
-            do="install the same versions on every machine",
+            why=f"{group.ranks.name} has {own}; rank 0 has {group.share(own)}.",
+            do="install the same versions on every node",
         )
 
 
@@ -128,10 +128,10 @@ def check_shared_folder(group: Group, folder: Path) -> None:
         token.unlink(missing_ok=True)
     if missing:
         raise UserError(
-            f"The run folder {folder} is not shared by all machines.",
+            f"The run folder {folder} is not shared by all nodes.",
             why=f"every process reads and writes checkpoints there, and {'another rank' if seen else group.ranks.name} "
-            "does not see what the first one writes.",
-            do="put --output_dir on a file system that all machines have mounted at the same path",
+            "does not see what rank 0 writes.",
+            do="put --output_dir on a file system that all nodes have mounted at the same path",
         )
 
 
@@ -158,7 +158,7 @@ def check_same_everywhere(group: Group, parts: Mapping[str, Any]) -> None:
         raise UserError(
             f"The {group.ranks.size} processes of the run differ: {', '.join(other)}.",
             why="all need the same options, model, data and checkpoint.",
-            do="start all of them with the same command, and copy the same files to every machine",
+            do="start all of them with the same command, and copy the same files to every node",
         )
 
 

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine, and restart them from the newest checkpoint after a failure.
+"""Start the ranks of a run on this node, and restart them from the newest checkpoint after a failure.
 
 torch's elastic agent does not replace it: a restart there often fails on gloo with addresses of the failed attempt, a stopped
 process is waited for 30 s, and the agent knows neither checkpoints nor why a process stopped.
@@ -27,12 +27,12 @@ from crosstune.distributed.watchdog import FolderBoard, LauncherWatch
 from crosstune.process.this_process import handling
 
 LOST_S = 30.0
-"""Silence after which another machine's launcher counts as lost."""
+"""Silence after which another node's launcher counts as lost."""
 ORPHAN_S = 300.0
-"""Time for a rank to save and exit after its launcher is gone."""
+"""Time for a rank to save and exit after its launcher exits."""
 
 Environments = Callable[[Path, Begin], list[dict[str, str]]]
-"""Private folder and attempt -> the environment variables of each rank on this machine."""
+"""Private folder and attempt -> the environment variables of each rank on this node."""
 Say = Callable[[Sequence[str]], None]
 
 
@@ -48,10 +48,10 @@ def launch(
     port: int | None = None,
     say: Say = lambda lines: None,
 ) -> Outcome:
-    """Run `command` as the ranks of this machine, and restart them after a failure.
+    """Run `command` as the ranks of this node, and restart them after a failure.
 
-    With `nodes`, each machine of the run has a launcher. Rank 0 has our terminal; the output of another rank is shown if
-    it fails. `say` prints restarts. The ranks of one machine meet at `port`; by default at a free one.
+    With `nodes`, each node of the run has a launcher. Rank 0 has our terminal; the output of another rank is shown if
+    it fails. `say` prints restarts. The ranks of one node meet at `port`; by default at a free one.
     """
     link: OneMachine | SeveralMachines
     if nodes is None or nodes.num_nodes == 1:
@@ -134,7 +134,7 @@ def torch_environments(folder: Path, begin: Begin) -> list[dict[str, str]]:
 
 
 def follow(launcher: int) -> None:
-    """Stop this process when its launcher is gone: SIGTERM, and SIGKILL `ORPHAN_S` later."""
+    """Stop this process when its launcher exits: SIGTERM, and SIGKILL `ORPHAN_S` later."""
 
     def watch() -> None:
         while os.getppid() == launcher:

@@ -1,4 +1,4 @@
-"""Begin and end the attempts of a launcher, on one machine or together with others through the coordinator."""
+"""Begin and end the attempts of a launcher, on one node or together with others through the coordinator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Begin:
-    """The place of this machine's ranks in an attempt."""
+    """The place of this node's ranks in an attempt."""
 
     attempt: int
     size: int
@@ -47,7 +47,7 @@ class Begin:
 
 
 class OneMachine:
-    """The attempts of a run on one machine, decided here."""
+    """The attempts of a single-node run, decided locally."""
 
     def __init__(self, *, size: int, max_restarts: int, port: int | None = None) -> None:
         self._port = port
@@ -68,7 +68,7 @@ class OneMachine:
 
 
 class SeveralMachines:
-    """The attempts of a run on several machines, decided by the coordinator on the first."""
+    """The attempts of a multi-node run, decided by the coordinator on node 0."""
 
     def __init__(self, nodes: Nodes, *, num_local: int, connect_s: float, lost_s: float) -> None:
         self._nodes, self._num_local, self._lost_s = nodes, num_local, lost_s
@@ -88,7 +88,7 @@ class SeveralMachines:
         self._told = self._stop = False
 
     def begin(self, stopped: Callable[[], bool]) -> Begin | Outcome | None:
-        """Wait until all machines are ready; return an outcome if the run ends instead, None if the user stopped it."""
+        """Wait until all nodes are ready; return an outcome if the run ends instead, None if the user stopped it."""
         self._told = self._stop = False
         message = self._await("go", "end", stopped=stopped)
         if message is None:
@@ -108,7 +108,7 @@ class SeveralMachines:
         )
 
     def should_stop(self, failed: bool) -> bool:
-        """Return whether another machine has failed; tell the coordinator if a rank here has."""
+        """Return whether another node has failed; tell the coordinator if a local rank has."""
         if failed and not self._told:
             self._channel.send({"failed": self._attempt})
             self._told = True
@@ -121,7 +121,7 @@ class SeveralMachines:
         return self._stop
 
     def decide(self, report: Report) -> AttemptDecision:
-        """Return the coordinator's decision after the ranks of all machines have ended."""
+        """Return the coordinator's decision after the ranks of all nodes have exited."""
         self._channel.send({"report": report.to_json(limit=REPORT_LIMIT)})
         message = self._await("again", "end")
         if message is None:
@@ -137,14 +137,14 @@ class SeveralMachines:
             )
         except OSError as error:
             raise UserError(
-                f"The first machine cannot be reached at {self._place}.",
+                f"Node 0 cannot be reached at {self._place}.",
                 why=str(error),
-                do="set MASTER_ADDR and MASTER_PORT to the address of the machine with NODE_RANK 0, start the command "
+                do="set MASTER_ADDR and MASTER_PORT to the address of the node with NODE_RANK 0, start the command "
                 "there too, and let the port through the firewall",
             ) from error
 
     def _await(self, *kinds: str, stopped: Callable[[], bool] = lambda: False) -> Message | None:
-        """Return the next message of these kinds; None when the first machine is lost or the user stopped the run."""
+        """Return the next message of these kinds; None when node 0 is lost or the user stopped the run."""
         while self._channel.silent_s() <= self._lost_s and not stopped():
             try:
                 message = self._channel.inbox.get(timeout=_WAIT_S)
@@ -158,9 +158,9 @@ class SeveralMachines:
         return Outcome(
             code=EXIT_OUR_FAULT,
             lines=(
-                f"the connection to the first machine at {self._place} was lost, so the processes here were ended.",
+                f"the connection to node 0 at {self._place} was lost, so the processes on this node were stopped.",
                 f"  why: it was silent for {self._lost_s:g} s: it is down, its launcher was killed, or the network is cut.",
-                "  do:  run the same command with --resume auto on every machine to continue from the newest checkpoint",
+                "  do:  run the same command with --resume auto on every node to continue from the newest checkpoint",
             ),
         )
 
@@ -171,7 +171,7 @@ def _outcome(message: Message) -> Outcome:
 
 
 class Channel:
-    """A connection to another launcher. `inbox` holds its messages; heartbeats only show that it is alive."""
+    """A connection to another launcher. `inbox` contains its messages; heartbeats only show that it is alive."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(None)
@@ -180,7 +180,7 @@ class Channel:
         self._sending = threading.Lock()
         self.inbox: queue.Queue[Message] = queue.Queue()
         self.closed = False
-        self._clock = ActiveClock()  # machines suspended together have not lost each other
+        self._clock = ActiveClock()  # nodes suspended together have not lost each other
         self._heard = self._clock.now()
         for act in (self._receive, self._beat):
             threading.Thread(target=act, daemon=True).start()

@@ -1,7 +1,7 @@
-"""Listen on the first machine of a run, connect to it from the others, and find free ports.
+"""Listen on node 0, connect to it from the others, and find free ports.
 
-Debian's installer maps a host's own name to 127.0.1.1: a first machine that listened there would be unreachable, and a
-machine with a copied /etc/hosts would connect to itself.
+Debian's installer maps a host's own name to 127.0.1.1: if node 0 listened there, it would be unreachable, and a
+node with a copied /etc/hosts would connect to itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def resolve(name: str, port: int) -> list[tuple[Any, ...]]:
 
 
 def listen(name: str, port: int, *, several: bool, backlog: int = 1024) -> socket.socket:
-    """Listen at the address of the first machine. With `several` machines and a name that resolves to loopback here,
+    """Listen at the address of node 0. With `several` nodes and a name that resolves to loopback here,
     listen on all interfaces: the others resolve the name to one of them."""
     problem = OSError(f"{name} has no address")
     for family, kind, protocol, _, address in resolve(name, port):
@@ -63,21 +63,21 @@ def listen(name: str, port: int, *, several: bool, backlog: int = 1024) -> socke
 
 
 def check_master(name: str, *, node_rank: int) -> None:
-    """Raise a UserError on a machine that would connect to itself instead of the first one."""
+    """Raise a UserError on a node that would connect to itself instead of node 0."""
     own = socket.gethostname().partition(".")[0]
     if node_rank == 0 or is_loopback(name) or name.partition(".")[0] == own:
-        return  # a trial with several launchers on one machine uses localhost or its name
+        return  # a trial with several launchers on one node uses localhost or its name
     if (address := leads_back(name)) is not None:
         raise UserError(
-            f"{name} is the first machine of the run (MASTER_ADDR), but it leads back to {own}.",
+            f"{name} is node 0 of the run (MASTER_ADDR), but it leads back to {own}.",
             why=f"the name resolves to {address} here, so {own} would connect to itself.",
-            do=f"set MASTER_ADDR to an address of {name} that the other machines reach, such as 10.0.0.1, or remove the "
+            do=f"set MASTER_ADDR to an address of {name} that the other nodes reach, such as 10.0.0.1, or remove the "
             f"line with {address} from /etc/hosts",
         )
 
 
 def leads_back(name: str) -> str | None:
-    """Return the loopback address of a name without any other; None if it has another or cannot be resolved."""
+    """Return the loopback address of a name with no other address; None if it has others or cannot be resolved."""
     try:
         first = str(resolve(name, 0)[0][4][0])
     except OSError:
@@ -86,7 +86,7 @@ def leads_back(name: str) -> str | None:
 
 
 def reach(name: str, port: int, *, limit_s: float, node_rank: int) -> socket.socket:
-    """Connect to the first machine once it listens; raise an OSError with the reason after `limit_s`."""
+    """Connect to node 0 once it listens; raise an OSError with the reason after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while True:
         try:
@@ -97,7 +97,7 @@ def reach(name: str, port: int, *, limit_s: float, node_rank: int) -> socket.soc
         except OSError as error:
             if time.monotonic() + _RETRY_S > deadline:
                 back = leads_back(name) if node_rank else None
-                more = f"; {name} resolves to {back}, which is this machine" if back else ""
+                more = f"; {name} resolves to {back}, which is this node" if back else ""
                 raise OSError(f"nothing answered within {limit_s:g} s ({error}){more}.") from error
         time.sleep(_RETRY_S)
 

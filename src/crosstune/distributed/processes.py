@@ -1,4 +1,4 @@
-"""Run the ranks of one attempt on this machine: start them, forward signals, and stop them together."""
+"""Run the ranks of one attempt on this node: start them, forward signals, and stop them together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ORDERLY = (EXIT_DONE, EXIT_STOPPED)
 
 @dataclass(kw_only=True)
 class Processes:
-    """The ranks of one attempt on this machine."""
+    """The ranks of one attempt on this node."""
 
     folder: Path
     first_rank: int = 0
@@ -73,11 +73,11 @@ class Processes:
         return [member.poll() for member in self.members]
 
     def wait(self, should_stop: Callable[[bool], bool], hangs: Callable[[], Sequence[str]] = tuple) -> None:
-        """Wait until all processes have ended.
+        """Wait until all processes have exited.
 
         After a failure the others get `PATIENCE_S`, then SIGTERM, and SIGKILL after `GRACE_S`. A second Ctrl-C or a
-        port in use shortens this; a hang (`hangs` names the rank) or a failure on another machine kills them sooner.
-        `should_stop(failed_here)` returns whether another machine failed.
+        port in use shortens this; a hang (`hangs` names the rank) or a failure on another node kills them sooner.
+        `should_stop(failed_here)` returns whether another node failed.
         """
         ending_at: float | None = None
         while None in self.codes():

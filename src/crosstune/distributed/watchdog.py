@@ -1,4 +1,4 @@
-"""End a run when a rank hangs, and name the rank, its host and its place in the code.
+"""Abort a run when a rank hangs, and report the rank, its host and its place in the code.
 
 A thread in each rank posts its current work and the time since its main thread last moved. All ranks and the launcher read
 the posts; the launcher also notices when all ranks are stopped.
@@ -25,15 +25,15 @@ from crosstune.process.this_process import ActiveClock
 _COLLECTIVE = ("torch/distributed/", "torch/autograd/graph.py", "_engine/group.py", "_engine/sharding/")
 """Path fragments of code that waits for other ranks."""
 _OWN = ("crosstune/", "torch/distributed/")
-"""Path fragments of code that is named as the place of a rank."""
+"""Path fragments of code that is reported as a rank's place."""
 STOP_S = 2.0
-"""Time for the watchdog's threads to end after the training."""
+"""Time for the watchdog's threads to exit after the run."""
 _LOST_S = 10.0
-"""Time for a rank to notice by itself that rank 0, which holds the board, is gone."""
+"""Time for a rank to notice by itself that rank 0, which hosts the board, has exited."""
 
 
 class FolderBoard:
-    """A board for the ranks of one machine and their launcher, in the launcher's private folder."""
+    """A board for the ranks of one node and their launcher, in the launcher's private folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -60,21 +60,21 @@ class FolderBoard:
 
 
 class HangDetector:
-    """Find the rank that hangs from the posted states of all ranks."""
+    """Identify the hung rank from the states posted by all ranks."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._beats: dict[int, tuple[int, float]] = {}
 
     def verdict(self, states: Mapping[int, RankState], now: float) -> list[str]:
-        """Return the lines that name the hung rank; none while no rank hangs."""
+        """Return the lines that identify the hung rank; none while no rank hangs."""
         silent = {rank: self._silent_s(state, now) for rank, state in states.items()}
         stopped = [state for rank, state in states.items() if silent[rank] > self._limit_s]
         still = [state for state in states.values() if state.still_s > self._limit_s]
         if not stopped and not still:
             return []
         blamed = stopped or [state for state in states.values() if not state.waits] or still
-        how = "is stopped or its machine is down: it" if stopped else "hangs: it"
+        how = "is stopped or its node is down: it" if stopped else "hangs: it"
         longest = max(silent[s.rank] if stopped else s.still_s for s in (stopped or still))
         lines = [
             f"rank {state.rank} (host {state.host}) {how} has made no progress for {longest:.0f} s. It was in: "
@@ -107,7 +107,7 @@ class Watchdog:
         self._ranks, self._activity = ranks, activity
         self._own, self._shared = own, shared
         self.poll_s = min(1.0, limit_s / 20)
-        # Just before the limit, at which the collective gives up without naming a rank.
+        # Just before the limit, at which the collective times out without identifying a rank.
         self._detector = HangDetector(limit_s - 3 * self.poll_s)
         self._limit_s = limit_s
         self._main = threading.main_thread().ident
@@ -127,7 +127,7 @@ class Watchdog:
             self._threads[-1].start()
 
     def stop(self) -> bool:
-        """Stop watching; return whether the threads have ended: one may wait for a store that does not answer."""
+        """Stop watching; return whether the threads have exited: one may wait for a store that does not answer."""
         self._done.set()
         until = time.monotonic() + STOP_S
         for thread in self._threads:
@@ -175,7 +175,7 @@ class Watchdog:
             if not self._lost:
                 self._check_ranks(now)
             elif now - self._answered > _LOST_S and state.still_s > _LOST_S:
-                line = f"rank 0 is gone, and rank {state.rank} still waits: {state.sentence()}"
+                line = f"rank 0 has exited, and rank {state.rank} still waits: {state.sentence()}"
                 self._end([line], EXIT_PEER_LOST)
 
     def _check_ranks(self, now: float) -> None:
@@ -184,7 +184,9 @@ class Watchdog:
             last = self._states.get(0)
             was = f" It was in: {last.doing}, {last.at}" if last is not None else ""
             host = f" (host {last.host})" if last is not None else ""
-            line = f"rank 0{host} is stopped or its machine is down: it has not answered for {silent_s:.0f} s.{was}"
+            line = (
+                f"rank 0{host} is stopped or its node is down: it has not answered for {silent_s:.0f} s.{was}"
+            )
             self._end([line], EXIT_HUNG)
         elif silent_s > 3 * self.poll_s:
             return  # the board is late, so its last states prove nothing about other ranks
@@ -205,7 +207,7 @@ class Watchdog:
 
 
 class LauncherWatch:
-    """The launcher's check of the ranks on its machine; it also notices when all are stopped."""
+    """The launcher's check of the ranks on its node; it also notices when all are stopped."""
 
     def __init__(self, board: Board, *, limit_s: float, clock: Callable[[], float] | None = None) -> None:
         self._board, self._clock = board, clock or ActiveClock().now
@@ -213,7 +215,7 @@ class LauncherWatch:
         self._next = 0.0
 
     def verdict(self) -> list[str]:
-        """Return the lines that name a hung rank; read the board at most twice a second."""
+        """Return the lines that identify a hung rank; read the board at most twice a second."""
         now = self._clock()
         if now < self._next:
             return []

@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """The part of the run that ran here."""
+    """The part of the run that ran on this CPU."""
 
     losses: tuple[float, ...]
     evaluated: bool
@@ -53,7 +53,7 @@ class Verdict:
     emulated: str
     title: str
     plan: Plan
-    """The plan for the target machine; a shortened one ran here."""
+    """The plan for the target machine; a shortened plan ran on this CPU."""
     tried: Tried
     torch_version: str
     num_operators: int
@@ -108,8 +108,8 @@ def emulate(config: Config, *, machine: str | None = None, observers: Sequence[O
     device = load_plugin(EMULATED_PACKAGE, name, kind="emulated backend")
     if config.backend not in ("auto", device.BACKEND):
         raise UserError(
-            f"--emulate {name} and --backend {config.backend} contradict each other.",
-            do=f"omit --backend, or use --backend {device.BACKEND}",
+            f"--emulate {name} cannot be combined with --backend {config.backend}.",
+            do=f"remove --backend, or use --backend {device.BACKEND}",
         )
     config = replace(config, backend=device.BACKEND, sources={**config.sources, "backend": "--emulate"})
     config, _ = read_request(config, observer=screen, hashes=False)
@@ -222,6 +222,6 @@ def _check_quantizer(plan: Plan) -> None:
     quantizer = read_quantizers()[plan.quantizer]
     if importlib.util.find_spec(quantizer.library.partition(".")[0]) is None:
         raise UserError(
-            f"The plan for {plan.machine.name} quantizes with {plan.quantizer}, which is not installed here.",
-            do=f"{quantizer.install_command}, or choose another --quantization_backend",
+            f"The plan for {plan.machine.name} quantizes with {plan.quantizer}, which is not installed on this machine.",
+            do=f"{quantizer.install_command}, or choose a different --quantization_backend",
         )

@@ -82,7 +82,7 @@ class Watch:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Record the operators of the block; `phase` names it in the recorded locations."""
+        """Record the operators within the context; `phase` is its name in the recorded locations."""
         with (
             torch.compiler.set_stance("force_eager"),
             sdpa_kernel(self.device.ATTENTION),
@@ -149,7 +149,7 @@ class Watch:
 
 
 class _CurrentLayer:
-    """Track the running layer of every model called inside the block.
+    """Track the running layer of every model called within the context.
 
     Autograd does not record the layer of a node. So each layer marks the node of its output, and the last mark passed in
     the backward pass names the nearest layer.

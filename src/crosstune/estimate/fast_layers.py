@@ -29,7 +29,7 @@ _DEFAULTS = {"gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping
 MOST_COLUMNS = 256
 """With more adapter columns than this, multiplying the zeros of the group's other layers costs more than it saves."""
 _ALIGNED_ON_CPU, _ALIGNED_ON_GPU = 16, 64
-"""Columns of x A are padded to multiples of this, for cache lines and product tiles."""
+"""Columns of x A are padded to multiples of this, for cache lines and matmul tiles."""
 LOGITS_ON_CPU, LOGITS_ON_GPU = 2**24, 2**26
 """Logits computed at a time."""
 FEWEST_ROWS, MOST_ROWS = 256, 4096
@@ -37,7 +37,7 @@ FEWEST_ROWS, MOST_ROWS = 256, 4096
 LOGITS_IN_CACHE = 2**20
 """Logits whose loss is computed at once on a CPU: few enough for its caches."""
 SHORTEST_ROW, LONGEST_ROW = 128, 1024
-"""Lengths of rows that attend by batched products on a CPU. Time relative to torch's fused attention, forward and backward
+"""Lengths of rows whose attention uses batched matmul on a CPU. Time relative to torch's fused attention, forward and backward
 (two ARM cores, fp32, 1,024 tokens, 9 heads over 3 and 14 over 2 of size 64, medians of eight): 64 tokens 1.15 and 1.07, 128
 0.86 and 0.78, 256 0.70 and 0.75; with recomputed probabilities 512 0.73 and 0.69, 1,024 0.79 and 0.90."""
 LONGEST_KEPT_ROW = 256
@@ -52,19 +52,19 @@ _GROUPS = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
-"""Linear layers with the same input, multiplied in one product."""
+"""Linear layers with the same input, computed in one matmul."""
 
 Recompute = Literal["none", "lean", "full"]
 """Recomputed in a layer's backward pass: the gated activation, fused into another kernel; also the norms; or the whole layer."""
 USED_SHARE = 0.85
-"""The share of free memory for kept activations; products, gradients and fragmentation use the rest."""
+"""The fraction of free memory for kept activations; matmuls, gradients and fragmentation use the rest."""
 
 
 def why_no_fast_layers(field: Callable[[str], Any]) -> str | None:
-    """Return why a model has no fast layers, from the fields of its configuration; None if it has them."""
+    """Return why the fast layers do not support a model, from the fields of its config; None if they do."""
     family = field("model_type")
     if family not in FAMILIES:
-        return f"the fast layers know {', '.join(FAMILIES)}, not {family}"
+        return f"the fast layers support {', '.join(FAMILIES)}, not {family}"
     if field("attn_logit_softcapping") is not None:
         return "its attention caps its scores, which the fast kernels do not support"
     if field("final_logit_softcapping") is not None:
@@ -76,12 +76,12 @@ def why_no_fast_layers(field: Callable[[str], Any]) -> str | None:
             return f"its config sets {name}"
     activation = field("hidden_activation") or field("hidden_act")
     if activation is not None and activation not in ACTIVATIONS:
-        return f"the fast layers do not have its activation {activation}"
+        return f"the fast layers do not support its activation {activation}"
     return None
 
 
 def why_no_fast_layers_of(config: Mapping[str, Any]) -> str | None:
-    """Return why the model of a config.json has no fast layers; None if it has them or its family is unknown."""
+    """Return why the fast layers do not support the model of a config.json; None if they do or its family is unknown."""
     family = config.get("model_type")
     if not family:
         return None
@@ -101,7 +101,7 @@ def rows_at_a_time(vocabulary: int, *, on_gpu: bool) -> int:
 
 
 def attends_by_products(length: int, *, on_gpu: bool) -> bool:
-    """Return whether rows of this length attend by batched products."""
+    """Return whether attention in rows of this length uses batched matmul."""
     return not on_gpu and SHORTEST_ROW <= length <= LONGEST_ROW
 
 
@@ -165,9 +165,9 @@ class FastLayer:
     def backward(self, *, in_fp8: bool) -> int:
         """Return the peak bytes of temporary tensors in the backward pass, for each token.
 
-        In the MLP: the gradients of the stream, the gated product and its gradient, the gradients of gate and up, the input and
+        In the MLP: the gradients of the stream, the gated activation and its gradient, the gradients of gate and up, the input and
         its gradient. In attention: the gradients of its output, of queries, keys and values (separate and packed), the input
-        and its gradient. fp8 products also read an e4m3 copy of each gradient.
+        and its gradient. fp8 matmuls also read an e4m3 copy of each gradient.
         """
         stream = self.hidden * (self.stream_bytes + self.compute_bytes)
         packed = self.queries + 2 * self.keys
@@ -322,7 +322,7 @@ def adapter_copy_bytes(shape: ModelShape, step: Step) -> int:
 
 
 def weight_buffer_bytes(shape: ModelShape, step: Step) -> int:
-    """Return the bytes of the buffers for dequantized weights: the largest group, for fp8 products also its e4m3 copy and
+    """Return the bytes of the buffers for dequantized weights: the largest group, for fp8 matmuls also its e4m3 copy and
     transpose; 0 for weights stored in fp8."""
     if step.quantizer == "none" or (step.quantizer == "fp8" and step.fp8_products):
         return 0

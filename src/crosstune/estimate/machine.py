@@ -42,7 +42,7 @@ _MAKE_ONE = "make one on that computer with: crosstune doctor --json > machine.j
 FLASH_PACKAGE = "flash_attn"
 """The package, and the name of its kernel in a BackendReport."""
 _FUSED = frozenset({"efficient", "cudnn"})
-"""Other kernels of torch that hold no scores."""
+"""Other torch kernels that store no scores."""
 
 Attention = Literal["flash_attn", "sdpa", "eager", "mlx"]
 
@@ -68,11 +68,11 @@ class BackendReport:
     devices: tuple[Device, ...] = ()
     unified_memory: bool = False
     dtypes: tuple[str, ...] = ()
-    """The dtypes in which a small product and its gradient were correct."""
+    """The dtypes in which a small matmul and its gradient were correct."""
     bf16_speedup: float = 1.0
-    """The speed of a bf16 matrix product relative to fp32."""
+    """The speed of a bf16 matmul relative to fp32."""
     quantizers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Quantizers that run here -> their bit widths."""
+    """Quantizers that work on the machine -> their bit widths."""
     collectives: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
     has_triton: bool = True
@@ -166,10 +166,10 @@ def auto_reason(machine: Machine, *, preference: Sequence[str]) -> str:
     available = [name for name in preference if name in machine.available()]
     passed = available[: available.index(chosen)]
     if passed:
-        return f"{' and '.join(passed)} would compute on the CPU here, where {chosen} is faster"
+        return f"{' and '.join(passed)} would compute on the CPU of this machine, where {chosen} is faster"
     if len(available) == 1:
-        return "the only one available here"
-    return f"the first available here, before {', '.join(available[1:])}"
+        return "the only available backend"
+    return f"the first available backend, before {', '.join(available[1:])}"
 
 
 def _is_emulated(report: BackendReport) -> bool:
@@ -210,7 +210,7 @@ def choose_attention(
 ) -> tuple[Attention, str]:
     """Return the implementation of attention, and why; `flash` is --use_flash_attention.
 
-    The package flash_attn computes in 16 bits only, and attends across the documents of packed rows if a batch has several
+    The flash_attn package computes in 16 bits only, and attends across the documents of packed rows if a batch has several
     rows. torch's own attention picks the best of its kernels, including flash, at each call.
     """
     if report.engine == "mlx":
@@ -218,11 +218,11 @@ def choose_attention(
     if flash is False:
         return "eager", "flash attention is turned off"
     kernels = ", ".join(kernel for kernel in report.attention if kernel != FLASH_PACKAGE)
-    own = f"torch's own, with the kernels that ran here: {kernels or 'none'}"
+    own = f"torch's own, with the kernels that ran on this machine: {kernels or 'none'}"
     if FLASH_PACKAGE not in report.attention:
         return "sdpa", own
     if precision == "fp32":
-        return "sdpa", f"{own}; {FLASH_PACKAGE} has no fp32"
+        return "sdpa", f"{own}; {FLASH_PACKAGE} does not support fp32"
     if packing:
         return "sdpa", f"{own}; {FLASH_PACKAGE} does not separate the documents of packed rows"
     return "flash_attn", f"the package {FLASH_PACKAGE}, where the model supports it"
@@ -231,7 +231,7 @@ def choose_attention(
 def held_score_bits(
     report: BackendReport, *, flash: bool | None, compute_bits: int, shares_keys: bool = False
 ) -> int:
-    """Return the bits of each attention score that training holds in memory; 0 for a kernel that never holds them.
+    """Return the bits of each attention score kept in memory during training; 0 for a kernel that never stores them.
 
     `flash` is --use_flash_attention; `shares_keys`: several heads share their keys, in rows without a mask. Without a fused
     kernel, torch computes scores in fp32 in any precision. On CUDA the kernels with shared keys compute in 16 bits. MLX has

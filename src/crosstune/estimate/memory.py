@@ -27,11 +27,11 @@ GIB = 1024**3
 LOGITS_AT_A_TIME = 2**24
 """More logits than this are converted to fp32 in parts."""
 UNIFIED_SHARE = 0.9
-"""The largest share of unified memory for a GPU."""
+"""The largest fraction of unified memory for a GPU."""
 _SCORE_COPIES = 2
 """Temporary copies of a layer's attention scores in its backward pass."""
 _PRODUCT_COPIES = {"none": 0, "bnb": 1, "mlx": 0}
-"""Dense copies of a quantized weight during a product; MLX multiplies packed bits. Other quantizers need three."""
+"""Dense copies of a quantized weight during a matmul; MLX multiplies packed bits. Other quantizers need three."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +288,7 @@ def loss_bytes(shape: ModelShape, step: Step) -> int:
 
 
 def dense_copies(shape: ModelShape, step: Step) -> int:
-    """Return the bytes of dense copies of the largest weight during a product."""
+    """Return the bytes of dense copies of the largest weight during a matmul."""
     largest = max(outputs * inputs for outputs, inputs, _ in shape.linears().values())
     copies = _PRODUCT_COPIES.get(step.quantizer, 3) * largest * step.width
     norms = 3 * 4 * largest if step.method == "dora" else 0  # the row norms of W + BA, in fp32

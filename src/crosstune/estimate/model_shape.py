@@ -45,7 +45,7 @@ class ModelShape:
     family: str = ""
     """The `model_type` of its configuration; empty if unknown."""
     why_general: str = ""
-    """Why it has no fast layers; empty if it has them or if its family is unknown."""
+    """Why the fast layers do not support it; empty if they do or if its family is unknown."""
 
     @property
     def queries(self) -> int:
@@ -158,7 +158,7 @@ class Step:
     fast: bool = False
     """Whether the fast layers are used."""
     fp8_products: bool = False
-    """Whether the fast layers multiply a quantized base in fp8."""
+    """Whether the fast layers use fp8 matmul with a quantized base."""
     limit_bytes: int = 0
     """The memory that a step may use; 0 for no limit."""
     recomputes_by_memory: bool = True

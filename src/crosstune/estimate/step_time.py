@@ -1,6 +1,6 @@
-"""Predict the time of a training step: products, memory traffic, kernel launches, and communication between processes.
+"""Predict the time of a training step: matmuls, memory traffic, kernel launches, and communication between processes.
 
-A step is limited by computation on the device or by kernel launches on the host. Computation is matrix products at the
+A step is limited by computation on the device or by kernel launches on the host. Computation is matmuls at the
 sustained rate plus memory traffic of activations. The constants were measured on an H200 and are used for every device.
 """
 
@@ -14,11 +14,11 @@ from crosstune.estimate.memory import gathered_bytes, layer_bytes, num_recompute
 from crosstune.estimate.model_shape import ModelShape, Step, adapted_linears, trained_parameters
 
 SUSTAINED = 0.67
-"""The share of the data sheet's rate that products reach under the power limit."""
+"""The fraction of the data sheet's rate that matmuls reach under the power limit."""
 PASSES, FAST_PASSES = 29, 11
 """How often each byte kept for the backward pass moves through memory, in the general and the fast layers."""
 FP8_RATE = 1.68
-"""The sustained rate of fp8 products with a scale per row, relative to bf16."""
+"""The sustained rate of fp8 matmuls with a scale per row, relative to bf16."""
 LAUNCH_S = 10e-6
 """The host's time for a kernel; it dominates for small models."""
 LAUNCHES, LAUNCHES_PER_ADAPTER, LAUNCHES_PER_QUANTIZED = 350, 25, 20
@@ -26,7 +26,7 @@ LAUNCHES, LAUNCHES_PER_ADAPTER, LAUNCHES_PER_QUANTIZED = 350, 25, 20
 FAST_LAUNCHES = 50
 """Kernels of a fast layer with adapters (counted)."""
 LINK_SHARE = 0.8
-"""The share of a link's data rate that collectives reach."""
+"""The fraction of a link's data rate that collectives reach."""
 LATENCY_S = 20e-6
 """The time of a message to the next process."""
 LARGEST_ERROR, NUM_CHECKED = 0.082, 6
@@ -60,14 +60,14 @@ _FAST_IN_FP8 = ("H200", "H100")
 @dataclass(frozen=True)
 class DeviceSpeed:
     tflops: float
-    """Dense products of 16-bit numbers, in 10^12 operations per second."""
+    """Dense matmuls of 16-bit numbers, in 10^12 operations per second."""
     memory_gb_s: float
     link_gb_s: float
     """To another device of the same machine, in one direction: NVLink or PCIe."""
     network_gb_s: float
     """To another machine, for each device, in one direction, over the usual network card."""
     fp8: bool = False
-    """Whether fp8 products were measured to be faster on this chip."""
+    """Whether fp8 matmuls were measured to be faster on this chip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class StepTime:
     hidden_s: float
     """Communication overlapped with computation."""
     tokens: int
-    """Tokens of the step over all processes."""
+    """Tokens of the step across all processes."""
 
     @property
     def compute_s(self) -> float:
@@ -119,13 +119,13 @@ class StepTime:
 
     @property
     def communication_share(self) -> float:
-        """The share of the time in which the links are busy, exposed or overlapped."""
+        """The fraction of the time in which the links are busy, exposed or overlapped."""
         return min(1.0, (self.communication_s + self.hidden_s) / self.seconds)
 
     @property
     def limit(self) -> str:
         """The part with most of the time."""
-        parts = {"matrix products": self.products_s, "memory traffic": self.traffic_s}
+        parts = {"matmuls": self.products_s, "memory traffic": self.traffic_s}
         if self.launches_s >= self.compute_s:
             parts = {"launching kernels": self.launches_s}
         parts["communication"] = self.communication_s
@@ -200,19 +200,19 @@ def _recomputed_share(shape: ModelShape, step: Step) -> float:
 
 
 def _makes_dense(step: Step) -> bool:
-    """Return whether quantized weights are dequantized for each product."""
+    """Return whether quantized weights are dequantized for each matmul."""
     return step.quantizer != "none" and not (step.quantizer == "fp8" and step.fp8_products)
 
 
 def _traffic_bytes(shape: ModelShape, step: Step, tokens: float) -> float:
-    """Return the memory traffic of a micro-batch outside of products."""
+    """Return the memory traffic of a micro-batch outside of matmuls."""
     again = _recomputed_share(shape, step)
     if step.fast:
         kept = FAST_PASSES * fast_layer(shape, step).kept().none
     else:
         kept = PASSES * layer_bytes(shape, replace(step, batch=1)) // step.context
     moved = tokens * kept * (1 + again / 3) * shape.num_layers  # a third of it is the forward pass
-    if _makes_dense(step):  # bits are read and dense weights written for each product
+    if _makes_dense(step):  # bits are read and dense weights written for each matmul
         linear = max(0, shape.num_parameters - shape.embeddings)
         moved += (2 + again) * linear * (step.n_bits / 8 + step.width)
     return moved

@@ -39,18 +39,20 @@ _PLACE = ("name", "output_dir", "overwrite")
 
 
 def check_request(config: Config) -> None:
-    """Check the options as `train` does; refuse --resume and --emulate."""
+    """Check the options as `train` does; reject --resume and --emulate."""
     from crosstune.runs.check_request import check_plan
     from crosstune.runs.resume import names_path
 
     if names_path(config):
         raise UserError(
             f"A ladder cannot start from --resume {config.resume}.",
-            why="its trials are separate short trainings, and a resumed run keeps its options.",
-            do="leave out --resume, and give the options of that run, such as with --config RUN/config.yaml",
+            why="its trials are separate short runs, and a resumed run keeps its options.",
+            do="remove --resume, and pass the options of that run, such as with --config RUN/config.yaml",
         )
     if config.emulate is not None:
-        raise UserError("A ladder measures this machine: --emulate does not work with it.", do="leave it out")
+        raise UserError(
+            "A ladder measures this machine, so it cannot be combined with --emulate.", do="remove it"
+        )
     asked = {k: v for k, v in config.options_asked().items() if k not in ("name", "overwrite", "resume")}
     check_plan(make_config(**asked))[1].raise_problems()
 
@@ -62,7 +64,7 @@ def make_request(config: Config, *, rungs: Sequence[str], steps: int, goal: str)
 
 
 def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
-    """Write the request; raise a UserError if the folder holds trials of another one."""
+    """Write the request; raise a UserError if the folder contains trials of a different request."""
     path = folder / REQUEST
     if path.is_file():
         try:
@@ -71,18 +73,18 @@ def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
             raise UserError(
                 f"The ladder in {folder} is damaged: {path.name} cannot be read.",
                 why=error.why,
-                do="use another --name, or --overwrite true to begin again",
+                do="use a different --name, or --overwrite true to begin again",
             ) from error
         if before == dict(request):
             return
         if any((folder / "trials").glob("*/summary.json")):
             raise UserError(
-                f"{folder} holds a ladder of another request.",
+                f"{folder} contains a ladder for a different request.",
                 why=f"these differ: {', '.join(_differing(before, request))}.",
-                do="use another --name, or --overwrite true to begin again",
+                do="use a different --name, or --overwrite true to begin again",
             )
     elif folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder} exists and is not a ladder.", do="use another --name")
+        raise UserError(f"{folder} exists and is not a ladder.", do="use a different --name")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, dict(request))
 
@@ -184,7 +186,7 @@ class Ladder:
         trial = self.trials.run("baseline", self._base())
         if not trial.finished:
             raise UserError(
-                "The training does not run with the original options.",
+                "The run fails with the original options.",
                 why=trial.error,
                 do=f"make it run with `crosstune train` first; its output is {self.trials.folder / 'baseline.log'}",
             )
@@ -220,7 +222,7 @@ class Ladder:
         try:
             _plan(new)
         except UserError as error:
-            return Verdict(False, f"refused: {error.message} {error.why}".strip()), None
+            return Verdict(False, f"rejected: {error.message} {error.why}".strip()), None
         comparison = self._compare(name, base=self._now(), new=new, left=left)
         return judge(comparison, promise=rung.promise, gain=rung.gain, goal=self.goal), comparison
 

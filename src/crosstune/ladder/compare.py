@@ -23,7 +23,7 @@ UNSTEADY = 0.15
 """A larger difference between trials of the same options means that something else uses the machine."""
 TURNS = ("base", "new", "new", "base")
 SPEED_WANTED, MEMORY_WANTED, FINITE_STEPS_WANTED = 0.25, 0.30, 1000
-"""The criteria of the optimisation guide."""
+"""The criteria of the optimization guide."""
 Answer = Literal["yes", "no", "cannot say"]
 Goal = Literal["speed", "memory"]
 
@@ -98,7 +98,7 @@ def compare(
     new: Mapping[str, Any],
     on_trial: Callable[[str], None] = lambda name: None,
 ) -> Comparison:
-    """Run baseline and change in the order A B B A, so that drift of the machine favours neither. Stop at a failure."""
+    """Run baseline and change in the order A B B A, so that drift favors neither. Stop at a failure."""
     sides: dict[str, list[Trial]] = {"base": [], "new": []}
     for turn, side in enumerate(TURNS):
         trial_name = f"{name}-{turn + 1}-{side}"
@@ -110,7 +110,7 @@ def compare(
 
 
 def judge(comparison: Comparison, *, promise: LossPromise, gain: Gain, goal: Goal) -> Verdict:
-    """Keep a change if it keeps its promise about the loss and helps."""
+    """Accept a change if it keeps its promise about the loss and helps."""
     if (failed := comparison.failed) is not None:
         words = {"out_of_memory": "out of memory", "too_slow": "too slow"}.get(failed.status, "failed")
         return Verdict(False, f"{words}: {failed.error}")
@@ -215,7 +215,7 @@ class Criterion:
 
 
 def check_criteria(ends: Comparison | None, validation: Trial, *, validated: Path) -> list[Criterion]:
-    """Measure the criteria of the optimisation guide."""
+    """Measure the criteria of the optimization guide."""
     return [
         _speed(ends),
         _memory(ends),

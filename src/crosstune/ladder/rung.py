@@ -1,4 +1,4 @@
-"""Define a rung: changes of options to try, the gain they are for, and their promise about the loss."""
+"""Define a rung: option changes to try, their expected gain, and their promise about the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Gain = Literal["speed", "memory", "safety"]
 
 
 class NotApplicable(Exception):
-    """Raised by a rung that does not apply to a training; the text says why."""
+    """Raised by a rung that does not apply to a run; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ LossPromise = SameBits | Within | AsGood
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """An optimisation: a row of the table in `rungs`, or `RUNG` in a file there, named after it."""
+    """An optimization: a row of the table in `rungs`, or `RUNG` in a file there, named after it."""
 
     title: str
     order: int
@@ -76,4 +76,4 @@ class Rung:
     """Its purpose. A rung for safety is kept unless it breaks its promise or costs speed or memory."""
     promise: LossPromise
     propose: Callable[[Situation], Sequence[Change]]
-    """Return changes to try one on top of the other until one does not help; raise NotApplicable without any."""
+    """Return changes to try one on top of the other until one does not help; raise NotApplicable if there are none."""

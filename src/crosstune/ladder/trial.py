@@ -1,4 +1,4 @@
-"""Run short trainings in child processes, and read their measurements."""
+"""Run trials in child processes, and read their measurements."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FEWEST_TO_DROP_FROM = 5
 TAIL_LINES = 8
 _NOT_IN_JSON = ("warmup", "rows", "on_one_cpu")
 Status = Literal["finished", "out_of_memory", "failed", "too_slow"]
-# Run `crosstune` in a process that ends with the ladder; the first argument is the ladder's process id.
+# Run `crosstune` in a process that exits with the ladder; the first argument is the ladder's process id.
 FOLLOWING = """
 import runpy, sys
 from crosstune.distributed.launch import follow
@@ -40,7 +40,7 @@ runpy.run_module("crosstune", run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One short training and its measurements."""
+    """One short run and its measurements."""
 
     name: str
     status: Status
@@ -66,7 +66,7 @@ class Trial:
 
     @property
     def tokens_per_cpu_s(self) -> float:
-        """Tokens per second of CPU time, hardly affected by other load; 0 with several processes or a device."""
+        """Tokens per second of CPU time, hardly affected by other load; 0 with several processes or a GPU."""
         return self._rate("cpu_s") if self.on_one_cpu else 0.0
 
     def _rate(self, spent: str) -> float:
@@ -95,7 +95,7 @@ class Trials:
     steps: int
     warmup: int
     limit_s: float
-    """Seconds after which a trial is ended."""
+    """Seconds after which a trial is stopped."""
     should_stop: Callable[[], bool] = lambda: False
 
     def run(self, name: str, options: Mapping[str, Any], **more: Any) -> Trial:
@@ -200,7 +200,7 @@ class Trials:
 
     def _why(self, code: int | None, log: Path, run: RunFiles) -> str:
         if code is None:
-            return f"it ran longer than {self.limit_s:g} s and was ended"
+            return f"it ran longer than {self.limit_s:g} s and was stopped"
         if code == 0:
             return f"it ended after {len(run.metrics)} of {self.steps} steps"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
@@ -216,5 +216,5 @@ def _failure(code: int | None, run: RunFiles) -> Status:
 
 
 def middle(values: Sequence[float]) -> float:
-    """Return the median; NaN without values."""
+    """Return the median; NaN if there are no values."""
     return statistics.median(values) if values else math.nan

@@ -63,7 +63,7 @@ def with_devices(machine: Machine, count: int) -> Machine:
 
 
 def make_gpu(name: str, like: Machine) -> Machine:
-    """Return `like` with another GPU and host memory of the table."""
+    """Return `like` with the table's GPU and host memory."""
     title, device_gib, host_gib = _GPUS[name]
     report = like.backends["cuda"]
     device = replace(

@@ -23,7 +23,7 @@ TIME_LIMIT_S = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The result of one short training."""
+    """The result of one short run."""
 
     backend: str
     ran: bool
@@ -36,7 +36,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The probed machine, the short trainings, and advice."""
+    """The probed machine, the short runs, and advice."""
 
     machine: Machine
     checks: tuple[Check, ...]
@@ -111,7 +111,7 @@ def _train_briefly(backend: str, on_progress: Callable[[str], None]) -> Check:
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     named = [line for line in lines if line.startswith("crosstune: ")]
-    found = [*named[:1], *lines[-1:], f"ended with code {done.returncode}"]
+    found = [*named[:1], *lines[-1:], f"exited with code {done.returncode}"]
     return found[0].removeprefix("crosstune: ")
 
 

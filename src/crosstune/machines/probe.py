@@ -119,7 +119,7 @@ def typical_machine(backend: str) -> Machine | None:
 def recommend(machine: Machine) -> list[str]:
     """Return advice: sentences, each followed by an indented command."""
     if not machine.available():
-        return ["Nothing here can train yet. Install an engine:", "  pip install 'crosstune[torch]'"]
+        return ["No engine is installed yet. Install one:", "  pip install 'crosstune[torch]'"]
     reports = {name: report for name, report in machine.backends.items() if report.available}
     best = reports[fastest_backend(machine)]
     if "mps" in reports or (best.name == "mlx" and best.unified_memory):
@@ -138,7 +138,7 @@ def _recommend_gpu(report: BackendReport) -> list[str]:
     command = f"  crosstune train --backend {report.name}"
     if report.memory_total_bytes > ROOMY_GPU_BYTES:
         return [
-            f"{size}: room for a base in full precision (16 bits). Train LoRA over it:",
+            f"{size}: enough memory for a 16-bit base. Train LoRA on it:",
             f"{command} --train_type lora",
         ]
     lines = [f"{size}: keep the base in 4 bits so that larger models fit. Train QLoRA with bitsandbytes:"]
@@ -163,9 +163,9 @@ def _recommend_apple(reports: Mapping[str, BackendReport]) -> list[str]:
 def _recommend_processor(report: BackendReport, *, num_cores: int) -> list[str]:
     command = f"crosstune train --backend {report.name} --train_type lora"
     return [
-        "Only the CPU can train here: expect it to be 10 to 100 times slower than a GPU. For tests:",
+        "Only the CPU is available: expect it to be 10 to 100 times slower than a GPU. For tests:",
         f"  {command}",
-        "For a run in production, give it every core:",
+        "For production runs, use every core:",
         f"  OMP_NUM_THREADS={num_cores} MKL_NUM_THREADS={num_cores} {command}",
     ]
 

@@ -108,7 +108,7 @@ class DoraLinear(AdaptedLinear):
 
 
 def choose_targets(model: nn.Module, targets: str, *, last_layers: int | None = None) -> list[str]:
-    """Return the linear layers that get an adapter; raise if the user named experts."""
+    """Return the linear layers that get an adapter; raise if the user specified experts."""
     linears, experts = list(linear_layers(model)), expert_layers(model)
     model_type = str(getattr(model, "model_type", "the model"))
     if targets in ("all", "attention", "default") or not experts:

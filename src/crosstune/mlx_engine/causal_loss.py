@@ -16,7 +16,7 @@ from crosstune.mlx_engine.task import Arrays, MetricSums
 LOGITS_AT_A_TIME, PLACES_AT_LEAST = 2**24, 512
 """Logits per chunk at most, and positions per chunk at least: smaller chunks would leave a GPU idle."""
 PLACE_ARRAYS = ("targets", "counted", "others", "shares")
-"""Arrays with a value for each supervised position. The last two are optional: a second target and its share."""
+"""Arrays with a value for each supervised position. The last two are optional: a second target and its fraction."""
 _ROUNDING = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
 """Largest difference between two ways to compute the same logits, relative to the largest logit."""
 
@@ -39,7 +39,7 @@ class CausalLoss:
         return self.evaluate(arrays)[0], {}
 
     def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        """Return the loss, and the share of answers whose supervised tokens all have the largest logit."""
+        """Return the loss, and the fraction of answers whose supervised tokens all have the largest logit."""
         total, is_wrong = mx.array(0.0), list[mx.array]()
         hidden = self._hidden(arrays) if self._split is not None else None
         for chunk in self._chunks(hidden):
@@ -144,7 +144,7 @@ class CausalLoss:
         return {"cache": document_caches(self.model, feed["segments"])}
 
     def ensure_separates_documents(self) -> None:
-        """Raise unless a document in a packed row has the same logits as alone. Tried once per model: one without a mask
+        """Raise unless a document in a packed row has the same logits as alone. Tested once per model: a model without a mask
         or with absolute positions would silently train on mixed documents."""
         if self._separates:
             return
@@ -163,13 +163,13 @@ class CausalLoss:
         for row, start in enumerate(starts):
             size = float(mx.abs(alone[row]).max())
             if float(mx.abs(logits[row, start:] - alone[row]).max()) > _ROUNDING[logits.dtype] * size:
-                raise self._cannot_pack("the logits of a document change when another one precedes it.")
+                raise self._cannot_pack("a document's logits change when another document precedes it.")
         self._separates = True
 
     def _cannot_pack(self, why: str) -> UserError:
         kind = getattr(self.model, "model_type", type(self.model).__name__)
         return UserError(
-            f"--packing cannot be used with a {kind} model on MLX.", why=why, do="omit --packing"
+            f"--packing cannot be used with a {kind} model on MLX.", why=why, do="remove --packing"
         )
 
 

@@ -35,7 +35,7 @@ def generate(
 ) -> list[list[int]]:
     """Return the new tokens for each prompt, without the prompt and the stop token.
 
-    Sampling uses its own seed, so the random state of the training does not change. `on_token` is called with each new
+    Sampling uses its own seed, so the random state of the run does not change. `on_token` is called with each new
     token of a single prompt.
     """
     answer = partial(
@@ -86,7 +86,7 @@ def _answer(
 
 
 def supports_padding(model: Any) -> bool:
-    """Return whether left-padded rows have the same logits as single rows. Tried once per model: some models of mlx-lm
+    """Return whether left-padded rows have the same logits as single rows. Tested once per model: some models of mlx-lm
     ignore the mask of a row."""
     if not hasattr(model, "supports_padding"):
         rows, padding = mx.arange(1, 41).reshape(5, 8), [0, 1, 2, 4, 5]
@@ -103,7 +103,7 @@ def supports_padding(model: Any) -> bool:
 
 
 def _batch_caches(model: Any, padding: list[int]) -> list[Any] | None:
-    """Return mlx-lm's caches for left-padded rows, or None if the model uses another type of cache."""
+    """Return mlx-lm's caches for left-padded rows, or None if the model uses a different type of cache."""
     caches = make_prompt_cache(model)
     if not any(padding):
         return caches

@@ -23,7 +23,7 @@ class RingGroup(Group):
         self.ranks, self._group = ranks, group
 
     def sum_arrays(self, arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """Sum each array over the processes. Names and their order must be the same on every rank."""
+        """Sum each array across the processes. Names and their order must be the same on every rank."""
         summed: dict[str, mx.array] = {}
         for names in _buckets({name: array.nbytes for name, array in arrays.items()}):
             flat = self._sum(mx.concatenate([arrays[name].flatten() for name in names]))
@@ -66,7 +66,7 @@ def connect(ranks: Ranks, limits: Limits) -> RingGroup:
                 raise PortTaken(
                     f"Process {ranks.rank} of {ranks.size} cannot listen on the port it was assigned.",
                     why=str(error),
-                    do="start the processes again, with other ports (mlx.launch --starting-port)",
+                    do="start the processes again with different ports (mlx.launch --starting-port)",
                 ) from error
             # The last rank starts by connecting, so a retry does not disturb a partly connected ring.
             last = ranks.rank == ranks.size - 1

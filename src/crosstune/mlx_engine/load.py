@@ -31,7 +31,7 @@ DTYPES = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16": mx.float16}
 READ_BY_MLX_LM = ("bitnet", "mxfp4", "mxfp8", "fp8", "compressed-tensors", "modelopt", "awq", "gptq")
 """Foreign quantizations that mlx-lm converts to its own on load."""
 _PACKED = ("awq", "gptq")
-"""Of these, the ones that store a tensor named .qweight for each layer."""
+"""Those of them that store a tensor named .qweight for each layer."""
 _ROWS_COMPARED = 8
 _QUANTIZATION_ERROR = {2: 0.25, 3: 0.1}
 """Bits -> largest relative change of a weight's squared norm by quantization; below 0.05 with more bits."""
@@ -67,14 +67,14 @@ def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantizatio
     if code:
         raise UserError(
             f"The model in {folder} needs to run its own code.",
-            why=f"its config.json names code under {' and '.join(code)}, which crosstune does not run.",
+            why=f"its config.json refers to code under {' and '.join(code)}, which crosstune does not run.",
             do="use a version of the model that transformers or mlx-lm support",
         )
     kind = str(config.get("model_type", ""))
     if not knows_type(config):
         raise UserError(
-            f"MLX cannot train a model of the type '{kind}'.",
-            why="the installed mlx-lm has no code for it.",
+            f"MLX cannot train a '{kind}' model.",
+            why="the installed mlx-lm does not support it.",
             do="use a torch backend (--backend auto chooses one unless MLX is requested), or a newer mlx-lm",
         )
     quantized = read_quantization(folder)
@@ -85,7 +85,7 @@ def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantizatio
     ):
         name = quantized.spec.quantizer if quantized is not None else method
         raise UserError(
-            f"{folder} holds weights quantized by {name}, which MLX cannot read.",
+            f"{folder} contains weights quantized by {name}, which MLX cannot read.",
             why="each library packs weights in its own format.",
             do="use the original weights (--train_type qlora quantizes them on load), or "
             f"dequantize them on a machine with torch: crosstune convert {folder} --to none",
@@ -99,7 +99,7 @@ def _check_packed(folder: Path, method: str) -> None:
     names = (name for path in weight_files(folder) for name in read_header(path)[0])
     if not any(name.endswith(".qweight") for name in names):
         raise UserError(
-            f"The weights in {folder} are not quantized by {method}, as its config.json says.",
+            f"The weights in {folder} are not quantized by {method}, although its config.json says so.",
             why="no tensor in its files is named .qweight.",
             do="download the model again; if its weights are plain, remove quantization_config from config.json",
         )
@@ -125,7 +125,7 @@ def _module_name(config: Mapping[str, Any]) -> str:
 
 
 def check_quantization(folder: Path, quantized: FolderQuantization | None, plan: Plan) -> None:
-    """Raise if a run requests another quantization than the folder has: nothing is quantized twice."""
+    """Raise if the requested quantization differs from the folder's: nothing is quantized twice."""
     if quantized is None:
         if plan.quantizer != "none":
             check_form(bits=plan.n_bits, group_size=plan.config.group_size)
@@ -134,14 +134,14 @@ def check_quantization(folder: Path, quantized: FolderQuantization | None, plan:
     flags = f"--train_type qlora --n_bits {bits} --group_size {group_size}"
     if plan.method not in ("lora", "dora"):
         raise UserError(
-            f"{folder} holds MLX weights of {bits} bits, which {plan.method} cannot train.",
+            f"{folder} contains MLX weights of {bits} bits, which {plan.method} cannot train.",
             why="quantized weights cannot be updated.",
             do=f"use {flags}, or get plain weights: crosstune convert {folder} --to hf",
         )
     if plan.quantizer != "mlx" or (plan.n_bits, plan.config.group_size) != (bits, group_size):
         requested = "a base that is not quantized" if plan.quantizer == "none" else f"{plan.n_bits} bits"
         raise UserError(
-            f"{folder} holds weights quantized differently than requested ({requested}).",
+            f"{folder} contains weights quantized differently than requested ({requested}).",
             why=f"they have {bits} bits, in groups of {group_size}.",
             do=f"use {flags}, or crosstune convert the folder",
         )
@@ -159,8 +159,8 @@ def check_stored(folder: Path, trained: Mapping[str, Any], *, kind: str) -> None
     changed = [name for name, what in trained.items() if not _is_stored(name, what, places)]
     if changed:
         raise UserError(
-            f"A model of the type '{kind}' cannot be trained on MLX in this way.",
-            why=f"mlx-lm stores {len(changed)} of its weights differently than its files, such as {changed[0]}.",
+            f"MLX cannot train a '{kind}' model in this way.",
+            why=f"mlx-lm stores {len(changed)} of its weights differently from its files, such as {changed[0]}.",
             do="use a torch backend, or adapters on other layers (--lora_target_modules)",
         )
 
@@ -190,7 +190,7 @@ def _is_stored(name: str, what: Any, places: Mapping[str, tuple[Path, Mapping[st
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Return the number of weights, counting quantized ones by their dense shape."""
+    """Return the number of weights, counting quantized weights at their unquantized shape."""
     arrays = tree_flatten(model.parameters())
     total = sum(array.size for name, array in arrays if not name.endswith((".scales", ".biases")))
     for _, module in model.named_modules():
@@ -210,7 +210,7 @@ def check_window(config: Mapping[str, Any], plan: Plan) -> None:
     has_window = "sliding_window" in inspect.signature(module.ModelArgs).parameters
     if not has_window or (_module_name(config) == "llama" and not kinds):
         raise UserError(
-            f"--context_length {plan.config.context_length} does not fit a {config.get('model_type')} model on MLX.",
+            f"--context_length {plan.config.context_length} is too long for a {config.get('model_type')} model on MLX.",
             why=f"it has a sliding window of {window} tokens, which mlx-lm does not apply.",
             do=f"use --context_length {window}, or a torch backend",
         )
@@ -218,7 +218,7 @@ def check_window(config: Mapping[str, Any], plan: Plan) -> None:
 
 @contextlib.contextmanager
 def readable_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of mlx-lm into one that names the folder."""
+    """Convert mlx-lm's errors to a UserError that specifies the folder."""
     try:
         yield
     except LIBRARY_FAULTS as error:

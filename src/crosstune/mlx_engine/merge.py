@@ -30,7 +30,7 @@ def write_merged(
 ) -> None:
     """Write `source` with dense weights and the session's adapters merged.
 
-    With `dequantized`, quantized weights have their values from training. With `auto`, dtypes do not change.
+    With `dequantized`, quantized weights keep the values used in training. With `auto`, dtypes do not change.
     """
     modules = _quantized(session) if dequantized else {}
     target_dtype = None if dtype == "auto" else DTYPES[dtype]

@@ -38,7 +38,7 @@ def open_session(
     """Open the model of a task, by default a causal language model.
 
     `trained=False` opens it for evaluation and generation only, without masters and optimizer. With a `group`, its
-    processes share the micro-batches; each holds the whole model and makes the same update.
+    processes share the micro-batches; each has the whole model and makes the same update.
     """
     task = task if task is not None else CausalLM()
     config = plan.config
@@ -118,14 +118,14 @@ def recompute_activations(model: nn.Module, *, random: bool) -> None:
         raise UserError(
             f"--use_gradient_checkpointing does not work with {type(model).__name__}.",
             why="the model has no list `layers`.",
-            do="omit it, or use a smaller --batch_size",
+            do="remove it, or use a smaller --batch_size",
         )
     for layer in layers:
         recompute_in_backward(layer, random=random)
 
 
 def check_no_running_statistics(model: nn.Module) -> None:
-    """Raise for layers that learn without gradients, since a checkpoint holds only trained weights."""
+    """Raise for layers that learn without gradients, since a checkpoint contains only trained weights."""
     for name, module in model.named_modules():
         if isinstance(module, nn.BatchNorm) and module.track_running_stats:
             raise UserError(

@@ -84,7 +84,7 @@ class Optimizer:
         return found
 
     def import_moments(self, masters: Mapping[str, mx.array], moments: Moments) -> None:
-        """Replace the optimizer state; raise if it belongs to another optimizer."""
+        """Replace the optimizer state; raise if it belongs to a different optimizer."""
         self.slots, self.counts = {}, {}
         for name, master in masters.items():
             expected = {slot: array.shape for slot, array in self.rule.start(master).items()}
@@ -94,8 +94,8 @@ class Optimizer:
                 continue
             if {slot: array.shape for slot, array in stored.items()} != expected:
                 raise UserError(
-                    "The optimizer's state does not fit.",
-                    why=f"for {name} it holds {', '.join(sorted(stored)) or 'nothing'}, and this optimizer has "
+                    "The optimizer state does not match.",
+                    why=f"for {name} it contains {', '.join(sorted(stored)) or 'nothing'}, and this optimizer has "
                     f"{', '.join(sorted(expected)) or 'nothing'}.",
                     do="continue with the --optimizer of the original run",
                 )
@@ -218,7 +218,7 @@ RULES: Mapping[str, Rule] = {
 
 
 class Masters:
-    """The trained weights in fp32, by canonical name; `published` holds them in the dtype of the model."""
+    """The trained weights in fp32, by canonical name; `published` has them in the dtype of the model."""
 
     def __init__(self, model: Any | None) -> None:
         self.model = model

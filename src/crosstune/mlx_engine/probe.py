@@ -17,7 +17,7 @@ _FAILURES = (ImportError, RuntimeError, ValueError, TypeError, AttributeError, O
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _TOLERANCE = {"fp32": 2e-3, "fp16": 1e-2, "bf16": 5e-2}
 _QUANTIZER = "mlx"
-# Relative error of a product with a quantized weight: several times the error measured on Gaussian weights.
+# Relative error of a matmul with a quantized weight: several times the error measured on Gaussian weights.
 _QUANTIZED_TOLERANCE = {2: 0.8, 3: 0.4, 4: 0.2, 5: 0.15, 6: 0.1, 8: 0.05}
 _COLLECTIVES = ("ring", "jaccl", "nccl", "mpi")
 
@@ -52,7 +52,7 @@ def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport
         devices=(device,),
         unified_memory=unified,
         dtypes=dtypes,
-        # MLX has no bf16 arithmetic on a CPU: a measured speedup would be noise.
+        # MLX does not support bf16 arithmetic on a CPU: a measured speedup would be noise.
         bf16_speedup=_bf16_speedup() if kind == "gpu" and "bf16" in dtypes else 1.0,
         quantizers={_QUANTIZER: bits} if bits else {},
         collectives=_collectives(),
@@ -102,7 +102,7 @@ def _device() -> tuple[str, Device, bool]:
 
 
 def _try_dtype(name: str) -> None:
-    """Compare a product and its gradients with float64 in numpy."""
+    """Compare a matmul and its gradients with float64 in numpy."""
     import mlx.core as mx
 
     dtype = getattr(mx, _DTYPES[name])
@@ -116,7 +116,7 @@ def _try_dtype(name: str) -> None:
     for result, reference in pairs:
         error = float(np.abs(_to_numpy(result) - reference).max() / np.abs(reference).max())
         if not error <= _TOLERANCE[name]:
-            raise ValueError(f"a small product differs from float64 by {error:.1%}")
+            raise ValueError(f"a small matmul differs from float64 by {error:.1%}")
 
 
 def _working_bits(notes: Notes) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ def _try_bits(bits: int) -> None:
     if not (np.isfinite(gradient).all() and np.isfinite(restored).all()):
         raise ValueError("a result or its gradient is not finite")
     if error > _QUANTIZED_TOLERANCE[bits]:
-        raise ValueError(f"a small product is off by {error:.0%}")
+        raise ValueError(f"a small matmul is off by {error:.0%}")
 
 
 def _try_attention() -> None:
@@ -162,7 +162,7 @@ def _try_attention() -> None:
 
 
 def _bf16_speedup(size: int = 2048) -> float:
-    """Return the time of an fp32 product divided by the time of a bf16 product."""
+    """Return the time of an fp32 matmul divided by the time of a bf16 matmul."""
     import mlx.core as mx
 
     operand = mx.array(np.random.default_rng(0).standard_normal((size, size), dtype=np.float32))

@@ -12,7 +12,7 @@ import numpy as np
 
 @contextlib.contextmanager
 def keep_process_state() -> Iterator[None]:
-    """Restore the random state after the block."""
+    """Restore the random state on exit."""
     state: Any = mx.random.state
     high, low = np.array(state[0]).tolist()
     try:

@@ -271,7 +271,7 @@ class MlxSession:
 
     @contextlib.contextmanager
     def _agreeing(self, doing: str) -> Iterator[None]:
-        """Raise OutOfMemory on every process if one runs out of memory in the block. No process waits in the block."""
+        """Raise OutOfMemory on every process if one runs out of memory within the context. No process may wait in it."""
         failure: OutOfMemory | None = None
         try:
             with memory_errors(doing=doing):
@@ -324,7 +324,7 @@ class MetricTotals:
             self._sums[name] = (before[0] + float(total), before[1] + float(weight))
 
     def means(self, group: RingGroup | None) -> Metrics:
-        """Return the means over all processes; all have the same metrics."""
+        """Return the means across all processes; all have the same metrics."""
         numbers = [number for pair in self._sums.values() for number in pair]
         if group is not None and numbers:
             numbers = group.sum_numbers(*numbers)

@@ -58,7 +58,7 @@ class SplitHead:
 
 
 def split_model(model: Any) -> SplitHead | None:
-    """Split a model after the module that holds its layers. Return None if the rest is not a head that computes each
+    """Split a model after the module that contains its layers. Return None if the rest is not a head that computes each
     position by itself, found by a trial."""
     bodies = [module for name, module in model.named_modules() if name and _holds_layers(module, model)]
     if len(bodies) != 1:

@@ -196,12 +196,12 @@ class SftRecipe:
         ]
         if self.held_out is None and not config.skip_eval and config.eval_samples:
             warnings.append(
-                "nothing is evaluated: the data is too small to hold out a tenth; give other rows with --eval_dataset"
+                "nothing is evaluated: the data is too small to hold out a tenth; pass other rows with --eval_dataset"
             )
         adapter = Path(config.base_adapter).expanduser() if config.base_adapter else None
         if adapter is not None and config.chat_template is None and has_trained_template(adapter):
             warnings.append(
-                f"the adapter {adapter} was trained with its own chat template, and it is not used here; "
+                f"the adapter {adapter} was trained with its own chat template, which this run does not use; "
                 f"to use it, pass --chat_template {adapter / CHAT_TEMPLATE}"
             )
         return described | {
@@ -254,7 +254,7 @@ class SftRecipe:
 
 
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
-    """Raise if a row cannot be read, or not rendered with the template if the model is here; return the checks left out.
+    """Raise if a row cannot be read or, when the model is local, rendered. Return the skipped checks.
 
     Nothing is tokenized.
     """
@@ -286,7 +286,7 @@ def _identity(corpus: Corpus) -> str:
 
 
 def write_tokenizer(config: Config, tokenizer: Tokenizer, folder: Path, *, has_turns: bool = True) -> None:
-    """Write the tokenizer of the training and its chat template: --chat_template, or a plain one if there is none."""
+    """Write the run's tokenizer and its chat template: --chat_template, or a plain one if there is none."""
     if config.tokenizer is not None:
         replace_tokenizer(Path(config.tokenizer).expanduser(), folder)
     if config.chat_template is not None:

@@ -46,7 +46,7 @@ _STEP_CHARTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One curve. `colour` is an index into the palette of the page; `look` distinguishes curves without colour."""
+    """One curve. `colour` is an index into the palette of the page; `look` distinguishes curves without color."""
 
     label: str
     points: Sequence[Point]
@@ -67,7 +67,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart of one or several series over steps, tokens or milliseconds."""
+    """A chart of one or more series over steps, tokens or milliseconds."""
 
     title: str
     series: Sequence[Series]
@@ -93,7 +93,7 @@ class Chart:
 
     @property
     def logarithmic(self) -> Chart | None:
-        """The same chart with a logarithmic axis; None where the values span too little."""
+        """The same chart with a logarithmic axis; None if the range of values is too small."""
         values = self.values
         if (
             self.shape != "wide"

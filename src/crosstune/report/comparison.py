@@ -50,7 +50,7 @@ class Row:
     label: str
     cells: list[Shown]
     best: int | None = None
-    """Index of the run with the best value; None if there is no better one."""
+    """Index of the run with the best value; None if no value is better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +83,11 @@ def compare_runs(targets: Sequence[str], *, parent: Path) -> Comparison:
     kept = list({folder.resolve(): folder for folder in folders}.values())
     notes = list[str]()
     if len(kept) < len(folders):
-        notes.append("a run named twice is shown once")
+        notes.append("a run passed twice is shown once")
     if len(kept) < 2:
         raise _too_few(kept, parent)
     if len(kept) > MOST_RUNS:
-        raise UserError(f"{len(kept)} runs cannot be compared at once.", do=f"name at most {MOST_RUNS}")
+        raise UserError(f"{len(kept)} runs cannot be compared at once.", do=f"specify at most {MOST_RUNS}")
     runs = [load_run(folder) for folder in kept]
     names = _names(runs)
     for name, run in zip(names, runs, strict=True):
@@ -120,7 +120,7 @@ def _too_few(kept: Sequence[Path], parent: Path) -> UserError:
     ]
     known = f"; the newest: {', '.join(others[:5])}" if others else ""
     asked = "There is only one run to compare." if kept else "There is nothing to compare."
-    return UserError(asked, why="a comparison needs two runs.", do=f"name two or more runs{known}")
+    return UserError(asked, why="a comparison needs two runs.", do=f"specify two or more runs{known}")
 
 
 def _names(runs: Sequence[RunFiles]) -> list[str]:

@@ -73,12 +73,12 @@ def load_run(run_dir: Path) -> RunFiles:
         if (folder / "trials").is_dir():
             raise UserError(
                 f"{run_dir} is a ladder, not a run.",
-                do=f"open {run_dir / 'ladder.html'}, or name one of its runs, such as {run_dir / 'trials' / 'validation'}",
+                do=f"open {run_dir / 'ladder.html'}, or specify one of its runs, such as {run_dir / 'trials' / 'validation'}",
             )
         raise UserError(
             f"{run_dir} is not a run folder.",
             why=f"it has neither {' nor '.join(IDENTIFYING_FILES)}.",
-            do="name the folder of one run, such as runs/<name>",
+            do="specify a run folder, such as runs/<name>",
         )
     problems: list[str] = []
     rows = _read_rows(folder / "metrics.jsonl", problems)
@@ -154,9 +154,9 @@ def read_mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
 
 
 def is_running(folder: Path) -> bool | None:
-    """Return whether a process holds the run; None if that cannot be known.
+    """Return whether a process holds the run lock; None if unknown.
 
-    A summary newer than the plan belongs to an ended run: resuming writes the plan again.
+    A summary newer than the plan means that the run has ended: resuming writes the plan again.
     """
     summary, plan = _changed(folder / "summary.json"), _changed(folder / "plan.json")
     if summary is not None and (plan is None or summary >= plan):

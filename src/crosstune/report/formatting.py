@@ -50,7 +50,7 @@ def show_number(value: float, *, digits: int = 3) -> Shown:
 
 
 def show_setting(value: float) -> Shown:
-    """Format a chosen value, such as a learning rate, as people type it."""
+    """Format a chosen value, such as a learning rate, as users type it."""
     text = f"{value:.4g}" if value == 0 or abs(value) >= 1e-3 else _short_exponent(f"{value:.3e}")
     return Shown(_signed(text), repr(value))
 

@@ -76,12 +76,10 @@ def _lead(columns: Mapping[str, Mapping[str, Any]]) -> str:
     best = (min if main in LOWER_IS_BETTER else max)(found, key=found.__getitem__)
     if main == "mae":
         return (
-            f"Its scores differ from people's by {own:.2f} points on average; the best baseline ({best}) "
+            f"Its scores differ from human scores by {own:.2f} points on average; the best baseline ({best}) "
             f"differs by {found[best]:.2f}."
         )
-    return (
-        f"It agrees with people on {own:.0%} of the pairs; the best baseline ({best}) on {found[best]:.0%}."
-    )
+    return f"It agrees with human labels on {own:.0%} of the pairs; the best baseline ({best}) on {found[best]:.0%}."
 
 
 def _value(report: Mapping[str, Any], name: str) -> float | None:
@@ -98,7 +96,7 @@ def _cell(report: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 
 def _confusion(table: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, list[tuple[int, int]]]]]:
-    """Return the labels in use, and for each expected label the count of each predicted one and its share in fifths."""
+    """Return the labels in use, and for each expected label the count of each predicted label and its fraction in fifths."""
     labels = [str(label) for label in listed(table.get("labels"))]
     counts = [[int(number(count) or 0) for count in listed(row)] for row in listed(table.get("counts"))]
     if {len(counts), *map(len, counts)} != {len(labels)}:
@@ -129,14 +127,14 @@ def _scatter(folder: Path) -> Chart | None:
         return None
     points = known[:: -(-len(known) // MOST_POINTS)]
     return Chart(
-        title="Scores: judge against people",
+        title="Scores: judge against humans",
         series=[Series(label="items", points=points, look="scatter", colour=2, radii=[2.5] * len(points))],
         shape="square",
         x_label="people",
         y_label="judge",
         from_zero=True,
         shows_figures=False,
-        description=f"Scores of people and of the judge for {len(points)} items",
+        description=f"Human and judge scores for {len(points)} items",
     )
 
 

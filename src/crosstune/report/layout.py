@@ -1,4 +1,4 @@
-"""Lay out a chart: axes with round ticks, and the places of everything in percent of the plot."""
+"""Lay out a chart: axes with round ticks, and all positions in percent of the plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crosstune.report.formatting import MINUS, NOT_FINITE
 from crosstune.report.series import Point, finite_values, kept_indices
 
 FEW_POINTS = 12
-"""Most points of a curve that are also drawn as dots."""
+"""Maximum number of points of a curve that are also drawn as dots."""
 MOST_LOG_TICKS = 8
 
 
@@ -88,7 +88,7 @@ def _scaled(size: float, power: int) -> float:
 
 
 def tick_label(value: float, *, gap: float) -> str:
-    """Format a tick with only as many decimals as distinguish it from its neighbours."""
+    """Format a tick with only as many decimals as distinguish it from its neighbors."""
     if abs(value) < gap / 1000:
         return "0"
     # Small steps between large values read better without exponents.

@@ -69,7 +69,7 @@ def end_of(run: RunFiles) -> End:
     if status == "running":
         return End(status, "This page shows the steps so far.")
     if status == "killed":
-        return End("stopped", "No end is recorded and no process holds the run: it was killed.")
+        return End("stopped", "No end is recorded and no process holds the run lock: it was killed.")
     if status == "unknown":
         return End("stopped", "No end is recorded: it was killed, or its folder was copied while it ran.")
     event = next((_last(run, kind) for kind in (Failed, Stopped) if kind.kind == status), {})
@@ -232,13 +232,13 @@ def _model(run: RunFiles) -> str:
     name = str(model.get("name") or run.asked.get("model_name") or "a model")
     recipe, method = str(run.asked.get("recipe") or "sft"), str(run.plan.get("method") or "")
     if model.get("source") == "recipe":
-        return f"the model of the recipe {recipe}"
+        return f"the model of the {recipe} recipe"
     name = Path(name).name if name.startswith(("/", ".", "~")) else name
     whole = f"{name} as a judge" if recipe == "judge" else name
     base, quantizer = "", run.plan.get("quantizer")
     if quantizer and quantizer != "none":
         bits = f"{run.plan['n_bits']}-bit " if run.plan.get("n_bits") else ""
-        base = f" over a {bits}{quantizer} base"
+        base = f" on a {bits}{quantizer} base"
     return f"{whole} with {_METHODS.get(method, method)}{base}" if method else whole
 
 

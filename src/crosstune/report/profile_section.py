@@ -46,7 +46,7 @@ def _phases(phases: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _figures(result: Mapping[str, Any], step_s: float) -> list[tuple[str, Shown]]:
-    """Return the utilisation of the device and its measured limits."""
+    """Return the utilization of the device and its measured limits."""
     limits, found = mapping(result.get("limits")), list[tuple[str, Shown]]()
     busy, cores = number(result.get("device_busy_share")), number(result.get("cores_busy"))
     flops, share = number(result.get("flops")), number(result.get("limit_share"))
@@ -57,11 +57,11 @@ def _figures(result: Mapping[str, Any], step_s: float) -> list[tuple[str, Shown]
     if flops and step_s > 0:
         found.append(("Matrix products", _rate(flops / step_s, "FLOP/s")))
     if share is not None:
-        found.append(("Share of the limit", show_share(share)))
+        found.append(("Fraction of the limit", show_share(share)))
     if (matrix := number(limits.get("flops_per_s"))) is not None:
-        found.append(("Measured limit of matrix products", _rate(matrix, f"FLOP/s in {limits.get('dtype')}")))
+        found.append(("Measured matmul limit", _rate(matrix, f"FLOP/s in {limits.get('dtype')}")))
     if (memory := number(limits.get("bytes_per_s"))) is not None:
-        found.append(("Measured limit of memory", _rate(memory, "B/s")))
+        found.append(("Measured memory limit", _rate(memory, "B/s")))
     return found
 
 

@@ -55,9 +55,9 @@ def run_folders(parent: Path) -> list[tuple[Path, float]]:
             names = [entry.name for entry in entries if not entry.name.startswith(".")]
     except OSError as error:
         raise UserError(
-            f"There is no folder of runs {parent}.",
+            f"No runs folder at {parent}.",
             why=f"{error.strerror}.",
-            do="train first, or name the folder with --output_dir",
+            do="train first, or specify the folder with --output_dir",
         ) from error
     found = [(parent / name, _last_write(parent / name)) for name in names]
     known = [(path, changed) for path, changed in found if changed is not None]
@@ -65,7 +65,7 @@ def run_folders(parent: Path) -> list[tuple[Path, float]]:
 
 
 def _last_write(folder: Path) -> float | None:
-    """Return the time of the last write to a run's files; None without any."""
+    """Return the time of the last write to a run's files; None if there are none."""
     times = list[float]()
     for name in RUN_FILES:
         try:
@@ -76,7 +76,7 @@ def _last_write(folder: Path) -> float | None:
 
 
 def read_listed(folder: Path, *, changed: float, now: float | None = None) -> ListedRun:
-    """Read a run for the list. `problems` names damaged files; their values are missing."""
+    """Read a run for the list. `problems` lists damaged files; their values are missing."""
     problems = list[str]()
     plan = read_mapping(folder / "plan.json", problems)
     summary = read_mapping(folder / "summary.json", problems)

@@ -16,7 +16,7 @@ from crosstune.report.series import Best, best_evaluation, evaluation_step
 
 METRIC = "exact_match"
 MOST_DURING = 2
-"""Most evaluations shown between `before` and `after`."""
+"""Maximum number of evaluations shown between `before` and `after`."""
 MOST_PROMPTS = 40
 MOST_CHARACTERS = 6000
 MOST_FRAMES = 200
@@ -40,7 +40,7 @@ class Answer:
     text: str | None
     """None when this evaluation did not include the prompt."""
     mark: str = ""
-    """`match`, `no match`, or empty without a comparison with a reference."""
+    """`match`, `no match`, or empty if it was not compared with a reference."""
     hint: str = ""
     frames: list[str] = field(default_factory=list)
     """States of the answer during its generation; the last is its text."""
@@ -214,7 +214,7 @@ def lead_sample(samples: Samples) -> SampleRow | None:
 
 
 def _interest(row: SampleRow) -> tuple[bool, bool, int]:
-    """Rank a row: an answer that became correct, then one that changed, then the shortest."""
+    """Sort key: newly correct answers first, then changed ones, then shorter ones."""
     first, last = row.answers[0], row.answers[-1]
     became_correct = last.mark == "match" and first.mark != "match"
     return became_correct, first.text != last.text, -len(row.prompt) - len(last.text or "")

@@ -80,7 +80,7 @@ def evaluation_step(event: Mapping[str, Any], run: RunFiles) -> float:
 
 
 def evaluation_losses(run: RunFiles) -> list[Point]:
-    """Return the evaluation losses over steps, from the summary if events.jsonl is lost."""
+    """Return the evaluation losses over steps, from the summary if events.jsonl is missing."""
     found = evaluation_points(run).get("loss", [])
     if finite_values(found):
         return found
@@ -90,7 +90,7 @@ def evaluation_losses(run: RunFiles) -> list[Point]:
 
 
 def best_evaluation(run: RunFiles) -> Best | None:
-    """Return the lowest evaluation loss after step 0; None without one."""
+    """Return the lowest evaluation loss after step 0; None if there is none."""
     losses = {int(step): loss for step, loss in evaluation_losses(run) if step and loss is not None}
     step = best_step(losses)
     if step is None:
@@ -106,7 +106,7 @@ def best_evaluation(run: RunFiles) -> Best | None:
 
 
 def overfitting(run: RunFiles) -> Overfitting | None:
-    """Return the evaluation after which the training loss stays clearly below the evaluation loss; None without one."""
+    """Return the evaluation after which the training loss stays clearly below the evaluation loss; None if there is none."""
     smoothed = dict(smoothed_points(run, "loss"))
     found: Overfitting | None = None
     for step, loss in evaluation_losses(run):
@@ -133,7 +133,7 @@ def smoothing_window(num_points: int) -> int:
 
 
 def smooth(points: Sequence[Point], *, window: int) -> list[Point]:
-    """Return the centred moving mean. Gaps stay gaps."""
+    """Return the centered moving mean. Gaps stay gaps."""
     half = window // 2
     values = [value for _, value in points]
     sums = [0.0, *accumulate(value or 0.0 for value in values)]

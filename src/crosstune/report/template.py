@@ -66,7 +66,7 @@ def write_page(target: Path, html: str) -> None:
     except OSError as error:
         why = f"{error.strerror or error}."
         raise UserError(
-            f"Cannot write the page {target}.", why=why, do="name a file in a folder that you may write"
+            f"Cannot write the page {target}.", why=why, do="specify a file in a writable folder"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Try what a torch device supports: dtypes, bf16 speed, attention, Triton, collectives, quantizers."""
+"""Find by trial what a torch device supports: dtypes, bf16 speed, attention, Triton, collectives, quantizers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ FAILURES = (ImportError, RuntimeError, AssertionError, ValueError, TypeError, At
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
 _TOLERANCE = {"fp32": 2e-3, "fp16": 1e-2, "bf16": 5e-2}
-# Relative error of a product with a quantized weight: several times the error measured on Gaussian weights.
+# Relative error of a matmul with a quantized weight: several times the error measured on Gaussian weights.
 _QUANTIZED_TOLERANCE = {8: 0.05, 4: 0.2, 3: 0.3, 2: 0.6, 1: 1.5}
 _WIDTH = 128
 _GROUP_SIZE = 64
 
 Notes = list[str]
 _TOO_SLOW = 0.2
-"""Stop timing larger products once bf16 reaches less than this fraction of the fp32 speed."""
+"""Stop timing larger matmuls once bf16 reaches less than this fraction of the fp32 speed."""
 _SAMPLE_S, _WARM_UP_S, _BUDGET_S, _MOST_ROUNDS = 0.004, 0.01, 0.1, 15
 """Seconds per sample, of warm-up and in total, and the most rounds; at least three rounds are timed."""
 
@@ -64,14 +64,14 @@ def working_dtypes(device: str, *, notes: Notes) -> tuple[str, ...]:
 
 
 def _try_dtype(device: str, name: str) -> None:
-    """Compare a product and its gradients with float64 on the CPU."""
+    """Compare a matmul and its gradients with float64 on the CPU."""
     operands = [_random(48, 48, seed=seed).to(DTYPES[name]) for seed in range(3)]
     results = _product_with_gradients(*(operand.to(device) for operand in operands))
     references = _product_with_gradients(*(operand.double() for operand in operands))
     for result, reference in zip(results, references, strict=True):
         error = float((result.cpu().double() - reference).abs().max() / reference.abs().max())
         if not error <= _TOLERANCE[name]:
-            raise ValueError(f"a small product differs from float64 by {error:.1%}")
+            raise ValueError(f"a small matmul differs from float64 by {error:.1%}")
 
 
 def _product_with_gradients(left: Any, right: Any, weight: Any) -> tuple[Any, Any, Any]:
@@ -83,9 +83,9 @@ def _product_with_gradients(left: Any, right: Any, weight: Any) -> tuple[Any, An
 
 @functools.cache
 def bf16_speedup(device: str) -> float:
-    """Return the time of an fp32 product divided by the time of a bf16 product.
+    """Return the time of an fp32 matmul divided by the time of a bf16 matmul.
 
-    A CPU without bf16 arithmetic can be a thousand times slower, so small products are timed first; a GPU needs a large
+    A CPU without bf16 arithmetic can be a thousand times slower, so small matmuls are timed first; a GPU needs a large
     one. Cached, so that all plans of a process agree.
     """
     for size in (64, 256, 1024) if device == "cpu" else (2048,):
@@ -98,7 +98,7 @@ def bf16_speedup(device: str) -> float:
 def _time_ratio(device: str, size: int) -> float:
     """Return the median ratio of several rounds. Both sides of a round see the same load of the machine."""
     operands = [_random(size, size).to(device, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    # The first products load kernels and raise the clock.
+    # The first matmuls load kernels and raise the clock.
     counts = [max(1, round(_SAMPLE_S / _warm_product_s(operand))) for operand in operands]
     ratios: list[float] = []
     start = time.perf_counter()
@@ -111,7 +111,7 @@ def _time_ratio(device: str, size: int) -> float:
 
 
 def _warm_product_s(operand: torch.Tensor) -> float:
-    """Return the time of a product after a short warm-up."""
+    """Return the time of a matmul after a short warm-up."""
     seconds = _products_s(operand, 1)
     start = time.perf_counter()
     while time.perf_counter() - start < _WARM_UP_S:
@@ -177,7 +177,7 @@ def _try_attention(device: str, dtype: torch.dtype, label: str, kernel: SDPBacke
     # MPS ignores the chosen kernel; the name of the backward function shows which one ran.
     ran = output.grad_fn.name() if output.grad_fn is not None else ""
     if label != "math" and label.capitalize() not in ran:
-        raise RuntimeError("torch uses another kernel on this device")
+        raise RuntimeError("torch uses a different kernel on this device")
     _check_finite(output, *(tensor.grad for tensor in inputs))
 
 
@@ -191,10 +191,10 @@ def _try_flash_package(device: str, dtype: torch.dtype) -> None:
 
 
 def working_collectives(device: str, *, notes: Notes) -> tuple[str, ...]:
-    """Return the process-group backends for this device. gloo is tried, since the devices it declares are wrong."""
+    """Return the process-group backends for this device. gloo is tested, since the devices it declares are wrong."""
     distributed = torch.distributed
     if not distributed.is_available():
-        notes.append("this torch has no distributed package")
+        notes.append("this torch build lacks torch.distributed")
         return ()
     others = [
         name
@@ -218,7 +218,7 @@ def _try_gloo(device: str) -> None:
 
 
 def working_bits(quantizer: str, device: str, dtype: torch.dtype, *, notes: Notes) -> tuple[int, ...]:
-    """Return the bit widths at which a quantized layer gives a correct product and a gradient."""
+    """Return the bit widths at which a quantized layer gives a correct output and gradient."""
     module = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer")
     if not works(partial(_import, module.LIBRARY), what=f"{quantizer} does not import", notes=notes):
         return ()
@@ -251,7 +251,7 @@ def _try_quantized(spec: QuantSpec, device: str, dtype: torch.dtype) -> None:
     _check_finite(output, inputs.grad)
     error = float((output.detach().cpu().double() - reference).norm() / reference.norm())
     if error > _quantized_tolerance(spec.bits):
-        raise ValueError(f"a small product is off by {error:.0%}")
+        raise ValueError(f"a small matmul is off by {error:.0%}")
 
 
 def _quantized_tolerance(bits: int) -> float:

@@ -22,7 +22,7 @@ from crosstune.torch_engine.loading.compile_blocks import without_compiled
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes of a training."""
+    """The dtypes of a run."""
 
     weights: torch.dtype
     """The dtype of the weights in memory. Trained parameters also have fp32 masters."""

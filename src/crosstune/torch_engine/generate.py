@@ -73,7 +73,7 @@ def generate(
 
 
 def _drawing(sampling: Sampling) -> dict[str, Any]:
-    """Return transformers' settings for sampling; it refuses filters for greedy decoding."""
+    """Return transformers' settings for sampling; it rejects filters for greedy decoding."""
     if sampling.temperature == 0:
         return {"do_sample": False, "top_k": 0}
     return {
@@ -120,7 +120,7 @@ class _Streamer:
 
 @contextlib.contextmanager
 def cast_once(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Cast adapters and head to the compute dtype once, for all passes inside the block. Weights must not change there."""
+    """Cast adapters and head to the compute dtype once, for all passes within the context. Weights must not change there."""
     dtype = precision.autocast or precision.weights
     adapters = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     head = _head_to_cast(model, precision)

@@ -22,7 +22,7 @@ from crosstune.torch_engine.sharding.staged_backend import NAME as STAGED
 from crosstune.torch_engine.sharding.staged_backend import backend_for
 
 REMEMBERED = "crosstune/remembered"
-"""Key of a text that survives a restart."""
+"""Key of a string that survives a restart."""
 
 
 def connect(ranks: Ranks, limits: Limits | None = None) -> TorchGroup:

@@ -71,7 +71,7 @@ class TorchFolders:
 
     def weight_errors(self, folder: Path, original: Path) -> Mapping[str, Any]:
         prequantized = read_prequantized(folder)
-        assert prequantized is not None, f"{folder} holds plain weights"
+        assert prequantized is not None, f"{folder} contains plain weights"
         return measure_errors(prequantized, original, self.device).to_json()
 
     def write_dense(

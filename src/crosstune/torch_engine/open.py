@@ -130,8 +130,8 @@ def recompute_activations(model: nn.Module, plan: Plan) -> None:
     if not hasattr(model, "gradient_checkpointing_enable"):
         raise UserError(
             f"--use_gradient_checkpointing does not work with {type(model).__name__}.",
-            why="the model has no method gradient_checkpointing_enable.",
-            do="leave it out, or use a smaller --batch_size",
+            why="the model has no gradient_checkpointing_enable() method.",
+            do="remove it, or use a smaller --batch_size",
         )
     reentrant = config.reentrant_checkpointing
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -141,12 +141,12 @@ def recompute_activations(model: nn.Module, plan: Plan) -> None:
 
 
 def check_no_running_statistics(model: nn.Module) -> None:
-    """Refuse layers that learn without gradients: checkpoints hold only what the optimizer updates."""
+    """Reject layers that learn without gradients: checkpoints contain only what the optimizer updates."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             raise UserError(
                 f"The layer {name or type(module).__name__} cannot be trained.",
-                why="it keeps running statistics, and checkpoints do not hold them: a resumed run would differ.",
+                why="it keeps running statistics, which checkpoints do not contain: a resumed run would differ.",
                 do="use track_running_stats=False, or a layer norm",
             )
 

@@ -16,7 +16,7 @@ _BUILD_TITLES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "Intel XPU", "mps": "Appl
 
 
 def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport:
-    """Probe a backend and the given quantizers; skip quantizers that the torch engine does not have."""
+    """Probe a backend and the given quantizers; skip quantizers that the torch engine does not support."""
     reason = _why_missing(spec)
     if reason:
         return _missing(spec, reason)
@@ -93,7 +93,7 @@ def _why_missing(spec: BackendSpec) -> str:
     try:
         module = torch.get_device_module(spec.device)
     except (RuntimeError, AttributeError):
-        return f"torch {torch.__version__} has no device '{spec.device}'"
+        return f"torch {torch.__version__} does not support the device '{spec.device}'"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = _is_available(spec.device, module)
@@ -125,7 +125,9 @@ def _why_not_built(spec: BackendSpec) -> str:
     import torch
 
     if not hasattr(torch.version, spec.torch_build):  # needs another kind of computer, not another wheel
-        return f"this torch has no {spec.torch_build} support ({platform.system()}, {platform.machine()})"
+        return (
+            f"this torch build lacks {spec.torch_build} support ({platform.system()}, {platform.machine()})"
+        )
     built = [title for build, title in _BUILD_TITLES.items() if _is_built(build)]
     if not built:
         return "this torch is a CPU build"

@@ -13,7 +13,7 @@ from crosstune.torch_engine.session.state import separate_random
 
 @contextlib.contextmanager
 def keep_process_state() -> Iterator[None]:
-    """Restore the random state and transformers' logging after the block."""
+    """Restore the random state and transformers' logging on exit."""
     with separate_random(_device_in_use()), _keep_logging():
         yield
 

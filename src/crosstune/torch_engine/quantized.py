@@ -20,7 +20,7 @@ from crosstune.core.quantization import QuantSpec
 
 QUANT_PACKAGE = "crosstune.torch_engine.quant"
 PACKED = "packed"
-"""Name of the tensor that holds the packed bits, for every quantizer."""
+"""Name of the tensor with the packed bits, for every quantizer."""
 
 
 def open_quantizer(spec: QuantSpec) -> ModuleType:
@@ -28,11 +28,11 @@ def open_quantizer(spec: QuantSpec) -> ModuleType:
     module = load_plugin(QUANT_PACKAGE, spec.quantizer, kind="quantizer")
     if spec.bits not in module.BITS:
         raise UserError(
-            f"{spec.quantizer} has no {spec.bits} bits.",
+            f"{spec.quantizer} does not support {spec.bits}-bit weights.",
             do=f"use --n_bits {', '.join(map(str, module.BITS))}",
         )
     if not getattr(module, "TAKES_KIND", False) and spec.kind not in ("auto", "int"):
-        raise UserError(f"{spec.quantizer} has no kind {spec.kind}.", do="leave --quant_type out")
+        raise UserError(f"--quant_type does not apply to {spec.quantizer}.", do="remove --quant_type")
     return module
 
 
@@ -91,7 +91,7 @@ class StoredWeight(nn.Module):
         return found
 
     def store_as_float(self) -> None:
-        """Store the packed integers in a float dtype of the same size, for an FSDP2 that refuses integers."""
+        """Store the packed integers in a float dtype of the same size, for an FSDP2 that rejects integers."""
         if not self.packed.is_floating_point():
             floats = {1: torch.float8_e4m3fn, 2: torch.float16, 4: torch.float32, 8: torch.float64}
             viewed = self.packed.detach().view(floats[self.packed.element_size()])
@@ -101,7 +101,7 @@ class StoredWeight(nn.Module):
         return f"{self.quantizer}, {self.shape[0]} x {self.shape[1]}"
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return the facts as JSON in a uint8 tensor: a state dict holds only tensors."""
+        """Return the facts as JSON in a uint8 tensor: a state dict contains only tensors."""
         return torch.frombuffer(bytearray(self._identity().encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor) -> None:
@@ -116,13 +116,13 @@ class StoredWeight(nn.Module):
         return json.dumps(facts, sort_keys=True)
 
     def check_state(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        """Raise if a state dict holds a weight with another quantization, even if the shapes match."""
+        """Raise if a weight in a state dict has a different quantization, even if the shapes match."""
         extra_state = state_dict.get(f"{prefix}_extra_state")
         if extra_state is not None:
             identity = bytes(extra_state.cpu().tolist()).decode(errors="replace")
             if identity != self._identity():
                 raise UserError(
-                    f"The weights of {prefix.removesuffix('.stored.')} are quantized differently than the layer.",
+                    f"The weights of {prefix.removesuffix('.stored.')} are quantized differently from the layer.",
                     why=f"they are {identity}; the layer is {self._identity()}.",
                     do="quantize the model in the same way as the saved one, then load the state",
                 )
@@ -134,7 +134,7 @@ class StoredWeight(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *arguments, **named)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> StoredWeight:
-        """Move with the model to another device, but keep the dtypes."""
+        """Move to a device with the model, but keep the dtypes."""
 
         def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
             changed = fn(tensor)
@@ -149,7 +149,7 @@ def stored_bytes(weight: StoredWeight) -> int:
 
 
 class QuantLinear(nn.Module):
-    """y = x W^T + b with a quantized, frozen W. The dense W exists only during the product."""
+    """y = x W^T + b with a quantized, frozen W. The dense W exists only during the matmul."""
 
     stored: StoredWeight
 
@@ -171,7 +171,7 @@ class QuantLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any, **named: Any
     ) -> None:
-        """Check the weight before copying the bias, so that a refused layer does not change."""
+        """Check the weight before copying the bias, so that a rejected layer does not change."""
         self.stored.check_state(state_dict, f"{prefix}stored.")
         super()._load_from_state_dict(state_dict, prefix, *arguments, **named)
 

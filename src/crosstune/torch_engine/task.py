@@ -68,7 +68,7 @@ class MeasuresEvaluation(Protocol):
 
 @runtime_checkable
 class HasOwnHead(Protocol):
-    """A task whose head is trained in full, also with adapters on the other layers. Its result is a merged model."""
+    """A task whose head is trained in full, even with adapters on the other layers. Its result is a merged model."""
 
     head_names: Sequence[str]
     """The canonical names of the head's parameters."""

@@ -1,1 +1,1 @@
-"""Jobs on several machines: check them, write them for a scheduler, submit them; supervise those on Ray and over ssh."""
+"""Multi-node jobs: check them, write them for a scheduler, submit them; supervise those on Ray and over ssh."""

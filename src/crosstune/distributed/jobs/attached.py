@@ -1,4 +1,4 @@
-"""Run a command for a program on another machine: forward the signals it names, and stop when it is gone.
+"""Run a command for a program on another node: forward the signals it requests, and stop when it exits.
 
 `python -m crosstune.distributed.jobs.attached COMMAND...` reads signal names from standard input, one per line. The input
 ends with the program or the connection to it. `AttachedProcess` is the program's side.

@@ -1,4 +1,4 @@
-"""Describe a training on several machines as a job, check that it can be restarted, fill its template and submit it."""
+"""Describe a multi-node run as a job, check that it can be restarted, fill its template and submit it."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from crosstune.distributed.jobs.option import COMMON, JobOption
 
 SCHEDULERS = "crosstune.distributed.jobs.schedulers"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""Variables that a machine's launcher must not inherit."""
+"""Variables that a node's launcher must not inherit."""
 _CHECKPOINT_NAME = re.compile(r"step-\d+/?$|\.tar$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training on several machines; each starts its processes with `crosstune train`."""
+    """A multi-node run; each node starts its processes with `crosstune train`."""
 
     name: str
     """The name of the run, the same at every start."""
     num_nodes: int
     num_local: int = 1
-    """Processes on each machine."""
+    """Processes on each node."""
     num_gpus: int = 0
-    """GPUs on each machine."""
+    """GPUs on each node."""
     flags: tuple[str, ...] = ()
     """The flags of `crosstune train`."""
     python: str | None = None
     folder: Path = field(default_factory=Path)
-    """The working directory of the run, the same on all machines."""
+    """The working directory of the run, the same on all nodes."""
     config_file: Path | None = None
     config_text: str = ""
     """The content of the run's configuration file."""
@@ -54,12 +54,12 @@ class Job:
     """The values of the scheduler's options."""
 
     def variables(self, *, node: int) -> dict[str, str]:
-        """Return the variables of a machine's launcher, except MASTER_ADDR and MASTER_PORT."""
+        """Return the variables of a node's launcher, except MASTER_ADDR and MASTER_PORT."""
         values = {"NNODES": self.num_nodes, "NODE_RANK": node, "NPROC_PER_NODE": self.num_local}
         return {name: str(value) for name, value in values.items()}
 
     def train_words(self, *, config_file: str | None = None) -> list[str]:
-        """Return the words after `crosstune train`; `config_file` is the path on the machines if it differs."""
+        """Return the words after `crosstune train`; `config_file` is the path on the nodes if it differs."""
         file = config_file or (str(self.config_file.absolute()) if self.config_file else None)
         return [*(("--config", file) if file else ()), *self.flags]
 
@@ -118,7 +118,7 @@ def make_job(
                 problems.append(error)
         elif raw is not None:
             only = f"--{option.name} is an option of {' and '.join(names)}."
-            problems.append(UserError(only, do=f"leave it out with --on {scheduler}"))
+            problems.append(UserError(only, do=f"remove it with --on {scheduler}"))
     raise_all(problems)
     num_gpus, num_local = values["gpus"], values["nproc_per_node"]
     if num_gpus is None:
@@ -141,8 +141,8 @@ def make_job(
 
 
 def _restartable_flags(config: Config, words: Sequence[str], *, name: str) -> tuple[str, ...]:
-    """Return the flags for train with a fixed name and `--resume auto`, unless they name a run to resume. Options from
-    environment variables become flags, because the machines have another environment."""
+    """Return the flags for train with a fixed name and `--resume auto`, unless they specify a run to resume. Options from
+    environment variables become flags, because the nodes have a different environment."""
     own = {option.env for option in options_by_name().values() if option.env}
     from_shell = [option for option, source in config.sources.items() if source in own]
     added = [word for option in from_shell for word in (f"--{option}", str(getattr(config, option)))]
@@ -155,49 +155,51 @@ def _restartable_flags(config: Config, words: Sequence[str], *, name: str) -> tu
 
 
 def _problems(job: Job, config: Config) -> Iterator[UserError]:
-    """Yield the problems of a training that a scheduler may start several times."""
+    """Yield the problems of a run that a scheduler may start several times."""
     if holds_secret(job.config_text):
         yield UserError(
-            f"{job.config_file} holds a password or an access token.",
-            do="set it as an environment variable of the machines instead",
+            f"{job.config_file} contains a password or an access token.",
+            do="set it as an environment variable of the nodes instead",
         )
     if config.backend == "cpu" and job.num_gpus:
         yield UserError(
-            f"--gpus {job.num_gpus} does not go with --backend cpu.",
+            f"--gpus {job.num_gpus} cannot be combined with --backend cpu.",
             why="the job would reserve GPUs that it does not use.",
-            do=f"leave --gpus out, and give --nproc_per_node {job.num_local} for the processes of each machine",
+            do=f"remove --gpus, and pass --nproc_per_node {job.num_local} for the processes of each node",
         )
     if 0 < job.num_gpus < job.num_local:
         yield UserError(
             f"--gpus {job.num_gpus} is too few for --nproc_per_node {job.num_local}.",
             why="each process needs its own GPU.",
-            do="give as many GPUs as processes, or --gpus 0 to train on CPUs",
+            do="request as many GPUs as processes, or pass --gpus 0 to train on CPUs",
         )
     size = job.num_nodes * job.num_local
     if config.world_size not in (-1, size):
         yield UserError(
             f"--world_size is {config.world_size}, but --nnodes and --nproc_per_node make {size} processes.",
-            do="leave --world_size out",
+            do="remove --world_size",
         )
     if config.overwrite:
         yield UserError(
-            "--overwrite does not go with launch.",
+            "--overwrite cannot be combined with launch.",
             why="the scheduler may start the job again, and each start would set the run aside and start over.",
-            do="choose another --name",
+            do="choose a different --name",
         )
     if (config.resume == "none" and "resume" in config.sources) or _CHECKPOINT_NAME.search(config.resume):
         yield UserError(
-            f"--resume {config.resume} does not go with launch.",
-            why="the scheduler may start the job again, and it must resume from its newest checkpoint then.",
-            do="leave --resume out, or give the folder of a run; `crosstune train --resume` continues an archive or an "
-            "older checkpoint on one machine",
+            f"--resume {config.resume} cannot be combined with launch.",
+            why="the scheduler may start the job again, and it must then resume from its newest checkpoint.",
+            do="remove --resume, or pass a run folder; `crosstune train --resume` continues an archive or an "
+            "older checkpoint on one node",
         )
     if config.backend == "mlx":
         yield UserError(
-            "launch starts torch processes, and --backend is mlx.", do="start MLX with mlx.launch"
+            "`crosstune launch` supports torch backends only, not mlx.", do="start MLX with mlx.launch"
         )
     if config.emulate is not None:
-        yield UserError("launch does not emulate.", do="use `crosstune train --emulate` here")
+        yield UserError(
+            "`crosstune launch` does not support --emulate.", do="use `crosstune train --emulate`"
+        )
 
 
 def fill(template: str, **values: Any) -> str:
@@ -220,14 +222,14 @@ def fill(template: str, **values: Any) -> str:
 
 
 def submit(command: Sequence[str], text: str, *, where: str, do: str, cwd: Path | None = None) -> str:
-    """Pipe a text into a scheduler's command; return its output. `where` advises when the command is missing, `do` when
+    """Pipe a string into a scheduler's command; return its output. `where` advises when the command is missing, `do` when
     it fails."""
     if shutil.which(command[0]) is None:
-        raise UserError(f"Cannot submit the job: there is no {command[0]} on this machine.", do=where)
+        raise UserError(f"Cannot submit the job: {command[0]} was not found on this machine.", do=where)
     done = subprocess.run(command, input=text, text=True, capture_output=True, check=False, cwd=cwd)
     if done.returncode:
         raise UserError(
-            f"{command[0]} refused the job.",
+            f"{command[0]} rejected the job.",
             why=done.stderr.strip() or f"exit code {done.returncode}",
             do=do,
         )

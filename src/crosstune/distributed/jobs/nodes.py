@@ -1,4 +1,4 @@
-"""Supervise the launchers of a job: forward signals, end all when one fails, restart from the last checkpoint."""
+"""Supervise a job's launchers: forward signals, stop all when one fails, restart from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from crosstune.distributed.jobs.job import Started
 from crosstune.process.this_process import handling
 
 PATIENCE_S = 5.0
-"""Time for the other machines to end by themselves after one failed."""
+"""Time for the other nodes to exit by themselves after one failed."""
 GRACE_S = 60.0
-"""Time between SIGTERM and the kill."""
+"""Time between SIGTERM and SIGKILL."""
 POLL_S = 0.2
 SETTLE_S = 3.0
-"""Wait before a restart: processes left on a lost machine end meanwhile and release the run folder."""
+"""Wait before a restart: processes left on a lost node exit meanwhile and release the run folder."""
 LOST = 255
-"""The exit code of a lost machine; ssh uses it for a broken connection."""
+"""The exit code of a lost node; ssh uses it for a broken connection."""
 
 
 class Node(Protocol):
-    """The launcher of one machine."""
+    """The launcher of one node."""
 
     host: str
     lines: deque[str]
     """The last output that was not shown."""
 
     def poll(self) -> int | None:
-        """Return the exit code, LOST for a lost machine; None while it runs."""
+        """Return the exit code, LOST for a lost node; None while it runs."""
         ...
 
     def send(self, name: str) -> None:
@@ -51,12 +51,12 @@ class Node(Protocol):
 
 
 Start = Callable[[Callable[[], bool]], Sequence[Node]]
-"""Start the launcher of every machine. It may wait for resources; it returns no node once its argument is true: the user has
+"""Start the launcher of every node. It may wait for resources; it returns no node once its argument is true: the user has
 stopped the job."""
 
 
 def run_nodes(start: Start, *, restarts: int) -> Started:
-    """Run a job to its end; restart it after a failure, but not after a signal or a wrong request."""
+    """Run a job to its end; restart it after a failure, but not after a signal or an invalid request."""
     attempt = 0
     signals: list[signal.Signals] = []
     with handling(lambda number, frame: signals.append(signal.Signals(number))):
@@ -76,13 +76,13 @@ def run_nodes(start: Start, *, restarts: int) -> Started:
             print(*ended.lines, sep="\n", flush=True)
             time.sleep(SETTLE_S)
             print(
-                f"all machines are started again from the last checkpoint ({attempt} of {restarts} times)",
+                f"restarting all nodes from the last checkpoint ({attempt} of {restarts} times)",
                 flush=True,
             )
 
 
 def _wait(nodes: Sequence[Node], signals: Sequence[signal.Signals]) -> Started:
-    """Wait for all machines and forward signals. After a failure the others get `PATIENCE_S`, then SIGTERM, then a kill."""
+    """Wait for all nodes and forward signals. After a failure the others get `PATIENCE_S`, then SIGTERM, then SIGKILL."""
     codes: dict[int, int] = {}
     failures: list[int] = []
     num_sent, ending_at, asked_to_end = 0, math.inf, False
@@ -129,7 +129,7 @@ def _describe(
     own = [place for place in failures if codes[place] != EXIT_PEER_LOST]
     place = (wrong or own or list(failures))[0]
     host, code = nodes[place].host, codes[place]
-    how = "was lost" if code == LOST else f"ended with code {code}"
-    lines = [f"machine {place} of {len(nodes)} (counted from 0), {host}, {how}; the others were stopped."]
+    how = "was lost" if code == LOST else f"exited with code {code}"
+    lines = [f"node {place} of {len(nodes)} (counted from 0), {host}, {how}; the others were stopped."]
     lines += [f"  {host} | {line}" for line in nodes[place].lines]
     return Started(code=EXIT_PEER_LOST if code == LOST else code, lines=tuple(lines), failed=True)

@@ -45,7 +45,7 @@ class JobOption:
         else:
             wanted = self.check(raw) if self.check else None
         if wanted is None and holds_secret(raw):
-            wanted = "no password or access token: set it as an environment variable of the machines instead"
+            wanted = "no password or access token: set it as an environment variable of the nodes instead"
         if wanted is not None:
             raise UserError(f"--{self.name} cannot be {shown(raw)}.", do=f"give {wanted}")
         return Path(raw).expanduser() if self.type is Path else self.type(raw)
@@ -57,18 +57,18 @@ def matches(pattern: str, wanted: str) -> Check:
     return lambda value: None if compiled.fullmatch(value) else wanted
 
 
-NUM_NODES = JobOption("nnodes", "N", "number of machines", type=int, high=2**16)
+NUM_NODES = JobOption("nnodes", "N", "number of nodes", type=int, high=2**16)
 NUM_LOCAL = JobOption(
     "nproc_per_node",
     "M",
-    "processes on each machine, one per device (default: --gpus, or 1)",
+    "processes on each node, one per device (default: --gpus, or 1)",
     type=int,
     high=1024,
 )
 NUM_GPUS = JobOption(
     "gpus",
     "N",
-    "GPUs to reserve on each machine (default: --nproc_per_node; 0 with --backend cpu)",
+    "GPUs to reserve on each node (default: --nproc_per_node; 0 with --backend cpu)",
     type=int,
     low=0,
     high=1024,
@@ -76,14 +76,14 @@ NUM_GPUS = JobOption(
 PYTHON = JobOption(
     "python",
     "FILE",
-    "Python with crosstune on the machines (default: the one that runs this command; in a container: python)",
+    "Python with crosstune on the nodes (default: the one that runs this command; in a container: python)",
     check=lambda value: None if value.strip() and value.isprintable() else "the path of a Python interpreter",
 )
-CPUS = JobOption("cpus", "N", "CPU cores to reserve on each machine", type=int)
+CPUS = JobOption("cpus", "N", "CPU cores to reserve on each node", type=int)
 MEMORY = JobOption(
     "memory",
     "SIZE",
-    "memory to reserve on each machine, such as 64G",
+    "memory to reserve on each node, such as 64G",
     check=matches(r"[1-9][0-9]{0,9}[KMGT]", "a number with K, M, G or T, such as 64G"),
 )
 RESTARTS = JobOption(
@@ -98,7 +98,7 @@ RESTARTS = JobOption(
 PORT = JobOption(
     "master_port",
     "PORT",
-    "port on the first machine where the processes meet (default: 29500)",
+    "port on node 0 where the processes meet (default: 29500)",
     type=int,
     high=65535,
     default=29500,

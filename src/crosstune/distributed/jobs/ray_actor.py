@@ -1,4 +1,4 @@
-"""Run a machine's launcher inside a Ray actor. Ray imports this module by name on the machine; it needs no ray."""
+"""Run a node's launcher inside a Ray actor. Ray imports this module by name on the node; it needs no ray."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MAX_LINES = 10_000
 
 
 class NodeActor:
-    """One launcher, controlled by the driver of the job. It ends with this actor."""
+    """One launcher, controlled by the driver of the job. It exits with this actor."""
 
     _launcher: AttachedProcess
 
     def free_port(self, address: str) -> int:
-        """Return a free port of this machine."""
+        """Return a free port of this node."""
         return free_ports(1, address=address)[0]
 
     def start(self, command: Sequence[str], variables: Mapping[str, str], folder: str) -> None:
@@ -37,7 +37,7 @@ class NodeActor:
             raise UserError(
                 f"Cannot start {python} in {folder} on {socket.gethostname()}.",
                 why=str(error),
-                do="start from a folder that all machines share, and name their Python with --python",
+                do="start from a folder that all nodes share, and specify their Python with --python",
             ) from error
 
     def poll(self) -> tuple[int | None, list[str]]:

@@ -13,7 +13,7 @@ MACHINE = "apple-m2-max-64gb"
 """The default profile, with macOS 14, which torch's wheels require."""
 
 REFUSED = frozenset({torch.float64, torch.complex128})
-"""ATen/mps/EmptyTensor.cpp refuses float64; getMPSDataType has no complex128."""
+"""ATen/mps/EmptyTensor.cpp rejects float64; getMPSDataType does not support complex128."""
 TESTED = frozenset(
     {
         torch.float32,
@@ -28,7 +28,7 @@ TESTED = frozenset(
         torch.bool,
     }
 )
-"""torch.testing's all_mps_types, and two more that getMPSDataType has."""
+"""torch.testing's all_mps_types, and two more that getMPSDataType supports."""
 CONDITIONS = {torch.bfloat16: "bf16 needs macOS 14 or later"}
 
 FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"

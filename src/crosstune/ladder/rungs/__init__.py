@@ -1,4 +1,4 @@
-"""The rungs of the ladder. A table here holds rungs that only set options; every other rung is a file, found by name."""
+"""The rungs of the ladder. A table here lists rungs that only set options; every other rung is a file, found by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DDP = {"sharding_strategy": "ddp", "use_cpu_offload": False}
 
 # Name -> order, title, gain, promise, and the options to set.
 _RUNGS: Mapping[str, tuple[int, str, Gain, LossPromise, Change]] = {
-    "time_limits": (10, "timeouts that end a hang", "safety", SameBits(), _TIMEOUTS),
+    "time_limits": (10, "timeouts that abort a hang", "safety", SameBits(), _TIMEOUTS),
     "data_loading": (20, "data loading", "speed", SameBits(), {}),
     "attention": (30, "fused attention", "speed", Within(bound=1e-2), {"use_flash_attention": True}),
     "fast_layers": (45, "fast layers", "speed", Within(bound=1e-2), {"kernels": "fast"}),
@@ -70,7 +70,7 @@ def _why_not(name: str, now: Situation) -> str:
         "data_loading": {"it is always on: a thread prepares micro-batches ahead of the step": True},
         "attention": {
             "{} is used already ({})".format(*plan.attention): config.use_flash_attention is not False,
-            f"no fused kernel ran on {backend.name} here": not backend.has_flash_attention,
+            f"no fused kernel ran on {backend.name}": not backend.has_flash_attention,
         },
         "fast_layers": {
             "the fast layers train LoRA adapters of language models with torch": (
@@ -87,10 +87,10 @@ def _why_not(name: str, now: Situation) -> str:
             f"torch.compile needs {missing} on {backend.name}": missing,
         },
         "fp8_base": {
-            "fp8 products need an NVIDIA GPU": backend.name != "cuda",
-            "only the fast layers with LoRA multiply in fp8": config.kernels != "fast"
+            "fp8 matmuls need an NVIDIA GPU": backend.name != "cuda",
+            "only the fast layers with LoRA support fp8 matmul": config.kernels != "fast"
             or plan.method != "lora",
-            "the base is multiplied in fp8 already": config.base_precision == "fp8",
+            "the base uses fp8 matmul already": config.base_precision == "fp8",
         },
         "recomputation_off": {
             "gradient checkpointing is off": not config.use_gradient_checkpointing,
@@ -98,20 +98,20 @@ def _why_not(name: str, now: Situation) -> str:
         },
         "gradient_checkpointing": {"gradient checkpointing is on already": config.use_gradient_checkpointing},
         "activation_offload": {
-            f"{backend.name} has no device memory to relieve": (
+            f"{backend.name} has no separate device memory": (
                 plan.engine != "torch" or backend.device == "cpu" or backend.unified_memory
             ),
             "activations are in host memory already": config.use_activation_cpu_offload,
         },
         "optimizer_8bit": {
-            f"{config.optimizer} has no 8-bit form": config.optimizer not in ("adamw", "fused_adamw"),
+            f"{config.optimizer} has no 8-bit version": config.optimizer not in ("adamw", "fused_adamw"),
             "the moments of adapters are small": plan.method in ("lora", "dora"),
-            f"bitsandbytes does not run on {backend.name} here": "bnb" not in backend.quantizers,
+            f"bitsandbytes does not work on {backend.name} on this machine": "bnb" not in backend.quantizers,
         },
         "cosine_latent_loss": {
             "only latent_diffusion has a latent loss": config.recipe != "latent_diffusion",
             "the latent loss is the cosine already": config.latent_loss == "cosine",
-            "--loss_type l2t has no latent loss": config.loss_type == "l2t",
+            "--loss_type l2t does not use a latent loss": config.loss_type == "l2t",
         },
         "replicas": {
             "one process has the whole model": plan.world_size == 1,

@@ -9,7 +9,7 @@ def propose(now: Situation) -> list[Change]:
     if now.plan.engine != "torch":
         raise NotApplicable("MLX has one form of each optimizer")
     if now.config.optimizer not in FUSED:
-        raise NotApplicable(f"{now.config.optimizer} has no fused form")
+        raise NotApplicable(f"{now.config.optimizer} has no fused version")
     if now.config.optimizer == "adamw" and now.plan.backend.device == "cuda":
         raise NotApplicable("adamw is fused on a GPU already")
     return [{"optimizer": FUSED[now.config.optimizer]}]

@@ -10,7 +10,7 @@ FULL_ENOUGH = 0.8
 def propose(now: Situation) -> list[Change]:
     config = now.config
     if config.recipe != "sft":
-        raise NotApplicable(f"the recipe {config.recipe} does not pack")
+        raise NotApplicable(f"the {config.recipe} recipe does not support packing")
     if config.packing:
         raise NotApplicable("rows are packed already")
     if not now.mean_tokens or now.mean_tokens > FULL_ENOUGH * now.longest_tokens:

@@ -3,7 +3,7 @@
 from crosstune.ladder.rung import AsGood, Change, NotApplicable, Rung, Situation
 
 WORTHWHILE = 1.1
-"""Speed of bf16 over fp32 matrix products from which a trial is worth its time."""
+"""Speed of bf16 over fp32 matmuls from which a trial is worth its time."""
 
 
 def propose(now: Situation) -> list[Change]:
@@ -14,7 +14,7 @@ def propose(now: Situation) -> list[Change]:
         return [{"precision": "bf16_autocast"}, {"precision": "bf16"}]
     if "float16" in backend.dtypes and backend.device != "cpu":
         return [{"precision": "fp16_autocast"}]
-    raise NotApplicable(f"16-bit products are not faster than fp32 on this {backend.name}")
+    raise NotApplicable(f"16-bit matmuls are not faster than fp32 on this {backend.name}")
 
 
 RUNG = Rung(title="16-bit arithmetic", order=40, gain="speed", promise=AsGood(bound=0.02), propose=propose)

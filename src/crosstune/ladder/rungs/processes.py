@@ -1,4 +1,4 @@
-"""Divide a step over several processes."""
+"""Divide a step across several processes."""
 
 from crosstune.ladder.rung import Change, NotApplicable, Rung, Situation, Within
 
@@ -24,7 +24,7 @@ def propose(now: Situation) -> list[Change]:
         )
     batch = min(config.batch_size, rows // number)
     if rows % (batch * number):
-        raise NotApplicable(f"{rows} rows per step cannot be divided over {number} processes")
+        raise NotApplicable(f"{rows} rows per step cannot be divided among {number} processes")
     return [
         {
             "world_size": number,

@@ -14,9 +14,11 @@ GROUP_SIZES = (32, 64, 128)
 def check_form(*, bits: int, group_size: int) -> None:
     """Raise unless MLX supports these bits and this group size."""
     if bits not in BITS:
-        raise UserError(f"MLX has no {bits} bits.", do=f"use --n_bits {', '.join(map(str, BITS))}")
+        raise UserError(
+            f"MLX does not support {bits}-bit weights.", do=f"use --n_bits {', '.join(map(str, BITS))}"
+        )
     if group_size not in GROUP_SIZES:
         raise UserError(
-            f"MLX has no groups of {group_size} weights.",
+            f"MLX does not support group size {group_size}.",
             do=f"use --group_size {', '.join(map(str, GROUP_SIZES))}",
         )

@@ -82,7 +82,7 @@ class CausalLM:
         return self.prepared.evaluate(arrays)
 
     def check_batch(self, arrays: Mapping[str, Any]) -> None:
-        """Raise if rows are packed and the model does not separate documents."""
+        """Raise if rows are packed and the model cannot mask attention between packed documents."""
         if "segments" in arrays:
             self.prepared.ensure_separates_documents()
 

@@ -1,4 +1,4 @@
-"""The recipe `judge`: train models that score an answer, or choose the better of two answers."""
+"""The `judge` recipe: train models that score an answer, or choose the better of two answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def open_recipe(config: Config, *, model_folder: Path, observer: Observer | None
 
 
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
-    """Raise if a row cannot be read or leaks into the held-out data; return the checks left out."""
+    """Raise if a row cannot be read or leaks into the held-out data; return the skipped checks."""
     data = open_judge_data(config)
     choose_format(config.verdict, scale=data.scale, items=[*data.train, *data.val])
     return ["whether every item fits the context: nothing is tokenized"]

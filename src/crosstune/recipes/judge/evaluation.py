@@ -1,4 +1,4 @@
-"""Compare a judge's verdicts with people's: metrics with intervals, and trivial baselines."""
+"""Compare a judge's verdicts with human verdicts: metrics with intervals, and trivial baselines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def evaluate_items(
 ) -> Report:
     """Return the metrics, their 95 % intervals, the confusion matrix, and notes on undefined metrics.
 
-    An unreadable verdict counts as wrong: as the score farthest from people's score, or as a fourth class.
+    An unreadable verdict counts as wrong: as the score farthest from the human score, or as a fourth class.
     """
     is_pair = items[0].is_pair
     computed, confusion = (_compare_winners if is_pair else _compare_scores)(items, found, scale)
@@ -54,7 +54,7 @@ def evaluate_items(
 
 
 def defined_metrics(report: Report) -> dict[str, float]:
-    """Return the metrics that are defined, and the share of unreadable verdicts."""
+    """Return the metrics that are defined, and the fraction of unreadable verdicts."""
     shown = {name: value for name, value in report["metrics"].items() if math.isfinite(value)}
     return shown | {"unreadable": report["num_unreadable"] / report["num_items"]}
 
@@ -73,7 +73,7 @@ def evaluate_with_baselines(
 
 
 def worst_items(items: Sequence[Item], found: Sequence[Judgement], *, most: int = 10) -> list[int]:
-    """Return the indices of the items whose verdicts are farthest from people's, the worst first."""
+    """Return the indices of the items whose verdicts are farthest from the human ones, the worst first."""
 
     def distance(place: int) -> tuple[float, float]:
         item, one = items[place], found[place]
@@ -172,7 +172,7 @@ def _add_calibration(report: Report, items: Sequence[Item], found: Sequence[Judg
 def baseline_verdicts(
     items: Sequence[Item], *, scale: Scale, train: Sequence[Item] = ()
 ) -> dict[str, list[Judgement]]:
-    """Return the verdicts of two trivial judges: a constant, and one that goes by the length of the answer.
+    """Return the verdicts of two trivial judges: a constant, and one that uses only the answer's length.
 
     They are fitted on the training items. Without training items they are fitted on the test items and look too good.
     """

@@ -84,7 +84,7 @@ def encode_prompts(
 def soft_label(
     item: Item, example: Example, *, verdict: VerdictFormat, tokens: LabelTokens
 ) -> SoftLabel | None:
-    """Return the soft label at the first token where the two labels differ; None where the score is on a label."""
+    """Return the soft label at the first token where the two labels differ; None if the score equals a label."""
     if item.score is None:
         return None
     nearest, other, share = verdict.labels.neighbours(item.score)
@@ -177,7 +177,7 @@ class ItemCorpus:
         )
 
     def ordered(self, places: NDArray[np.int64]) -> ItemCorpus:
-        """Return the examples at these places, in their order."""
+        """Return the examples at these indices, in their order."""
         chosen = places.tolist()
         return ItemCorpus(
             corpus=self.corpus.part(places),
@@ -245,7 +245,7 @@ class LabelTokens:
 
     def place_in(self, tokens: IntArray, supervised: NDArray[np.bool_]) -> int:
         """Return the index of the first label token of an example: after the last `before` in its verdict. -1 if the
-        verdict has another format."""
+        verdict has a different format."""
         [own] = supervised.nonzero()
         if not len(own):
             return -1
@@ -273,9 +273,9 @@ def find_label_tokens(verdict: VerdictFormat, tokenizer: Tokenizer) -> LabelToke
     common = common_length(texts)
     if common < first:
         raise UserError(
-            f"The verdict format {verdict.name} does not work with this tokenizer.",
+            f"--verdict {verdict.name} does not work with this tokenizer.",
             why="its tokens before the verdict depend on the label.",
-            do="use another --verdict",
+            do="use a different --verdict",
         )
     tails = [tuple(text[common:]) for text in texts]
     return LabelTokens(
@@ -284,11 +284,13 @@ def find_label_tokens(verdict: VerdictFormat, tokenizer: Tokenizer) -> LabelToke
 
 
 def _distinct(tail: tuple[int, ...], tails: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the shortest prefix of a tail that no other tail has."""
+    """Return the shortest prefix of a tail that no other tail shares."""
     for length in range(1, len(tail) + 1):
         if sum(other[:length] == tail[:length] for other in tails) == 1:
             return tail[:length]
-    raise UserError("Two labels have the same tokens.", do="use another --verdict, or another tokenizer")
+    raise UserError(
+        "Two labels have the same tokens.", do="use a different --verdict, or a different tokenizer"
+    )
 
 
 def common_length(texts: Sequence[list[int]]) -> int:

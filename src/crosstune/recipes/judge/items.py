@@ -1,4 +1,4 @@
-"""Define an item to judge (a task, one or two answers, people's verdict), its score scale and its labels."""
+"""Define an item to judge (a task, one or two answers, the human verdict), its score scale and its labels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from crosstune.core.errors import UserError, shown
 
 WINNERS = ("A", "B", "tie")
 MOST_POINTS = 11
-"""Most score labels of a scale. A scale with more whole numbers gets this many evenly spaced labels."""
+"""Maximum number of score labels of a scale. A scale with more whole numbers gets this many evenly spaced labels."""
 _RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:-|\.\.|to|,)\s*(-?\d+(?:\.\d+)?)")
 _OTHER_SIDE = {"A": "B", "B": "A"}
 
@@ -32,14 +32,14 @@ class Item:
     rubric: str = ""
     score: float | None = None
     scale: Scale | None = None
-    """The scale of the score, if the row names it."""
+    """The scale of the score, if the row specifies it."""
     winner: str | None = None
     critique: str = ""
     issues: tuple[str, ...] = ()
     messages: Sequence[Mapping[str, Any]] = ()
     """The prompt in the data; empty if the prompt is made from the fields above."""
     verdict: str = ""
-    """The text of the verdict in the data."""
+    """The verdict in the data, as written."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row, kept for predictions."""
 
@@ -115,7 +115,7 @@ def common_scale(items: Sequence[Item], *, default: Scale) -> Scale:
         raise UserError(
             f"The scores are on different scales: {', '.join(sorted(map(str, found)))}.",
             why="a judge learns one scale.",
-            do="convert them to one scale, or put them into two data sets",
+            do="convert them to one scale, or put them into two datasets",
         )
     return next(iter(found), default)
 
@@ -135,9 +135,9 @@ class Labels:
         return len(self.texts)
 
     def neighbours(self, score: float) -> tuple[int, int, float]:
-        """Return the label nearest to a score, the label on the score's other side, and that label's share.
+        """Return the label nearest to a score, the label on the score's other side, and that label's probability.
 
-        With these shares, the expected value equals the score.
+        With these probabilities, the expected value equals the score.
         """
         values = self.values
         upper = int(np.clip(np.searchsorted(values, score), 1, len(values) - 1))

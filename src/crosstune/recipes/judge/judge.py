@@ -111,7 +111,7 @@ class Judge:
         return "\n".join(str(message["content"]) for message in prompt_messages(item, self.verdict))
 
     def fit_temperature(self, items: Sequence[Item], found: Sequence[Judgement]) -> float:
-        """Return the temperature that calibrates the probabilities; 1 without probabilities."""
+        """Return the temperature that calibrates the probabilities; 1 if there are no probabilities."""
         rows = [(item, one) for item, one in zip(items, found, strict=True) if one.probabilities]
         if not rows:
             return 1.0
@@ -242,12 +242,12 @@ class Judge:
 
 
 def judge_task(head: str, engine: str) -> Task:
-    """Return the task of a head; raise a UserError if the engine has none."""
+    """Return the task of a head; raise a UserError if the engine does not support it."""
     parts = _parts(engine)
     if head == "scalar" and not hasattr(parts, "ScalarHead"):
         raise UserError(
             "--head scalar works with torch only.",
-            why=f"the {engine} engine has no model with a scalar head.",
+            why=f"the {engine} engine does not support scalar heads.",
             do="use --head tokens, or a torch backend",
         )
     task: Task = parts.ScalarHead() if head == "scalar" else parts.ScoreTokens()

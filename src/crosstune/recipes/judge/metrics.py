@@ -21,7 +21,7 @@ Counts = NDArray[np.int64]
 NUM_DRAWS = 1000
 NUM_BINS = 10
 _DRAWS_AT_ONCE = 50
-"""Bounds the memory of the intervals: a metric holds several arrays of draws x items."""
+"""Bounds the memory of the intervals: a metric needs several arrays of draws x items."""
 _ROUNDING = 1e-13
 """Relative spread below which a series is constant."""
 _TEMPERATURES = np.exp(np.linspace(math.log(0.05), math.log(20.0), 241))
@@ -145,7 +145,7 @@ def _without_rounding(values: Floats) -> Floats:
 
 
 def _centred(values: Floats) -> Floats:
-    """Centre values and scale them to at most 1, so that squares neither overflow nor underflow."""
+    """Center values and scale them to at most 1, so that squares neither overflow nor underflow."""
     values = _without_rounding(values)
     centred = values - values.mean() if len(values) else values
     largest = np.abs(centred).max(initial=0.0)
@@ -265,7 +265,7 @@ def fit_temperature(log_probs: Floats, targets: Floats) -> float:
 
 
 def soften(probs: Floats, temperature: float) -> Floats:
-    """Return probabilities at another temperature."""
+    """Return probabilities at a different temperature."""
     softened: Floats = np.exp(log_softmax(np.log(np.maximum(probs, 1e-300)) / temperature))
     return softened
 
@@ -277,7 +277,7 @@ def log_softmax(values: Floats) -> Floats:
 
 
 def rouge_l(reference: str, text: str) -> float:
-    """Return the F1 of the longest common subsequence of words, in lower case; 1 for two texts without words."""
+    """Return the F1 of the longest common subsequence of words, in lower case; 1 for two strings without words."""
     first, second = _WORD.findall(reference.lower()), _WORD.findall(text.lower())
     if not first and not second:
         return 1.0

@@ -54,7 +54,7 @@ class Prefix:
 
 
 def read_prefix(session: Any, tokens: Sequence[int]) -> Prefix | None:
-    """Compute the keys and values of a prefix; None for a model with another kind of cache."""
+    """Compute the keys and values of a prefix; None for a model with a different kind of cache."""
     caches = make_prompt_cache(session.model)
     if any(type(cache) is not KVCache for cache in caches):
         return None

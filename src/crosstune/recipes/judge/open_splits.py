@@ -33,10 +33,10 @@ class JudgeData:
     val: Sequence[Item]
     test: Sequence[Item]
     num_leaking: int = 0
-    """Training items left out because they leak."""
+    """Number of training items dropped because they leak."""
     notes: Sequence[str] = ()
     scale: Scale
-    """The scale of the scores: --score_scale, or the one that the rows name."""
+    """The scale of the scores: --score_scale, or the scale in the rows."""
 
 
 def open_judge_data(config: Config) -> JudgeData:
@@ -83,7 +83,7 @@ def open_judge_data(config: Config) -> JudgeData:
 
 
 def item_reader(config: Config, *, labelled: bool = True, scale: Scale | None = None) -> ItemReader:
-    """Return a reader for the options of a configuration. `scale` is the default if neither user nor data names one."""
+    """Return a reader for the options of a configuration. `scale` is the default if neither user nor data specifies one."""
     asked = "score_scale" in config.sources
     return ItemReader(
         scale=read_scale(config.score_scale) if asked or scale is None else scale,
@@ -96,7 +96,7 @@ def item_reader(config: Config, *, labelled: bool = True, scale: Scale | None = 
 
 
 def read_split(reader: ItemReader, name: str, split: str) -> list[Item]:
-    """Return the items of a source given for one split: its split of that name, or its first one."""
+    """Return the items of a source passed for one split: its split of that name, or its first split."""
     found = by_split(name, needs_training=False)
     return reader.read(found.get(split) or next(iter(found.values())))
 
@@ -128,9 +128,9 @@ def _split_name(part: Part, folder: Path) -> str:
 
 
 def split_groups(items: Sequence[Item], *, shares: Mapping[str, float], seed: int) -> dict[str, list[Item]]:
-    """Split items at random by whole groups. `shares` are shares of the groups, and the rest is `train`.
+    """Split items at random by whole groups. `shares` are fractions of the groups, and the rest is `train`.
 
-    Each share gets at least one group if there are enough.
+    Each split gets at least one group if there are enough.
     """
     groups = sorted({item.group for item in items})
     draw = np.random.Generator(np.random.Philox(key=(seed, _SPLIT_KEY)))
@@ -171,9 +171,9 @@ class Leak:
 
 
 def without_leaks(train: Sequence[Item], held_out: Splits, *, policy: str) -> tuple[list[Item], int]:
-    """Return the training items that do not leak, and the number left out.
+    """Return the training items that do not leak, and the number of dropped items.
 
-    `policy` is the value of --leaks: error raises, drop leaves items out, allow keeps them.
+    `policy` is the value of --leaks: error raises, drop removes items, allow keeps them.
     """
     leaks = find_leaks(train, held_out) if policy != "allow" else []
     if not leaks:
@@ -184,7 +184,7 @@ def without_leaks(train: Sequence[Item], held_out: Splits, *, policy: str) -> tu
         raise UserError(
             f"{len(leaking):,} of {len(train):,} training rows leak into the held-out data.",
             why=f"the {first.kind} {shown(first.example)} is also in the {first.split} split, so the test "
-            "would measure memorisation.",
+            "would measure memorization.",
             do="drop them from the training with --leaks drop, split by source again with "
             "`crosstune judge data DATA --split_to DIR`, or accept it with --leaks allow",
         )

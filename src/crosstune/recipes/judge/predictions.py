@@ -91,7 +91,7 @@ def read_predictions(path: Path, *, scale: Scale, scale_asked: bool = False) -> 
         raise UserError(
             f"The predictions {path} are not JSON.",
             why=f"{error}.",
-            do="give a file like the test_predictions.json of a run: a list of rows with `expected` and `predicted`",
+            do="pass a file like a run's test_predictions.json: a list of rows with `expected` and `predicted`",
         ) from error
     if not isinstance(rows, list) or not rows:
         raise UserError(

@@ -16,7 +16,7 @@ DEMO_DATA = "judge_translations"
 SMALL_CARD_BYTES, LARGE_CARD_BYTES = 9 * 10**9, 15 * 10**9
 """A card of 8 GB reports less than the first, a card of 16 GB more than the second."""
 BYTES_PER_PARAMETER = 4
-"""Memory of LoRA over a 16-bit base: 12 GB for three billion parameters, two rows of 512 tokens (from the guide)."""
+"""Memory of LoRA on a 16-bit base: 12 GB for three billion parameters, two rows of 512 tokens (from the original interface)."""
 
 ALL: Mapping[str, Any] = {
     "num_epochs": 3,
@@ -71,9 +71,9 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
         option: (value, title) for option, value in {**ALL, **BY_BACKEND[name]}.items()
     }
     if Path(GUIDE_DATA).is_dir():
-        values["dataset"] = (GUIDE_DATA, "the guide's folder is here")
+        values["dataset"] = (GUIDE_DATA, "the original interface's folder exists")
     else:
-        why = f"there is no folder {GUIDE_DATA} here: this is the bundled data; pass your own with --dataset"
+        why = f"there is no folder {GUIDE_DATA}: this is the bundled data; pass your own with --dataset"
         values["dataset"] = (DEMO_DATA, why)
     model = config.model_name if "model_name" in config.sources else str(values["model_name"][0])
     billions = read_billions(model)
@@ -109,13 +109,11 @@ def read_billions(model: str) -> float | None:
 
 
 def _fit_card(total_bytes: int, billions: float | None) -> dict[str, tuple[Any, str]]:
-    """Return the guide's presets for a card with this much memory."""
+    """Return the original interface's presets for a card with this much memory."""
     size = f"a card of {total_bytes / 1e9:.0f} GB"
     if 0 < total_bytes <= SMALL_CARD_BYTES:
         return {"batch_size": (1, size), "gradient_accumulation_steps": (4, size)}
     fits = billions is not None and BYTES_PER_PARAMETER * 1e9 * billions <= total_bytes
     if total_bytes >= LARGE_CARD_BYTES and fits:
-        return {
-            "train_type": ("lora", f"{size} holds the model without 4-bit quantization, and that is faster")
-        }
+        return {"train_type": ("lora", f"{size} fits the model without 4-bit quantization, which is faster")}
     return {}

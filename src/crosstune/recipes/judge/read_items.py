@@ -52,10 +52,10 @@ class ItemReader:
     scale: Scale
     """The scale of rows without a column score_scale."""
     scale_asked: bool = False
-    """True if the user set the scale: a row that names another scale is an error."""
+    """True if the user set the scale: a row with a different scale is an error."""
     columns: Columns = field(default_factory=dict)
     group_by: str | None = None
-    """The column that groups rows; None: the column `group`, or the text of the task."""
+    """The column that groups rows; None: the column `group`, or the task."""
     references: str = "auto"
     labelled: bool = True
     """True if every row must have a score or a winner."""
@@ -73,7 +73,7 @@ class ItemReader:
                     f"{part.place(found.number)}: {error.message}", why=error.why, do=error.do
                 ) from error
         if not items:
-            raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
+            raise UserError(f"The dataset {source.name} is empty.", do="add at least one row")
         self.check_together(items, source.name)
         return items
 
@@ -83,7 +83,7 @@ class ItemReader:
         if 0 < pairs < len(items):
             raise UserError(
                 f"{source} mixes {len(items) - pairs} scored answers with {pairs} pairs of answers.",
-                do="put them into two data sets",
+                do="put them into two datasets",
             )
         without = sum(not item.reference for item in items)
         if self.references == "auto" and 0 < without < len(items):
@@ -122,14 +122,14 @@ class ItemReader:
         messages = fields["messages"]
         is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
         if not is_list or len(messages) < 2:
-            raise UserError("It has no conversation with a verdict in `messages`.", do=_SHAPES)
+            raise UserError("`messages` contains no conversation with a verdict.", do=_SHAPES)
         verdict = str(messages[-1].get("content", ""))
         if messages[-1].get("role") != "assistant":
-            raise UserError("Its last message is not the assistant's verdict.", do=_SHAPES)
+            raise UserError("The last message is not the assistant's verdict.", do=_SHAPES)
         found = parse_text_verdict(verdict)
         if found.score is None:
             raise UserError(
-                f"Its verdict has no score: {shown(verdict)}.",
+                f"The verdict has no score: {shown(verdict)}.",
                 do="write it as `Score: N/10`, or as `[RESULT] n`",
             )
         scale = self._own_scale(fields)
@@ -154,24 +154,24 @@ class ItemReader:
             return _text(fields.get("group"))
         if self.group_by not in row:
             raise UserError(
-                f"It has no column '{self.group_by}' for --group_by.",
+                f"The column '{self.group_by}' of --group_by is missing.",
                 do=f"its columns are: {', '.join(map(str, row))}",
             )
         return _text(row[self.group_by])
 
     def _own_scale(self, fields: Mapping[str, Any]) -> Scale | None:
-        """Return the scale that the row names, or None."""
+        """Return the scale in the row, or None."""
         text = _text(fields.get("score_scale")).strip()
         if not text:
             return None
         try:
             scale = read_scale(text)
         except UserError as error:
-            raise UserError(f"Its score_scale is {shown(text)}.", why=error.why, do=error.do) from error
+            raise UserError(f"Invalid score_scale: {shown(text)}.", why=error.why, do=error.do) from error
         if self.scale_asked and scale != self.scale:
             raise UserError(
-                f"Its score_scale is {scale}, and --score_scale is {self.scale}.",
-                do="leave out --score_scale, or correct the data",
+                f"score_scale is {scale}, but --score_scale is {self.scale}.",
+                do="remove --score_scale, or correct the data",
             )
         return scale
 
@@ -179,14 +179,14 @@ class ItemReader:
         value = fields.get("score")
         if value is None or (isinstance(value, str) and not value.strip()):
             if self.labelled:
-                raise UserError("It has no score.", do=_SHAPES)
+                raise UserError("The score is missing.", do=_SHAPES)
             return None
         try:
             score = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
         except (TypeError, ValueError):
             score = math.nan
         if not math.isfinite(score):
-            raise UserError(f"Its score is not a number: {shown(value)}.")
+            raise UserError(f"The score is not a number: {shown(value)}.")
         _check_scale(score, scale)
         return score
 
@@ -194,16 +194,16 @@ class ItemReader:
         value = fields.get("winner")
         if value is None or (isinstance(value, str) and not value.strip()):
             if self.labelled:
-                raise UserError("It has no winner.", do=_SHAPES)
+                raise UserError("The winner is missing.", do=_SHAPES)
             return None
         name = _WINNER_NAMES.get(_text(value).strip().lower())
         if name is None:
-            raise UserError(f"Its winner is {shown(value)}.", do=f"use one of {', '.join(WINNERS)}")
+            raise UserError(f"Invalid winner: {shown(value)}.", do=f"use one of {', '.join(WINNERS)}")
         return name
 
 
 def split_row(item: Item, name: str, *, scale: Scale) -> dict[str, Any]:
-    """Return an item as a row that reads back as the same item, with another id."""
+    """Return an item as a row that reads back as the same item, with a different id."""
     row: dict[str, Any] = {column: value for column, value in item.extra.items() if column not in _KNOWN}
     row |= {"id": name, "group": item.group}
     if not item.is_pair:
@@ -219,12 +219,12 @@ def split_row(item: Item, name: str, *, scale: Scale) -> dict[str, Any]:
 
 
 def _check_scale(score: float, scale: Scale, *, out_of: float | None = None) -> None:
-    """Raise for a score outside the scale, or with another highest score than the scale's."""
+    """Raise for a score outside the scale, or if its highest score differs from the scale's."""
     do = "set the scale of the data with --score_scale LOW-HIGH, or correct the row"
     if not scale.holds(score):
-        raise UserError(f"Its score {score:g} is outside the scale {scale}.", do=do)
+        raise UserError(f"The score {score:g} is outside the scale {scale}.", do=do)
     if out_of is not None and out_of != scale.high:
-        raise UserError(f"Its verdict is {score:g} of {out_of:g}, and the scale is {scale}.", do=do)
+        raise UserError(f"The verdict is {score:g} of {out_of:g}, but the scale is {scale}.", do=do)
 
 
 def _named_fields(row: Row) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def _named_fields(row: Row) -> dict[str, Any]:
 def _required(fields: Mapping[str, Any], name: str) -> str:
     text = _text(fields.get(name))
     if not text.strip():
-        raise UserError(f"It has no {name}.", do=_SHAPES)
+        raise UserError(f"The column {name} is missing.", do=_SHAPES)
     return text
 
 

@@ -1,4 +1,4 @@
-"""Train a judge: loss on the verdict only, evaluation by agreement with people's verdicts."""
+"""Train a judge: loss on the verdict only, evaluation by agreement with human verdicts."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class JudgeRecipe:
         described["test_items"] = len(self.data.test)
         notes = [*self.data.notes]
         if self.data.num_leaking:
-            notes.append(f"{self.data.num_leaking:,} training rows that are also held out were left out")
+            notes.append(f"{self.data.num_leaking:,} training rows that are also held out were dropped")
         warnings = warnings_of(train, num_shared=0)
         return described | {k: v for k, v in (("notes", notes), ("warnings", warnings)) if v}
 
@@ -223,19 +223,19 @@ class JudgeRecipe:
 def _check(config: Config) -> None:
     if config.packing:
         raise UserError(
-            "--packing does not work with the recipe judge.",
+            "--packing does not work with the judge recipe.",
             why="each item with a soft label needs a separate row.",
-            do="leave out --packing",
+            do="remove --packing",
         )
     if config.train_on_prompt:
         raise UserError(
-            "--train_on_prompt does not work with the recipe judge.",
+            "--train_on_prompt does not work with the judge recipe.",
             why="a judge learns only the verdict.",
-            do="leave it out",
+            do="remove it",
         )
     if config.truncation in ("cut", "split"):
         raise UserError(
-            f"--truncation {config.truncation} does not work with the recipe judge.",
+            f"--truncation {config.truncation} does not work with the judge recipe.",
             why="the verdict is at the end of a row, and would be cut off.",
             do="use --truncation drop, or a longer --context_length",
         )

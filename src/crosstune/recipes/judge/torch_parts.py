@@ -61,7 +61,7 @@ class ScoreTokens(CausalLM):
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the cross entropy to the soft targets, summed over the supervised tokens.
 
-        Moving a share s to another token adds s times the difference of the two logits to the loss of the first token.
+        Moving a fraction s to another token adds s times the difference of the two logits to the loss of the first token.
         """
         targets = tensors["targets"]
         logits = self.supervised_logits(model, ModelInput.of(tensors))
@@ -92,7 +92,7 @@ class Prefix:
 
 
 def read_prefix(session: Any, tokens: Sequence[int]) -> Prefix | None:
-    """Compute the keys and values of a prefix; None for a model with another kind of cache."""
+    """Compute the keys and values of a prefix; None for a model with a different kind of cache."""
     with _inference(session):
         ids = torch.tensor([list(tokens)], device=session.device)
         cache = session.model(input_ids=ids, use_cache=True, **_keep(session.model, 1)).past_key_values
@@ -185,8 +185,8 @@ class ScalarHead:
         config = read_config(folder)
         if type(config) not in AutoModelForSequenceClassification._model_mapping:
             raise UserError(
-                f"--head scalar does not work with a model of the type '{config.model_type}'.",
-                why="transformers has no sequence classifier of this type.",
+                f"--head scalar does not work with '{config.model_type}' models.",
+                why="transformers has no sequence classifier for this type.",
                 do="use --head tokens",
             )
         source = load_model(folder, plan=opening.plan, precision=opening.precision, device=opening.device)[0]

@@ -1,4 +1,4 @@
-"""Write verdicts and their prompts in each format, read verdicts from text, and store the format of a judge."""
+"""Write verdicts and their prompts in each format, read verdicts from text, and store a judge's format."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ class VerdictFormat:
         return f"{said}\nFeedback: {feedback}" if self.name == "winner" else said
 
     def label_of(self, item: Item) -> int:
-        """Return the index of the label nearest to people's score, or of their winner."""
+        """Return the index of the label nearest to the human score, or of the human winner."""
         if item.winner is not None:
             return WINNERS.index(item.winner)
         assert item.score is not None
         return self.labels.neighbours(item.score)[0]
 
     def read(self, text: str) -> TextVerdict:
-        """Read a generated text; the score is None if it is outside the scale."""
+        """Read a generated verdict; the score is None if it is outside the scale."""
         if self.name == "digit":
             digit = re.match(r"\s*(\d)(?!\d)", text)
             return TextVerdict(score=self.labels.values[int(digit[1])] if digit else None)
@@ -131,7 +131,7 @@ def choose_format(name: str, *, scale: Scale, items: list[Item]) -> VerdictForma
         name = "winner" if pairs else _format_of(items[0].verdict) if written else "digit"
     if pairs != (name == "winner"):
         raise UserError(
-            f"--verdict {name} does not fit the data.",
+            f"--verdict {name} does not match the data.",
             why="its rows are " + ("pairs of answers." if pairs else "single answers with a score."),
             do="use --verdict winner" if pairs else "use --verdict digit, score, result or json",
         )
@@ -202,7 +202,7 @@ class TextVerdict:
 
     score: float | None = None
     out_of: float | None = None
-    """The highest score, if the text names it."""
+    """The highest score, if the text states it."""
     winner: str | None = None
     issues: tuple[str, ...] = ()
     feedback: str = ""

@@ -1,4 +1,4 @@
-"""The recipe `latent_diffusion`: train a model that turns sentence vectors into texts and back."""
+"""The `latent_diffusion` recipe: train a model that turns sentence vectors into texts and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.settings import make_modes
 
 _DEFAULTS = {"dataset": "grammar", "train_type": "full", "lr": 1e-3, "batch_size": 64, "eval_samples": 256}
-"""Options with another default in this recipe, on every backend."""
+"""Options with a different default in this recipe, on every backend."""
 _MEANINGLESS = {
     "its model starts from random weights": "model_name base_adapter llama_pro_path quantization_backend no_4bit",
     "its tokenizer is in the folder of pairs": "tokenizer chat_template",
@@ -30,13 +30,13 @@ _MEANINGLESS = {
     ),
     "it decodes texts of a known length": "max_new_tokens",
 }
-"""Reason -> options without meaning in this recipe."""
+"""Reason -> options that do not apply to this recipe."""
 _MODE_OPTIONS = ("loss_type", "mode_weights", "sequential_schedule")
 
 
 def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
     """Return the defaults of options that were not set."""
-    reason = "the default of the recipe latent_diffusion"
+    reason = "the default of the latent_diffusion recipe"
     return {
         option: Preset(value=value, reason=reason)
         for option, value in _DEFAULTS.items()
@@ -55,7 +55,7 @@ def check_dataset(name: str) -> None:
         return
     source = name if name in CORPORA or folder.exists() else "TEXTS"
     raise UserError(
-        f"The recipe latent_diffusion cannot train on {name}.",
+        f"The latent_diffusion recipe cannot train on {name}.",
         why="it needs a folder of (text, vector) pairs, or the generated corpus `grammar`.",
         do=f"make one: crosstune latents build {source} --out PAIRS; then --dataset PAIRS",
     )
@@ -63,20 +63,20 @@ def check_dataset(name: str) -> None:
 
 def check_options(config: Config) -> list[UserError]:
     """Return the problems of options that do not work with this recipe."""
-    refused = "The recipe latent_diffusion does not train with"
+    refused = "The latent_diffusion recipe does not train with"
     problems = []
     if config.backend == "mlx":
         why, do = "its model is written for torch.", "use --backend mps on a Mac, or cpu"
         problems.append(UserError(f"{refused} --backend mlx.", why=why, do=do))
     if config.train_type != "full":
         why = "its model starts from random weights, so there is no base for an adapter."
-        do = "use --train_type full, or leave it out"
+        do = "use --train_type full, or remove it"
         problems.append(UserError(f"{refused} --train_type {config.train_type}.", why=why, do=do))
     for why, options in _MEANINGLESS.items():
         if found := [f"--{option}" for option in options.split() if option in config.sources]:
             have, them = ("have", "them") if len(found) > 1 else ("has", "it")
-            message = f"{' and '.join(found)} {have} no meaning with --recipe latent_diffusion."
-            problems.append(UserError(message, why=f"{why}.", do=f"leave {them} out"))
+            message = f"{' and '.join(found)} {have} no effect with --recipe latent_diffusion."
+            problems.append(UserError(message, why=f"{why}.", do=f"remove {them}"))
     return problems
 
 
@@ -98,7 +98,7 @@ def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]
 
 
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
-    """Raise if the pairs cannot be read or do not fit the options."""
+    """Raise if the pairs cannot be read or are incompatible with the options."""
     _open(config)
     return []
 
@@ -111,7 +111,7 @@ def _open(config: Config) -> PairFolder:
     if config.latent_dim and config.latent_dim != pairs.dim:
         raise UserError(
             f"--latent_dim is {config.latent_dim}, but the vectors of {config.dataset} have {pairs.dim} dimensions.",
-            do=f"use --latent_dim {pairs.dim} or leave it out, or build the pairs with another encoder",
+            do=f"use --latent_dim {pairs.dim} or remove it, or build the pairs with a different encoder",
         )
     longest = int(pairs.splits["train"].lengths.max())
     if "context_length" in config.sources and longest > config.context_length:

@@ -26,7 +26,7 @@ class Drawn:
     mode: NDArray[np.int8]
     """Index into MODES."""
     text_time: NDArray[np.float32]
-    """Expected share of masked tokens: 0 for clean text, 1 for fully masked text."""
+    """Expected fraction of masked tokens: 0 for clean text, 1 for fully masked text."""
     latent_time: NDArray[np.float32]
     """0 for the clean vector, 1 for pure noise."""
     masked: NDArray[np.bool_]
@@ -102,7 +102,7 @@ def alpha_sigma(time: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray
 
 @dataclass(frozen=True, kw_only=True)
 class PairBatch:
-    """Rows of a step. The factors turn sums over rows into weighted means over the whole step, also over several batches."""
+    """Rows of a step. The factors turn sums over rows into weighted means over the whole step, even across several batches."""
 
     tokens: NDArray[np.int64]
     lengths: NDArray[np.int64]

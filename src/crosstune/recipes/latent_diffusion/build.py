@@ -101,7 +101,7 @@ def build(request: BuildRequest) -> dict[str, Any]:
     name = request.source if request.vectors is None else f"{request.source} with {request.vectors}"
     texts = [clean(text) for text in _read_texts(request)]
     if not any(texts):
-        raise UserError(f"{request.source} has no text.")
+        raise UserError(f"{request.source} contains no text.")
     divided = _divide(request, texts)
     if request.crops or request.mixes:
         texts = add_made_texts(texts, divided, crops=request.crops, mixes=request.mixes)
@@ -162,7 +162,7 @@ def _check_room(chosen: Chosen, most: int, *, encoder: str) -> None:
         raise UserError(
             f"{count:,} texts are longer than the {most} tokens that {encoder} reads.",
             why=f"the longest has {lengths.max()}; the vector would belong to a part of the text.",
-            do=f"use --max_tokens {most} --too_long drop, or another --encoder",
+            do=f"use --max_tokens {most} --too_long drop, or a different --encoder",
         )
 
 
@@ -173,7 +173,7 @@ def _of_stage(request: BuildRequest, stage: str) -> OnCount | None:
 def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
     """Raise for options that do not apply to this source."""
     has_vectors = has_layout or request.source == GRAMMAR
-    given = "vectors that are given"
+    given = "existing vectors"
     rules = (
         ("--vectors", request.vectors is not None and has_vectors, request.source, "it has its vectors."),
         ("--crops", request.crops and (has_vectors or request.vectors is not None), given, _NOT_EMBEDDED),
@@ -184,7 +184,7 @@ def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
     )
     raise_all(
         [
-            UserError(f"{option} cannot be used with {what}.", why=why, do="leave it out")
+            UserError(f"{option} cannot be combined with {what}.", why=why, do="remove it")
             for option, is_wrong, what, why in rules
             if is_wrong
         ]

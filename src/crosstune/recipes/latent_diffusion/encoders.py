@@ -94,15 +94,15 @@ def open_encoder(
 def open_encoder_of(manifest: Mapping[str, Any], *, encoder: str | None = None, **options: Any) -> Encoder:
     """Open the encoder of a manifest's vectors: the folder `encoder`, or the recorded name.
 
-    Raise for another encoder. The encoder of given or imported vectors is not recorded: check only its dimension.
+    Raise for a different encoder. The encoder of existing or imported vectors is not recorded: check only its dimension.
     """
     made_by = manifest["encoder"]
     is_known = made_by.get("kind") not in UNRECORDED
     if not is_known and encoder is None:
         raise UserError(
-            "The encoder of these vectors is not known.",
+            "The encoder of these vectors is unknown.",
             why=f"they were {made_by.get('kind')} as {made_by.get('name')}, not embedded by crosstune.",
-            do="name their encoder: --encoder FOLDER",
+            do="specify their encoder: --encoder FOLDER",
         )
     found = open_encoder(encoder or str(made_by.get("name")), **options)
     record = found.record()
@@ -110,14 +110,14 @@ def open_encoder_of(manifest: Mapping[str, Any], *, encoder: str | None = None, 
         raise UserError(
             f"The encoder {record['name']} did not make these vectors.",
             why=f"they have {made_by.get('dim')} dimensions, its vectors {record['dim']}.",
-            do="give the folder of their encoder with --encoder",
+            do="pass their encoder's folder with --encoder",
         )
     if is_known and record["sha256"] != made_by.get("sha256"):
         raise UserError(
-            f"The encoder {record['name']} is not the one that made these vectors.",
+            f"The encoder {record['name']} did not make these vectors.",
             why=f"they come from {made_by.get('name')} (sha256 {str(made_by.get('sha256'))[:12]}), "
             f"this one has {record['sha256'][:12]}; vectors of two encoders cannot be compared.",
-            do="give the folder of that encoder with --encoder, or build the pairs again with this one",
+            do="pass that encoder's folder with --encoder, or build the pairs again with this encoder",
         )
     return found
 
@@ -138,7 +138,7 @@ def encoder_record(name: str, folder: Path) -> dict[str, Any]:
 
 
 def longest_input(folder: Path) -> int:
-    """Return the most tokens that the encoder reads, including special tokens."""
+    """Return the encoder's maximum number of tokens, including special tokens."""
     limit = read_json(folder / "config.json", foreign=True).get("max_position_embeddings", _LONGEST)
     return min(_LONGEST, int(limit))
 
@@ -151,15 +151,15 @@ def longest_text(folder: Path, tokenizer: Tokenizer) -> int:
 def _check_encoder(folder: Path) -> Path:
     if not folder.is_dir():
         raise UserError(
-            f"There is no encoder {folder}.",
-            do=f"give a sentence-transformers folder, or {MINILM} to download it",
+            f"No encoder at {folder}.",
+            do=f"pass a sentence-transformers folder, or {MINILM} to download it",
         )
     missing = [name for name in (_WEIGHTS, "tokenizer.json", "config.json") if not (folder / name).is_file()]
     if missing:
         raise UserError(
             f"{folder} is not a sentence encoder.",
-            why=f"it has no {missing[0]}.",
-            do="give a folder that sentence-transformers saved, with safetensors and a fast tokenizer",
+            why=f"{missing[0]} is missing.",
+            do="pass a folder that sentence-transformers saved, with safetensors and a fast tokenizer",
         )
     pooling_of(folder)
     return folder

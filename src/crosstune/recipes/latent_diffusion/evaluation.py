@@ -127,7 +127,7 @@ def _decoded(
 def _sampled(
     trained: Trained, count: int, *, encoder: Encoder | None, options: DecodeOptions
 ) -> dict[str, float]:
-    """Score texts and vectors generated from noise: the share of distinct texts, and their cosine."""
+    """Score texts and vectors generated from noise: the fraction of distinct texts, and their cosine."""
     options = replace(options, temperature=options.temperature or 1.0)
     found = trained.sampler.generate(count, options=options)
     texts = trained.vocabulary.decode_batch(found.tokens)
@@ -157,7 +157,7 @@ def require_sacrebleu() -> None:
 
 
 def text_scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return BLEU and chrF, from 0 to 100, and the share of texts that equal their reference."""
+    """Return BLEU and chrF, from 0 to 100, and the fraction of texts that equal their reference."""
     require_sacrebleu()
     import sacrebleu
 
@@ -173,7 +173,7 @@ def exact_match(texts: Sequence[str], references: Sequence[str]) -> float:
 
 
 def token_accuracy(predicted: NDArray[Any], tokens: NDArray[Any], lengths: NDArray[Any]) -> float:
-    """Return the share of correctly predicted tokens, ignoring padding."""
+    """Return the fraction of correctly predicted tokens, ignoring padding."""
     width = min(predicted.shape[1], tokens.shape[1])
     real = np.arange(width) < np.asarray(lengths)[:, None]
     right = (predicted[:, :width] == tokens[:, :width]) & real

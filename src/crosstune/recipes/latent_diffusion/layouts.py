@@ -46,7 +46,7 @@ def read_layout(folder: Path) -> Imported:
     found = _read_shards(folder) if find_layout(folder) == "shards" else _read_files(folder)
     if not found.splits.get("train"):
         raise UserError(
-            f"{folder} has no training pairs.",
+            f"{folder} contains no training pairs.",
             why="tokens/train has no *_tokens.npz, or train_data.jsonl no row.",
         )
     return found
@@ -87,14 +87,14 @@ def _read_tokens(path: Path) -> NDArray[np.int32]:
         why = f"it is not an .npz file with input_ids and attention_mask ({str(error)[:200]})"
         raise UnreadableFile(path, why) from error
     if ids.shape != mask.shape or ids.dtype.kind not in "iu" or ids.min(initial=0) < 0:
-        raise UnreadableFile(path, "input_ids and attention_mask do not fit each other")
+        raise UnreadableFile(path, "input_ids and attention_mask do not match")
     return ids[mask.astype(bool)].astype(np.int32)
 
 
 def _read_vector(path: Path) -> NDArray[Any]:
     vector = load_array(path, mapped=False)
     if vector.dtype.kind != "f" or vector.size != vector.shape[-1]:
-        raise UnreadableFile(path, f"it holds {vector.dtype} {list(vector.shape)}, not one vector")
+        raise UnreadableFile(path, f"it contains {vector.dtype} {list(vector.shape)}, not one vector")
     return vector.reshape(-1).astype(np.float32)
 
 
@@ -126,7 +126,7 @@ def _read_shards(folder: Path) -> Imported:
     for name, place in places:
         if shards[name].ndim != 2 or place >= len(shards[name]):
             raise UserError(
-                f"A row of {folder} names vector {place} of {name}.",
+                f"A row of {folder} refers to vector {place} of {name}.",
                 why=f"that shard has the shape {list(shards[name].shape)}.",
             )
         vectors.append(np.asarray(shards[name][place], np.float32))
@@ -153,7 +153,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 def _shard_path(folder: Path, name: str) -> Path:
     if Path(name).name != name:
         raise UserError(
-            f"{folder} names the latent shard {name}.", why="a shard is a file in latent_shards/."
+            f"{folder} refers to the latent shard {name}.", why="a shard is a file in latent_shards/."
         )
     return folder / "latent_shards" / name
 
@@ -161,7 +161,7 @@ def _shard_path(folder: Path, name: str) -> Path:
 def write_layout(pairs: PairFolder, folder: Path, *, layout: str) -> int:
     """Write the pairs in an original layout into a new folder; return their number."""
     if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty.", do="give another --out FOLDER")
+        raise UserError(f"{folder} is not empty.", do="pass a different --out FOLDER")
     write = _write_files if layout == "files" else _write_shards
     write(pairs, folder)
     return sum(map(len, pairs.splits.values()))

@@ -105,7 +105,7 @@ def is_pair_folder(folder: Path) -> bool:
 
 
 def open_pairs(folder: Path) -> PairFolder:
-    """Open a folder of pairs; raise if a file is missing, changed or of another shape."""
+    """Open a folder of pairs; raise if a file is missing, changed or has an unexpected shape."""
     manifest = _read_manifest(folder)
     _check_files(folder, manifest["files"])
     vocabulary = load_vocabulary(folder)
@@ -139,7 +139,7 @@ def check_vectors(latents: NDArray[Any], *, source: str) -> None:
         raise UserError(
             f"The vectors of {source} cannot be used.",
             why=f"the norm of vector {error.argmax()} differs from 1 by {error.max():.4g}.",
-            do="normalise the vectors by importing them with `crosstune latents build`",
+            do="normalize the vectors by importing them with `crosstune latents build`",
         )
 
 
@@ -155,7 +155,7 @@ def vector_norms(latents: NDArray[Any], *, source: str) -> NDArray[Any]:
         with np.errstate(over="ignore"):
             vectors = np.asarray(latents[extreme], np.float32)
         norms[extreme] = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
-    for bad, why in ((~np.isfinite(norms), "holds a value that is not finite"), (norms == 0, "is zero")):
+    for bad, why in ((~np.isfinite(norms), "contains a value that is not finite"), (norms == 0, "is zero")):
         if bad.any():
             raise UserError(
                 f"The vectors of {source} cannot be used.",
@@ -166,7 +166,7 @@ def vector_norms(latents: NDArray[Any], *, source: str) -> NDArray[Any]:
 
 
 def normalise_vectors(latents: NDArray[Any], *, source: str) -> tuple[NDArray[np.float32], int]:
-    """Return the vectors with norm 1, and the number that had another norm."""
+    """Return the vectors with norm 1, and the number whose norm was not 1."""
     norms = vector_norms(latents, source=source)
     return _divide(latents, norms), _count_changed(norms)
 
@@ -201,17 +201,17 @@ def check_counts(texts: Sequence[str], latents: NDArray[Any], *, source: str) ->
 def check_out(folder: Path) -> None:
     """Raise if pairs cannot be written to a folder: it has other files, or cannot be created."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is not a folder.", do="give another --out FOLDER")
+        raise UserError(f"{folder} is not a folder.", do="pass a different --out FOLDER")
     if folder.exists() and not is_pair_folder(folder) and any(folder.iterdir()):
         raise UserError(
-            f"{folder} is not empty and holds no pairs.",
-            do="give another --out FOLDER, or remove it yourself",
+            f"{folder} is not empty and contains no pairs.",
+            do="pass a different --out FOLDER, or remove it yourself",
         )
     try:
         check_place(folder)
     except UserError as error:
         raise UserError(
-            f"Pairs cannot be written to {folder}.", why=error.why, do="give another --out FOLDER"
+            f"Pairs cannot be written to {folder}.", why=error.why, do="pass a different --out FOLDER"
         ) from error
 
 
@@ -228,7 +228,7 @@ def write_pairs(
 ) -> dict[str, Any]:
     """Write the chosen pairs of each split; return the manifest.
 
-    An existing folder of pairs is replaced only by a complete new one. `source` names the data in errors.
+    An existing folder of pairs is replaced only by a complete new one. `source` is the data's name in errors.
     """
     check_counts(texts, latents, source=source)
     check_out(folder)
@@ -280,7 +280,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not folder.is_dir():
         raise UserError(
-            f"There is no folder of pairs {folder}.",
+            f"No pairs folder at {folder}.",
             do="make one: crosstune latents build TEXTS --out FOLDER",
         )
     try:
@@ -288,7 +288,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     except MissingFile as error:
         raise UserError(
             f"{folder} is not a folder of (text, vector) pairs.",
-            why=f"it has no {MANIFEST}.",
+            why=f"{MANIFEST} is missing.",
             do="make one: crosstune latents build TEXTS --out FOLDER; it also imports the original layouts",
         ) from error
     check_fields(manifest, _FIELDS, source=path, required=tuple(_FIELDS))
@@ -340,7 +340,7 @@ def _open_split(folder: Path, name: str, manifest: Mapping[str, Any]) -> Pairs:
 
 def _damaged(folder: Path, why: str) -> UserError:
     return UserError(
-        f"The folder of pairs {folder} is damaged.",
+        f"The pairs folder {folder} is damaged.",
         why=f"{why}.",
         do="build it again: crosstune latents build",
     )

@@ -173,7 +173,7 @@ class LatentDiffusionRecipe:
         return Evaluation(metrics=metrics, samples=samples)
 
     def _held_out_batches(self) -> Iterator[PairBatch]:
-        """Yield the held-out rows with equal shares of all trained modes."""
+        """Yield the held-out rows divided equally among all trained modes."""
         shares = dict.fromkeys(self.modes.all(), 1.0)
         batch = self._batch(self.held_out, np.arange(len(self.held_out)), _EVALUATION, shares=shares)
         yield from divide_batch(batch, size=rows_per_evaluation(self.config, at_least=64))

@@ -87,7 +87,7 @@ def load_settings(folder: Path) -> tuple[ModelSettings, dict[str, Any]]:
         raise UnreadableFile(
             path,
             "it does not describe a latent-diffusion model",
-            do="give a run of --recipe latent_diffusion",
+            do="pass a run of --recipe latent_diffusion",
         )
     for name, item in names.items():
         kinds: tuple[type, ...] = {"int": (int,), "float": (int, float), "str": (str,)}[str(item.type)]
@@ -101,12 +101,12 @@ def load_settings(folder: Path) -> tuple[ModelSettings, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of a training: phases of (shares of the modes, steps). The last phase has no end."""
+    """The modes of a run: phases of (fractions of the modes, steps). The last phase has no end."""
 
     phases: tuple[tuple[Mapping[str, float], int], ...]
 
     def at(self, step: int) -> Mapping[str, float]:
-        """Return the shares of the modes at a step."""
+        """Return the fractions of the modes at a step."""
         for shares, steps in self.phases[:-1]:
             if step < steps:
                 return shares
@@ -114,7 +114,7 @@ class Modes:
         return self.phases[-1][0]
 
     def all(self) -> set[str]:
-        """Return every mode that has a share in some phase."""
+        """Return every mode that is used in some phase."""
         return {mode for shares, _ in self.phases for mode, share in shares.items() if share > 0}
 
 

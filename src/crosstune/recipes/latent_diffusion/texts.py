@@ -1,4 +1,4 @@
-"""Choose the texts of a folder of pairs: split them, add texts made from spans, drop those that do not fit."""
+"""Choose the texts of a pairs folder: split them, add texts made from spans, drop those that are too long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.latent_diffusion.vocabulary import TokenRows, Vocabulary, count_tokens
 
 EDITION = 1
-"""Increase when the same input would give other splits or texts."""
+"""Increase when the same input would give different splits or texts."""
 SHORTEST_SPAN = 2
 """Words of the shortest span."""
 _FEWEST_CROPPED = 4
@@ -27,7 +27,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(kw_only=True)
 class Divided:
-    """The indices of the texts of each split, and the number of texts left out for each reason."""
+    """The indices of the texts of each split, and the number of texts dropped for each reason."""
 
     splits: dict[str, list[int]]
     left_out: dict[str, int] = field(default_factory=dict)

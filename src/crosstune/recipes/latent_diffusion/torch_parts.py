@@ -28,14 +28,14 @@ from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
 
 _OF_LATENT_LOSS = ("latents", "noise", "latent_factor")
 _WORTH_SKIPPING = 0.25
-"""Share of padding from which skipping it is faster on a GPU."""
+"""Fraction of padding from which skipping it is faster on a GPU."""
 _ENCODED_ROWS = {"cpu": 256}
 """Texts embedded at a time, by device type; 2048 on GPUs."""
 _REPORT_S = 0.5
 
 
 class LatentDiffusionTask:
-    """Build the model and compute its losses. `modes` are all modes of the training."""
+    """Build the model and compute its losses. `modes` are all modes of the run."""
 
     metric_names: Sequence[str] = (
         "text_loss",
@@ -66,7 +66,7 @@ class LatentDiffusionTask:
     def arrays(self, batch: PairBatch) -> Mapping[str, Array]:
         """Return the arrays for the device, without padding columns, and the masked tokens to predict.
 
-        Without a latent loss its inputs are left out, since they would be most of the copied bytes.
+        Without a latent loss its inputs are dropped, since they would be most of the copied bytes.
         """
         width = int(batch.lengths.max(initial=1))
         arrays: dict[str, Any] = batch.arrays()
@@ -244,7 +244,7 @@ def _load_encoder(folder: Path) -> nn.Module:
     except ImportError as error:
         raise UserError("Embedding texts needs transformers.", do="pip install 'crosstune[torch]'") from error
     for file in sorted(folder.glob("*.safetensors")):
-        read_header(file)  # its error names a damaged file, unlike transformers' error
+        read_header(file)  # its error mentions the damaged file, unlike transformers' error
     with hide_output():
         model: nn.Module = AutoModel.from_pretrained(
             str(folder),
@@ -268,5 +268,5 @@ def choose_device(name: str | None) -> torch.device:
     }
     here = [f"{kind}:{n}" if n else kind for kind, count in counts.items() for n in range(count)]
     if name.removesuffix(":0") not in here:
-        raise UserError(f"There is no device {shown(name)}.", do=f"the devices here: {', '.join(here)}")
+        raise UserError(f"There is no device {shown(name)}.", do=f"available devices: {', '.join(here)}")
     return torch.device(name)

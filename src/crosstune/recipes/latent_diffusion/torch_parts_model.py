@@ -149,7 +149,7 @@ class Stream(nn.Module):
     def project(
         self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, *, layout: Layout | None = None
     ) -> torch.Tensor:
-        """Return queries, keys and values of the normalised input, as (3, batch, heads, tokens, columns)."""
+        """Return queries, keys and values of the normalized input, as (3, batch, heads, tokens, columns)."""
         columns = x.shape[-1] // self.heads
         mixed = self.qkv(modulate(x, shift, scale)).unflatten(-1, (3, self.heads, columns))
         q, k, v = mixed.unbind(-3)

@@ -96,7 +96,7 @@ class Sampler:
     ) -> float:
         """Return an unbiased estimate of the bound, summed over texts.
 
-        It is the cross entropy of masked tokens divided by the masked share, at one time per text. `latents` have unit
+        It is the cross entropy of masked tokens divided by the masked fraction, at one time per text. `latents` have unit
         variance.
         """
         drawn = draw(
@@ -271,7 +271,7 @@ class Sampler:
         latent_time: torch.Tensor | None = None,
         free: bool = False,
     ) -> Output:
-        """Run the model with the share of masked tokens as text time; latents are clean unless a time is given."""
+        """Run the model with the fraction of masked tokens as text time; latents are clean unless a time is given."""
         if latent_time is None:
             latent_time = torch.full((len(tokens),), 1.0 if free else 0.0, device=self.device)
         without = torch.full((len(tokens),), free, device=self.device)

@@ -42,13 +42,15 @@ def open_trained(path: Path, *, device: str | None = None, dtype: str = "fp32") 
     folder = path / "model" if (path / "model" / SETTINGS).is_file() else path
     if not (folder / SETTINGS).is_file():
         raise UserError(
-            f"{path} holds no trained latent-diffusion model.",
-            why=f"there is no {SETTINGS} in it.",
-            do="give the folder of a finished run: crosstune train --recipe latent_diffusion",
+            f"{path} contains no trained latent-diffusion model.",
+            why=f"{SETTINGS} is missing.",
+            do="pass the folder of a finished run: crosstune train --recipe latent_diffusion",
         )
     settings, facts = load_settings(folder)
     if not isinstance(facts.get("encoder"), dict) or not isinstance(facts.get("modes"), list):
-        raise UserError(f"{folder / SETTINGS} is incomplete.", why="it names no encoder or no modes.")
+        raise UserError(
+            f"{folder / SETTINGS} is incomplete.", why="it does not specify an encoder or the modes."
+        )
     from crosstune.recipes.latent_diffusion.torch_parts import choose_device
     from crosstune.recipes.latent_diffusion.torch_parts_sampling import load_sampler
 
@@ -89,12 +91,12 @@ class Trained:
                 raise UserError(
                     f"The text {text[:60]!r} has {length} tokens.",
                     why=f"the model reads 1 to {self.settings.max_tokens}.",
-                    do="give a shorter text" if length else "give a text",
+                    do="use a shorter text" if length else "give a text",
                 )
         return rows.stack(width=self.settings.max_tokens), rows.lengths
 
     def vectors_of(self, path: Path) -> tuple[NDArray[Any], int]:
-        """Return the vectors of an .npy file with norm 1, and the number that had another norm."""
+        """Return the vectors of an .npy file with norm 1, and the number whose norm was not 1."""
         vectors = load_array(path)
         if vectors.ndim == 1:
             vectors = vectors[None]
@@ -126,7 +128,7 @@ class Trained:
 def _check_dim(vectors: NDArray[Any], dim: int, *, source: str) -> None:
     if vectors.ndim != 2 or vectors.dtype.kind != "f" or vectors.shape[1] != dim:
         raise UserError(
-            f"The vectors of {source} do not fit the model.",
+            f"The vectors of {source} do not match the model.",
             why=f"they are {vectors.dtype} {list(vectors.shape)}, and the model reads {dim} dimensions.",
             do="embed the texts with the encoder that the model was trained with",
         )
@@ -154,7 +156,7 @@ def decode(
     if vectors is not None:
         latents, changed = trained.vectors_of(vectors)
         if changed:
-            notes.append(f"{changed:,} vectors did not have norm 1 and were normalised")
+            notes.append(f"{changed:,} vectors did not have norm 1 and were normalized")
     else:
         assert opened is not None
         latents = opened.encode(texts)
@@ -231,5 +233,5 @@ def _write_vectors(path: Path | None, vectors: Any) -> None:
         raise UserError(
             f"The vectors cannot be written to {path}.",
             why=f"{error.strerror or error}.",
-            do="give another --out FILE",
+            do="pass a different --out FILE",
         ) from error

@@ -1,4 +1,4 @@
-"""Attend within rows or documents with the fastest kernel of the device."""
+"""Attention within rows or documents, with the device's fastest kernel."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def attend(
 
 
 def multiplies_in_batches(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has fast batched products in a dtype."""
+    """Return whether this CPU has fast batched matmuls in a dtype."""
     if dtype.itemsize > 2:
         return True
     has_mkldnn = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
@@ -84,7 +84,7 @@ def attends_by_document(device: torch.device, dtype: torch.dtype, window: int | 
 
 
 def prefer_cudnn(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Prefer cuDNN's attention inside the block: on Hopper it is the fastest for equal rows."""
+    """Prefer cuDNN's attention within the context: on Hopper it is the fastest for equal rows."""
     if device.type != "cuda" or torch.version.hip is not None:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -102,7 +102,7 @@ def _rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
     if mask is not None and q.device.type == "cuda":
-        k, v = _repeat(q, k), _repeat(q, v)  # torch's kernels with a mask have no shared keys
+        k, v = _repeat(q, k), _repeat(q, v)  # torch's kernels with a mask do not support shared keys
     found = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -127,7 +127,7 @@ def _varlen_supports(window: int | None) -> bool:
 
 @lru_cache(maxsize=1)
 def _varlen_options() -> frozenset[str]:
-    """Return the options of torch's attention over documents; none if this torch does not have it."""
+    """Return the options of torch's attention over documents; none if this torch does not support it."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return frozenset()
     from torch.nn.attention.varlen import varlen_attn

@@ -1,4 +1,4 @@
-"""Choose between the fast layers and the layers of transformers, what multiplies in fp8, and what is recomputed."""
+"""Choose between the fast layers and the layers of transformers, which matmuls use fp8, and what is recomputed."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def open_decoder(
     folder: Path | None,
     group: Group | None = None,
 ) -> tuple[FastDecoder | None, BaseChoice | None, list[str]]:
-    """Return the fast decoder of a model (None for the general layers), the choice of the base's form, and notes for the user.
+    """Return the model's fast decoder (None for the general layers), the form chosen for the base, and notes for the user.
 
-    A recorded choice is kept; otherwise the first process of a group chooses for all.
+    A recorded choice is kept; otherwise rank 0 of a group chooses for all.
     """
     if plan.config.kernels != "fast":
         return None, decide_base(plan), []
@@ -66,7 +66,7 @@ def open_decoder(
         decoder = FastDecoder(model, dtype=dtype, fp8=in_fp8, outside_fp8=outside or ())
         if unknown := sorted(set(decoder.outside_fp8) - decoder.groups().keys()):
             raise UserError(
-                f"The checkpoint keeps {unknown[0][:200]} out of fp8, but this model has no such group of layers.",
+                f"The checkpoint keeps {unknown[0][:200]} out of fp8, but this model has no such layer group.",
                 do="use the version of crosstune that wrote it, or --kernels general",
             )
     if undecided and is_first:
@@ -95,7 +95,7 @@ def decide_base(plan: Plan) -> BaseChoice | None:
 
 
 def share_base(base: BaseChoice | None, group: Group | None) -> BaseChoice | None:
-    """Return the choice of the group's first process."""
+    """Return the choice of the group's rank 0."""
     if group is None:
         return base
     fields = json.loads(group.share(json.dumps(asdict(base) if base is not None else None)))
@@ -144,14 +144,14 @@ def why_general(model: Any) -> str | None:
 def why_other_adapters(adapters: Mapping[str, Any]) -> str | None:
     """Return why adapters cannot use the fast layers; None if they can."""
     if not adapters:
-        return "there are no adapters, and the fast layers train nothing else"
+        return "there are no adapters, and the fast layers train only adapters"
     for name, adapter in adapters.items():
         if isinstance(adapter, (DoraLinear, AdaptedStack)):
-            return "the fast layers have no DoRA and no experts"
+            return "the fast layers do not support DoRA or experts"
         if adapter.dropout:
-            return "the fast layers have no dropout on adapters"
+            return "the fast layers do not support adapter dropout"
         if not isinstance(adapter, AdaptedLinear) or ".layers." not in name:
-            return f"the fast layers do not reach the adapter {name}"
+            return f"the fast layers do not cover the adapter {name}"
     return None
 
 
@@ -208,18 +208,18 @@ def describe_decoder(decoder: FastDecoder, *, refused: str | None, left_out: Lef
     """Return notes about fp8 and recomputation."""
     notes = []
     if refused is not None:
-        notes.append(f"base_precision: products are computed in {decoder.dtype}, since {refused}")
+        notes.append(f"base_precision: matmuls are computed in {decoder.dtype}, since {refused}")
     if left_out.names:
         still = sum(stacked.in_fp8 for stacked in decoder.groups().values())
         notes.append(
-            f"base_precision: {len(left_out.names)} of {still + len(left_out.names)} groups of layers are kept out of fp8, such as "
+            f"base_precision: {len(left_out.names)} of {still + len(left_out.names)} layer groups are kept out of fp8, such as "
             f"{left_out.names[0]}; the divergence from the original weights falls from {left_out.before:.2g} to "
             f"{left_out.after:.2g} nats per token (--fp8_tolerance)"
         )
     elif decoder.outside_fp8:
         notes.append(
-            f"base_precision: {len(decoder.outside_fp8)} groups of layers stay out of fp8, as chosen when the run began; "
-            "--fp8_tolerance is ignored after the first start"
+            f"base_precision: {len(decoder.outside_fp8)} layer groups stay out of fp8, as chosen when the run began; "
+            "--fp8_tolerance is ignored when resuming"
         )
     if num_full := decoder.recompute.count("full"):
         notes.append(f"kernels: {num_full} of {len(decoder.layers)} layers are recomputed to save memory")

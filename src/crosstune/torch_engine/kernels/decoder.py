@@ -43,7 +43,7 @@ class FastDecoder:
         fp8: bool = False,
         outside_fp8: Collection[str] = (),
     ) -> None:
-        """Build the layers. With `fp8`, products with a quantized base are computed in fp8, except in the groups
+        """Build the layers. With `fp8`, matmuls with a quantized base are computed in fp8, except in the groups
         `outside_fp8`."""
         self.model, self.inner, self.dtype = model, model.model, dtype
         self.device = self.inner.embed_tokens.weight.device
@@ -124,7 +124,7 @@ class FastDecoder:
         }
 
     def exclude_from_fp8(self, names: Collection[str]) -> None:
-        """Rebuild these groups from the model's current layers, with dense products."""
+        """Rebuild these groups from the model's current layers, with dense matmuls."""
         self.outside_fp8 = {*self.outside_fp8, *names}
         for index, layer in enumerate(self.inner.layers):
             if any(name.startswith(f"layers.{index}.") for name in names):
@@ -184,7 +184,7 @@ class FastDecoder:
         has_qkv, has_gate_up = hasattr(attention, "qkv_proj"), hasattr(mlp, "gate_up_proj")  # Phi-3
         qkv = [attention.qkv_proj] if has_qkv else [attention.q_proj, attention.k_proj, attention.v_proj]
         gate_up = [mlp.gate_up_proj] if has_gate_up else [mlp.gate_proj, mlp.up_proj]
-        # As in the quantizer fp8: errors of the first and last down product reach the head almost unweakened.
+        # As in the fp8 quantizer: errors of the first and last down projection reach the head almost undiminished.
         down_in_fp8 = 0 < index < len(self.inner.layers) - 1
         first = AttentionHalf(
             norm=_read_norm(layer.input_layernorm),
@@ -214,7 +214,7 @@ class FastDecoder:
     def _stack(
         self, name: str, layers: Sequence[Any], *, own_input: bool = True, fp8: bool = True
     ) -> Stacked:
-        """Stack layers with the same input. `own_input`: one of our kernels makes it; `fp8`: they may multiply in fp8."""
+        """Stack layers with the same input. `own_input`: one of our kernels makes it; `fp8`: they may use fp8 matmul."""
         in_fp8 = fp8 and name not in self.outside_fp8
         return Stacked(
             layers,
@@ -233,7 +233,7 @@ def _run_layer(stream: Stream, layer: Layer, given: Pass, keep: bool) -> Stream:
 
 
 def choose_operations(device: torch.device) -> Operations:
-    """Return Triton's kernels on a GPU that has them, plain torch otherwise."""
+    """Return the Triton kernels on a GPU that supports them, plain torch otherwise."""
     if device.type == "cuda" and has_triton():
         from crosstune.torch_engine.kernels import triton_operations
 

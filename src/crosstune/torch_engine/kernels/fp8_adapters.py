@@ -27,7 +27,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Adapter:
-    """The adapters of a group as columns of its fp8 products."""
+    """The adapters of a group as columns of its fp8 matmuls."""
 
     weights: Fp8Weights
     a: torch.Tensor

@@ -1,4 +1,4 @@
-"""Multiply in fp8 with frozen weights: stored in e4m3 in both layouts, or converted to e4m3 at each use."""
+"""fp8 matmuls with frozen weights: stored in e4m3 in both layouts, or converted to e4m3 at each use."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ E4M3 = torch.float8_e4m3fn
 _ALIGNED = 16
 """Tensor cores need sides that are multiples of this."""
 _ALIGNED_ROOM = 64
-"""The room for adapters is a multiple of this: with other row lengths, products were a fifth slower."""
+"""The room for adapters is a multiple of this: with other row lengths, matmuls were a fifth slower."""
 _WIDEST = 2.0**12
-"""The largest ratio of row scales in a group whose adapters are in its fp8 products. A column of an adapter is divided by the
+"""The largest ratio of row scales in a group whose adapters are in its fp8 matmuls. A column of an adapter is divided by the
 scales and must fit e4m3: with a larger ratio, its numbers for usual rows would have no bits left."""
 
 
 class Fp8Weights:
-    """Weights stored by the quantizer fp8. The layers keep views of the stacked rows; input gradients use the transposed copy,
+    """Weights stored by the fp8 quantizer. The layers keep views of the stacked rows; input gradients use the transposed copy,
     since tensor cores read e4m3 in one layout only. Both have `room` on the left for `columns` of adapters."""
 
     def __init__(self, bases: Sequence[QuantLinear], *, dtype: torch.dtype, columns: int = 0) -> None:
@@ -55,12 +55,12 @@ class Fp8Weights:
         return self._input_gradient(gradient, self.transposed[:, self.room :])
 
     def product_with(self, inputs: Rows, low: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Return the product of inputs and weights plus the product of x A and B."""
+        """Return inputs @ W.T plus x A @ B.T."""
         prepend_low(inputs, low, self.columns, factors)
         return self._product(inputs, self.weights)
 
     def input_gradient_with(self, gradient: Rows, low: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Return the product of gradients and weights plus the product of the gradients of x A and A."""
+        """Return the gradients @ W plus the gradients of x A @ A."""
         prepend_low(gradient, low, self.columns, factors, self.row_scales)
         return self._input_gradient(gradient, self.transposed)
 
@@ -75,7 +75,7 @@ class Fp8Weights:
 
 
 class ComputedInFp8:
-    """Weights of another quantizer, such as NF4, converted to e4m3 in a shared buffer at each use, with fixed row scales."""
+    """Weights of a different quantizer, such as NF4, converted to e4m3 in a shared buffer at each use, with fixed row scales."""
 
     def __init__(
         self, bases: Sequence[QuantLinear], *, dtype: torch.dtype, scratch: Scratch, packed_scratch: Scratch
@@ -126,7 +126,7 @@ def fp8_weights(
     scratch: Scratch,
     packed_scratch: Scratch,
 ) -> Fp8Weights | ComputedInFp8:
-    """Return the fp8 form of a group's quantized weights, with room for `columns` of adapters if its products can include
+    """Return the fp8 form of a group's quantized weights, with room for `columns` of adapters if its matmuls can include
     them."""
     if all(base.stored.quantizer == "fp8" for base in bases):
         device = bases[0].stored.packed.device
@@ -161,13 +161,13 @@ def fits_fp8(bases: Sequence[Any]) -> bool:
 
 
 def why_no_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why fp8 products with row scales do not run on a device, found by a trial; None if they do."""
+    """Return why fp8 matmuls with row scales do not run on a device, found by a trial; None if they do."""
     if device.type == "cpu":
         return None  # computed in fp32
     if device.type != "cuda":
-        return f"{device.type} has no fp8 products"
+        return f"{device.type} does not support fp8 matmul"
     if dtype != torch.bfloat16:
-        return "fp8 products give bf16"
+        return "fp8 matmuls return bf16"
     ones = torch.ones(16, 16, device=device)
     try:
         scaled_product(

@@ -1,7 +1,7 @@
 """Hold the frozen weights of linear layers that share an input as one matrix: dense, or quantized and dequantized at each use.
 
 All forms, including fp8, have `num_outputs`, `num_inputs`, `product` (inputs @ W.T), `input_gradient` (gradient @ W) and
-`row_scales`, None unless gradients are quantized. Forms with dense products also have the `matrix`, alone, `with_columns` on the
+`row_scales`, None unless gradients are quantized. Forms with dense matmuls also have the `matrix`, alone, `with_columns` on the
 right or `with_rows` below.
 """
 

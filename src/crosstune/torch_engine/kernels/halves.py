@@ -72,7 +72,7 @@ class Pass:
     """Cosines and sines by kind of rotary table: tokens of a row, or of all rows, x rotary / 2."""
     recomputing: Recomputing = field(default_factory=Recomputing)
     room: int = 0
-    """Spare columns to the right of the residual gradient, for the last product of each half."""
+    """Spare columns to the right of the residual gradient, for the last matmul of each half."""
 
     def make_gradient(self, total: torch.Tensor, num_rows: int | None = None) -> torch.Tensor:
         """Allocate the residual gradient, with as many rows as `total` or `num_rows`."""
@@ -101,7 +101,7 @@ def add_and_normalize(stream: Stream, norm: Norm, given: Pass, rows: torch.Tenso
 
 
 class _AttentionInput(torch.autograd.Function):
-    """Norm, stacked QKV product with its adapters, and rotation."""
+    """Norm, stacked QKV projection with its adapters, and rotation."""
 
     @staticmethod
     def forward(
@@ -157,7 +157,7 @@ class _AttentionInput(torch.autograd.Function):
 
 
 class _AttentionOutput(torch.autograd.Function):
-    """The output product with its adapter, and the norm after it in models that have one."""
+    """The output projection with its adapter, and the norm after it in models that have one."""
 
     @staticmethod
     def forward(
@@ -183,7 +183,7 @@ class _AttentionOutput(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """Norm, stacked gate-up product, activation and down product, with their adapters."""
+    """Norm, stacked gate-up projection, activation and down projection, with their adapters."""
 
     @staticmethod
     def forward(
@@ -279,7 +279,7 @@ def _product(
     operations: Operations,
     rows: Rows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the output of a half and x A; with a norm after the product also the product and its 1 / rms."""
+    """Return the output of a half and x A; with a norm after the matmul also the norm's input and its 1 / rms."""
     if rows is None:
         quantize = stacked.quantize_inputs
         rows = Rows(inputs) if quantize is None else operations.quantize_rows(inputs, quantize)
@@ -298,7 +298,7 @@ def _before_post_norm(
     stacked: Stacked,
     operations: Operations,
 ) -> Rows:
-    """Return the gradient of a half's last product, quantized if the product was."""
+    """Return the gradient of a half's last matmul, quantized if the matmul was."""
     if post_norm is not None and product is not None and rstd is not None:
         place = stacked.make_gradient(len(product))
         gradient = operations.rms_norm_backward(gradient, product, rstd, post_norm, None, place)
@@ -314,7 +314,7 @@ def _rebuild_norm(
     stacked: Stacked,
     buffer: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the kept inputs of a product, or rebuild them from the stream."""
+    """Return the kept inputs of a matmul, or rebuild them from the stream."""
     if buffer is None:
         buffer = stacked.make_input(len(total))
         operations.rms_norm_again(total, rstd, norm, stacked.inputs_in(buffer))

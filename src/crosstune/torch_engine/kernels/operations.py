@@ -10,7 +10,7 @@ import torch
 
 E4M3_MAX = 448.0
 NUM_PARTS = 3
-"""Columns of an fp8 product for one column of an adapter: each number is a sum of two e4m3 parts, and three terms of the
+"""Columns of an fp8 matmul for one column of an adapter: each number is a sum of two e4m3 parts, and three terms of the
 product of two such sums matter."""
 LINES_IN_TILE = 32
 """Lines of an adapter that one program of a kernel writes."""
@@ -44,7 +44,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Quantize:
-    """A request for an e4m3 copy of the rows that a kernel makes. `columns` multiplies them first, for a product with a weight
+    """A request for an e4m3 copy of the rows that a kernel makes. `columns` multiplies them first, for a matmul with a weight
     whose scales belong to these columns. The copy has `room` for more columns on the left."""
 
     columns: torch.Tensor | None = None
@@ -53,7 +53,7 @@ class Quantize:
 
 @dataclass
 class Rows:
-    """Activations or gradients with a row per token; for an fp8 product also an e4m3 copy, wider by its room on the left, and a
+    """Activations or gradients with a row per token; for an fp8 matmul also an e4m3 copy, wider by its room on the left, and a
     scale per row."""
 
     values: torch.Tensor

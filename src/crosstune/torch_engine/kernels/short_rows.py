@@ -1,6 +1,6 @@
-"""Attend within short rows on a CPU by batched matrix products, with a hand-written backward pass.
+"""Attention within short rows on a CPU by batched matmul, with a hand-written backward pass.
 
-torch's fused attention for CPUs multiplies small blocks of one head at a time; its backward pass is slow for short rows. Here one
+torch's fused CPU attention multiplies small blocks of one head at a time; its backward pass is slow for short rows. Here one
 call multiplies a block of queries of all heads. Queries that share keys are stacked as rows of one matrix, so no key is copied;
 a block skips the keys after its last query.
 """
@@ -139,7 +139,7 @@ def _fold(values: torch.Tensor, num_keys: int, scale: float | None = None) -> to
 
 
 def _columns(values: torch.Tensor) -> torch.Tensor:
-    """Return rows x length x heads x size as a matrix of columns for each row and head: a product with some of the columns needs
+    """Return rows x length x heads x size as a matrix of columns for each row and head: a matmul with some of the columns needs
     half the time of one with transposed rows."""
     return values.permute(0, 2, 3, 1).flatten(0, 1).contiguous()
 

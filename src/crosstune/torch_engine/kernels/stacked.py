@@ -1,4 +1,4 @@
-"""Multiply with linear layers that share an input and with their adapters, in as few products as possible."""
+"""Linear layers that share an input, with their adapters, in as few matmuls as possible."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Adapter:
 
 
 class Watch(Protocol):
-    """Observe the products and gradients of a group."""
+    """Observe the matmuls and gradients of a group."""
 
     def on_product(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Handle the inputs and outputs of the product with the frozen weights."""
+        """Handle the inputs and outputs of the matmul with the frozen weights."""
 
     def on_gradient(self, gradient: torch.Tensor) -> None:
         """Handle the gradient of the outputs."""
@@ -52,7 +52,7 @@ class Watch(Protocol):
 class Stacked:
     """y = x W^T + bias + adapters, for the stacked weights W of a group of layers.
 
-    One product computes both, where there is room: W is extended by B on the right, and inputs made by our kernels by x A (the
+    One matmul computes both, where there is room: W is extended by B on the right, and inputs made by our kernels by x A (the
     group is `extended`); for the input gradient W is extended by A below, and the gradient of y by the gradient of x A.
     """
 
@@ -65,12 +65,12 @@ class Stacked:
         may_extend: bool,
         fp8: Scratch | None = None,
     ) -> None:
-        """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized layers multiply in fp8."""
+        """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized layers use fp8 matmul."""
         bases: list[Any] = [layer.base if isinstance(layer, AdaptedLinear) else layer for layer in layers]
         self.bases = bases
         self.watch: Watch | None = None
         self.fp8_factors: tuple[torch.Tensor, ...] = ()
-        """Factors of the columns of x A and of its gradient in fp8 products."""
+        """Factors of the columns of x A and of its gradient in fp8 matmuls."""
         self.dtype = dtype
         self.adapters = _place_adapters(layers)
         self.num_inputs = linear_shape(bases[0])[1]
@@ -110,7 +110,7 @@ class Stacked:
 
     @property
     def quantize_inputs(self) -> Quantize | None:
-        """The quantization of inputs for the product; None if there is none."""
+        """The quantization of inputs for the matmul; None if there is none."""
         return Quantize(room=self._fp8_room) if self.in_fp8 else None
 
     @property
@@ -122,7 +122,7 @@ class Stacked:
         return self.weights.room if isinstance(self.weights, Fp8Weights) else 0
 
     def fp8_adapter(self) -> Fp8Adapter | None:
-        """Return the adapters as columns of the fp8 products; None if they have separate products."""
+        """Return the adapters as columns of the fp8 matmuls; None if they have separate matmuls."""
         if not self._fp8_room:
             return None
         assert self._b_columns is not None
@@ -170,7 +170,7 @@ class Stacked:
         return out, low
 
     def low(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return x A of the inputs in a buffer of `make_input`, in the buffer if there is room."""
+        """Return x A for inputs in a buffer of `make_input`; it is written to the buffer if there is room."""
         if not self.extended:
             return buffer @ self._a.t()
         low = buffer[:, self.num_inputs :]
@@ -222,7 +222,7 @@ class Stacked:
             return []
         found = []
         all_a = (low_gradient.t() @ self.inputs_in(inputs)).to(self.adapters[0].a.dtype)
-        # One product reads the gradient once; with many columns, multiplying other layers' columns costs too much.
+        # One matmul reads the gradient once; with many columns, multiplying other layers' columns costs too much.
         all_b = gradient.t() @ low if self.extra <= MOST_COLUMNS else None
         for adapter in self.adapters:
             if all_b is not None:
@@ -234,7 +234,7 @@ class Stacked:
 
     def _place_b(self) -> torch.Tensor | None:
         """Return a matrix with all B and zeros between them: the extra columns of a dense matrix, or a separate one. None with
-        many columns, where separate products are faster."""
+        many columns, where separate matmuls are faster."""
         if not 0 < self.extra <= MOST_COLUMNS:
             return None
         if self.extended and isinstance(self.weights, DenseWeights):
@@ -251,7 +251,7 @@ class Stacked:
 def rows_with_room(
     num_rows: int, width: int, room: int, *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return an empty matrix, the left part of a wider one with room for the output of a product."""
+    """Return an empty matrix, the left part of a wider one with room for the output of a matmul."""
     return torch.empty(num_rows, width + room, dtype=dtype, device=device)[:, :width]
 
 

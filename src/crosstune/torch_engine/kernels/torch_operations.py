@@ -204,7 +204,7 @@ def _normalize(
 
 
 def _quantized(out: torch.Tensor, values: torch.Tensor, quantize: Quantize) -> Rows:
-    assert not quantize.room, "adapters are not multiplied in fp8 here"
+    assert not quantize.room, "plain torch does not support fp8 adapters"
     if quantize.columns is not None:
         values = values * quantize.columns
     scale = values.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX) / E4M3_MAX

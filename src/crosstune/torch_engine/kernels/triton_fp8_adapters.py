@@ -1,4 +1,4 @@
-"""Triton kernels that write adapters to the left of e4m3 matrices, so that one fp8 product multiplies both.
+"""Triton kernels that write adapters to the left of e4m3 matrices, so that one fp8 matmul multiplies both.
 
 Each number of an adapter is the sum of two e4m3 parts, together with the bits of bf16. Three terms of the product of two such sums
 matter: first x first, first x second, second x first. So one matrix gets the columns first, first, second, the other first,

@@ -141,7 +141,7 @@ class AdaptedStack(nn.Module):
         out = multiply(self.base, x, routing, transposed=self.transposed)
         dropped = F.dropout(x, self.dropout, self.training) if self.dropout else x
         a, b = split_by_expert(self.lora_A, self.lora_B * self.scale, num_experts=self.num_experts)
-        # The kernel needs rows of a multiple of 16 bytes; zeros do not change the product.
+        # The kernel needs rows of a multiple of 16 bytes; zeros do not change the result.
         fill = -a.shape[1] % 8
         a, b = F.pad(a.to(x.dtype), (0, 0, 0, fill)), F.pad(b.to(x.dtype), (0, fill))
         return out + grouped_product(grouped_product(dropped, a, routing), b, routing).to(out.dtype)
@@ -268,7 +268,7 @@ def choose_targets(
 
 
 def warn_of_left_out(model: nn.Module, chosen: Sequence[str], plan: Plan) -> list[str]:
-    """Return a warning if the target `all` leaves out weights of experts."""
+    """Return a warning if the target `all` does not include weights of experts."""
     if plan.config.lora_target_modules != "all":
         return []
     is_dora, kind = plan.method == "dora", type(model).__name__

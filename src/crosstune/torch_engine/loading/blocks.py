@@ -28,7 +28,7 @@ class Expansion:
 
     @property
     def is_fresh(self) -> bool:
-        """True if the new blocks are copied from the base, and false if the folder already holds them."""
+        """True if the new blocks are copied from the base, and false if the folder already contains them."""
         return len(set(self.sources)) < len(self.sources)
 
     def names(self, base_name: str) -> list[tuple[str, bool]]:
@@ -87,7 +87,7 @@ def already_expanded(old: int, new: int) -> Expansion:
 def check_passes_through(model: nn.Module, expansion: Expansion, *, device: torch.device) -> None:
     """Check with one short row that every new block returns its input.
 
-    A block that writes to the residual stream through a layer of another name, or normalizes the stream, would change
+    A block that writes to the residual stream through a layer with a different name, or normalizes the stream, would change
     the outputs before the first step.
     """
     changed: list[str] = []

@@ -38,7 +38,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def without_compiled(model: nn.Module) -> Iterator[None]:
-    """Run the model uncompiled inside the block: evaluation and generation would each need another compilation."""
+    """Run the model uncompiled within the context: evaluation and generation would each need another compilation."""
     if not is_compiled(model):  # otherwise torch's compiler would load, for seconds
         yield
         return
@@ -48,7 +48,7 @@ def without_compiled(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compile_errors(model: nn.Module) -> Iterator[None]:
-    """Convert errors of torch's compiler inside the block to a UserError."""
+    """Convert errors of torch's compiler within the context to a UserError."""
     if not is_compiled(model):
         yield
         return
@@ -62,5 +62,5 @@ def compile_errors(model: nn.Module) -> Iterator[None]:
         raise UserError(
             f"--torch_compile does not work with {type(model).__name__} on this machine.",
             why=lines[0] if lines else type(error).__name__,
-            do="leave --torch_compile out",
+            do="remove --torch_compile",
         ) from error

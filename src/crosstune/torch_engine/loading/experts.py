@@ -18,7 +18,7 @@ _SINGLE = (nn.Embedding, nn.modules.conv._ConvNd)
 
 
 def expert_weights(model: nn.Module) -> list[str]:
-    """Return the names of all weights that hold several experts, including those that cannot be adapted."""
+    """Return the names of all weights that contain several experts, including those that cannot be adapted."""
     names = [
         f"{name}.{part}"
         for name, module in model.named_modules()
@@ -72,7 +72,7 @@ class Routing:
 
 
 class QuantStack(nn.Module):
-    """Quantized, frozen weights of several experts. Each dense matrix exists only during its product."""
+    """Quantized, frozen weights of several experts. Each dense matrix exists only during its matmul."""
 
     def __init__(self, experts: Sequence[StoredWeight]) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def _project(module: Any, part: str, x: torch.Tensor, routing: Routing) -> torch
 
 
 def _is_replaceable(module: Any) -> bool:
-    """Return whether transformers accepts another function for the experts of this module."""
+    """Return whether transformers accepts a custom function for the module's experts."""
     return all(hasattr(module, name) for name in ("_apply_gate", "has_gate", "is_transposed", "num_experts"))
 
 

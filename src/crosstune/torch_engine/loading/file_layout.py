@@ -95,7 +95,7 @@ class FileLayout:
         if found.keys() != by_name.keys():
             raise UserError(
                 f"The weights of {type(self.model).__name__} cannot be written in the layout of its files.",
-                why=f"transformers would write {', '.join(sorted(found))[:200]}, but the files hold "
+                why=f"transformers would write {', '.join(sorted(found))[:200]}, but the files contain "
                 f"{', '.join(sorted(by_name))[:200]}.",
                 do="load the model with transformers, save it with save_pretrained, and use that folder",
             )
@@ -172,7 +172,7 @@ def read_layout(
     *,
     held: Set[str] = frozenset(),
 ) -> FileLayout:
-    """Return the layout of a folder's files; raise unless they hold exactly the model's tensors in their shapes.
+    """Return the layout of a folder's files; raise unless they contain exactly the model's tensors, with matching shapes.
 
     Tied weights may be missing. `held` names the tensors that are stored quantized.
     """
@@ -193,7 +193,7 @@ def read_layout(
     if extra:
         raise UserError(
             f"{type(model).__name__} is not supported with a quantized base or with new blocks.",
-            why=f"{folder} holds {len(extra)} tensors that the model does not have, such as {extra[0]}.",
+            why=f"{folder} contains {len(extra)} tensors that the model does not have, such as {extra[0]}.",
             do="use --train_type lora, dora or full: they load the model with transformers",
         )
     if expansion is not None and not layout.is_plain:
@@ -204,7 +204,7 @@ def read_layout(
         )
     if missing:
         raise UserError(
-            f"The files in {folder} lack {len(missing)} tensors of the model, such as {missing[0]}.",
+            f"The files in {folder} lack {len(missing)} of the model's tensors, such as {missing[0]}.",
             do="fetch the model again",
         )
     wrong = [
@@ -232,8 +232,8 @@ def other_shapes(folder: Path, wrong: Sequence[tuple[str, Sequence[int], Sequenc
     """Return the error for tensors (name, shape in the files, shape by config.json) of wrong shape."""
     name, stored, wanted = wrong[0]
     return UserError(
-        f"The files in {folder} do not fit its config.json.",
-        why=f"{len(wrong)} tensors have another shape, such as {name}: {list(stored)} in the files, {list(wanted)} by "
+        f"The files in {folder} do not match its config.json.",
+        why=f"{len(wrong)} tensors have unexpected shapes, such as {name}: {list(stored)} in the files, {list(wanted)} by "
         "config.json.",
         do="fetch the model again, or correct config.json",
     )

@@ -75,7 +75,7 @@ class Source:
 
 
 def open_source(folder: Path, plan: Plan) -> Source:
-    """Read the config of a folder; raise if the plan's method or quantization does not fit its weights."""
+    """Read the config of a folder; raise if the plan's method or quantization is incompatible with its weights."""
     config, prequantized = read_config(folder), read_prequantized(folder)
     if prequantized is not None:
         check_asked(prequantized, plan.quant_spec, train_type=plan.config.train_type)
@@ -160,7 +160,7 @@ def read_config(folder: Path) -> Any:
 def read_pretrained(
     folder: Path, *, plan: Plan, dtype: torch.dtype | None = None, device: str | None = None
 ) -> nn.Module:
-    """Load a model with transformers; raise if its files lack a tensor or hold one in another shape.
+    """Load a model with transformers; raise if a tensor is missing from its files or has an unexpected shape.
 
     On the device "meta" only the headers of the files are read.
     """
@@ -183,7 +183,7 @@ def read_pretrained(
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(
-            f"The files in {folder} lack {len(missing)} tensors of the model, such as {missing[0]}.",
+            f"The files in {folder} lack {len(missing)} of the model's tensors, such as {missing[0]}.",
             why="transformers would fill them with random numbers.",
             do="fetch the model again",
         )
@@ -248,9 +248,9 @@ def forms_to_quantize(
     names = {name.removesuffix(".weight"): name for name in forms}
     if unknown := [layer for layer in spec.kept if layer not in names]:
         raise UserError(
-            f"The record of the base lists {len(unknown)} dense layers that this model does not have.",
+            f"The base's record lists {len(unknown)} dense layers that this model does not have.",
             why=f"{type(model).__name__} has no linear layer {unknown[0][:200]}.",
-            do="use the model that the training used",
+            do="use the model of the original run",
         )
     kept |= {names[layer] for layer in spec.kept}
     return {
@@ -300,9 +300,9 @@ def plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
     named = read_expanded_name(folder.name)
     if named is None and plan.config.llama_pro_path:
         raise UserError(
-            f"The folder {folder.name} of --llama_pro_path does not say which of its blocks are new.",
+            f"--llama_pro_path {folder.name} does not say which of its blocks are new.",
             why="its name must end in _blk_exp-OLD-NEW: the number of blocks before and after.",
-            do="rename it, or leave --llama_pro_path out to add --num_new_blocks blocks to the model",
+            do="rename it, or remove --llama_pro_path to add --num_new_blocks blocks to the model",
         )
     if named is not None:
         if named[1] != config.num_hidden_layers:
@@ -326,7 +326,7 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def readable_errors(folder: Path) -> Iterator[None]:
-    """Convert the errors of transformers inside the block to a UserError."""
+    """Convert the errors of transformers within the context to a UserError."""
     from huggingface_hub.errors import StrictDataclassError  # transformers' check of the fields of a config
 
     try:

@@ -120,7 +120,7 @@ def read_prequantized(folder: Path) -> Prequantized | None:
         return None
     if facts.spec.quantizer == "mlx":
         raise UserError(
-            f"{folder} holds weights quantized by MLX, and torch cannot read them.",
+            f"{folder} contains weights quantized by MLX, and torch cannot read them.",
             why=f"they are packed in MLX's own format, {facts.spec.bits} bits in groups of {facts.spec.group_size}.",
             do=f"use --backend mlx, or get plain weights: crosstune convert {folder} --to hf",
         )
@@ -129,7 +129,7 @@ def read_prequantized(folder: Path) -> Prequantized | None:
         library = open_quantizer(spec).LIBRARY
         if importlib.util.find_spec(library.partition(".")[0]) is None:
             raise UserError(
-                f"{folder} holds weights quantized by {spec.quantizer}.",
+                f"{folder} contains weights quantized by {spec.quantizer}.",
                 why=f"its library {library} is not installed.",
                 do=read_quantizers()[spec.quantizer].install_command,
             )
@@ -150,7 +150,7 @@ def check_asked(prequantized: Prequantized, asked: QuantSpec | None, *, train_ty
         flags += " --double_quant false"
     if method not in ("lora", "dora"):
         raise UserError(
-            f"{prequantized.folder} holds {spec.quantizer} weights of {spec.bits} bits, and {method} cannot train them.",
+            f"{prequantized.folder} contains {spec.bits}-bit {spec.quantizer} weights, and {method} cannot train them.",
             why="quantized weights cannot be updated.",
             do=f"use --train_type qlora {flags}, or get plain weights: crosstune convert {prequantized.folder} --to none",
         )
@@ -159,7 +159,7 @@ def check_asked(prequantized: Prequantized, asked: QuantSpec | None, *, train_ty
             "a base that is not quantized" if asked is None else f"{asked.quantizer} with {asked.bits} bits"
         )
         raise UserError(
-            f"{prequantized.folder} holds weights quantized differently than requested ({requested}).",
+            f"{prequantized.folder} contains weights quantized differently than requested ({requested}).",
             why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {spec.resolved_kind()}.",
             do=f"use --train_type {matching} {flags}, or crosstune convert the folder",
         )
@@ -172,9 +172,9 @@ def check_plain(folder: Path) -> None:
         return
     bits = next((f" with {n} bits" for n in (8, 4) if settings.get(f"load_in_{n}bit")), "")
     raise UserError(
-        f"{folder} holds weights quantized by {settings.get('quant_method', 'another tool')}{bits}.",
+        f"{folder} contains weights quantized by {settings.get('quant_method', 'another tool')}{bits}.",
         why="crosstune reads plain weights, 4-bit bitsandbytes folders and folders written by crosstune convert.",
-        do="name the folder or hub id of the model's original weights",
+        do="specify the folder or hub id of the model's original weights",
     )
 
 

@@ -57,7 +57,7 @@ def places_in(path: Path) -> dict[str, Place]:
     for name, entry in header.tensors.items():
         if entry["dtype"] not in _DTYPES:
             raise UserError(
-                f"{path} holds {name} as {entry['dtype']}.", why="torch does not support that dtype."
+                f"{path} stores {name} as {entry['dtype']}.", why="torch does not support that dtype."
             )
         start, end = (header.data_start + offset for offset in entry["data_offsets"])
         places[name] = Place(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end)

@@ -1,4 +1,4 @@
-"""Describe how parameters hold the matrices of linear layers: plain, transposed, or stacked by expert."""
+"""Describe how parameters store the matrices of linear layers: plain, transposed, or stacked by expert."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WeightForm:
     """The shape of each matrix."""
     stacked: bool
     transposed: bool
-    """True if the parameter holds its matrices with a row per input."""
+    """True if the parameter stores its matrices with a row per input."""
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the matrices in the values of the parameter."""

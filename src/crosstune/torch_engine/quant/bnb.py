@@ -30,13 +30,13 @@ _FACTS = ("shape", "quant_type", "blocksize", "nested_blocksize", "nested_dtype"
 def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
     if spec.bits == 4 and spec.group_size not in BLOCK_SIZES:
         raise UserError(
-            f"bnb has no blocks of {spec.group_size} weights.",
+            f"bitsandbytes does not support block size {spec.group_size}.",
             do=f"use --group_size {', '.join(map(str, BLOCK_SIZES))}",
         )
     allowed = ("auto", "nf4", "fp4") if spec.bits == 4 else ("auto", "int")
     if spec.kind not in allowed:
         raise UserError(
-            f"bnb has no kind {spec.kind} with {spec.bits} bits.",
+            f"bitsandbytes does not support --quant_type {spec.kind} with {spec.bits} bits.",
             do=f"use one of {', '.join(allowed)}",
         )
 

@@ -1,4 +1,4 @@
-"""8-bit floats (e4m3) with a scale per row, in plain torch. The fast layers multiply with this base in fp8."""
+"""8-bit floats (e4m3) with a scale per row, in plain torch. With this base, the fast layers use fp8 matmul."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SMALLEST_AMAX = 1e-12
 
 def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
     if spec.kind not in ("auto", "float8"):
-        raise UserError(f"fp8 has no kind {spec.kind}.", do="leave --quant_type out")
+        raise UserError("--quant_type does not apply to fp8.", do="remove --quant_type")
 
 
 def quantize(

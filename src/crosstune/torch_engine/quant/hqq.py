@@ -26,7 +26,7 @@ _PARTS = ("packed", "scale", "zero")
 def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
     if (shape[0] * shape[1]) % spec.group_size:
         raise UserError(
-            f"Groups of {spec.group_size} weights do not divide a layer of {shape[0]} x {shape[1]}.",
+            f"--group_size {spec.group_size} does not divide a layer of {shape[0]} x {shape[1]}.",
             do="choose a --group_size that divides it, such as 64 or 32",
         )
 

@@ -17,7 +17,7 @@ LIBRARY = "optimum.quanto"
 BITS = (8, 4, 2)
 EXTRA = "quanto"
 PREFERENCE = 30
-PREFERENCE_ON = {"mps": 15}  # it has kernels for Metal
+PREFERENCE_ON = {"mps": 15}  # it has Metal kernels
 BITS_BY_ROW = (8,)
 TAKES_KIND = True
 DISTRIBUTION = "optimum-quanto"
@@ -26,13 +26,13 @@ DISTRIBUTION = "optimum-quanto"
 def check(spec: QuantSpec, shape: tuple[int, int]) -> None:
     if spec.bits < 8 and shape[1] % spec.group_size:
         raise UserError(
-            f"Groups of {spec.group_size} weights do not divide a layer with {shape[1]} inputs.",
+            f"--group_size {spec.group_size} does not divide a layer with {shape[1]} inputs.",
             do="choose a --group_size that divides it, such as 64 or 32",
         )
     allowed = ("auto", "int", "float8") if spec.bits == 8 else ("auto", "int")
     if spec.kind not in allowed:
         raise UserError(
-            f"quanto has no kind {spec.kind} with {spec.bits} bits.",
+            f"quanto does not support --quant_type {spec.kind} with {spec.bits} bits.",
             do=f"use one of {', '.join(allowed)}",
         )
 

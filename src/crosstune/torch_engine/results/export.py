@@ -33,7 +33,7 @@ def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
 
 
 def host_weights(adapters: Mapping[str, Adapted]) -> dict[str, Array]:
-    """Return fp32 copies of the adapter parameters on the host. Collective if they are sharded."""
+    """Return fp32 copies of the adapter parameters on the host. A collective call if they are sharded."""
     return {name: whole(p).float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
 
 
@@ -61,7 +61,7 @@ def merged_tensors(model: nn.Module, adapters: Mapping[str, Adapted]) -> Iterato
         layer, _, rest = key.rpartition(".base.")
         if layer in adapters:
             adapter = adapters[layer]
-            assert isinstance(adapter, AdaptedLinear), "experts are not merged here"
+            assert isinstance(adapter, AdaptedLinear), "this function does not merge experts"
             merged = adapter.merged().to(adapter.base.weight.dtype) if rest == "weight" else state[key]
             yield f"{layer}.{rest}", merged
         elif key.rpartition(".")[0] not in adapters:  # not A, B or the magnitudes

@@ -24,7 +24,7 @@ _SLOTS = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment", "step": "ste
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """A checkpoint of another tool, with weights under transformers' names."""
+    """A checkpoint from a different tool, with weights under transformers' names."""
 
     weights: Mapping[str, Array]
     """In the order of the file and of the model's parameters."""
@@ -38,7 +38,7 @@ class Foreign:
 def read_foreign(path: Path) -> Foreign:
     """Read a torch.save file with `weights_only=True`, so that no code runs."""
     if not path.is_file():
-        raise UserError(f"There is no file {path}.", do="name a file that torch.save wrote")
+        raise UserError(f"There is no file {path}.", do="specify a file written by torch.save")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (
@@ -57,7 +57,7 @@ def read_foreign(path: Path) -> Foreign:
             do="save it again as a dict of state dicts and plain values, with torch.save",
         ) from error
     if not isinstance(content, Mapping):
-        raise UserError(f"{path} holds a {type(content).__name__}, not a dict of state dicts.")
+        raise UserError(f"{path} contains a {type(content).__name__}, not a dict of state dicts.")
     return _split(path, content)
 
 
@@ -71,7 +71,7 @@ def _split(path: Path, content: Mapping[Any, Any]) -> Foreign:
     }
     if not weights:
         raise UserError(
-            f"{path} holds no weights.",
+            f"{path} contains no weights.",
             why=f"it has none of the keys {', '.join(_MODEL_KEYS)} and no tensors at the top level.",
         )
     optimizer_key = next((key for key in _OPTIMIZER_KEYS if isinstance(content.get(key), Mapping)), None)

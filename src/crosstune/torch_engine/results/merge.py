@@ -53,7 +53,7 @@ def read_adapter(source: AdapterFolder) -> Adapter:
         layer, found, part = canonical_name(name, parameters).rpartition(".lora_")
         if not found:
             raise UserError(
-                f"The adapter {folder} holds {name}.", why="that is not part of a LoRA or DoRA layer."
+                f"The adapter {folder} contains {name}.", why="that is not part of a LoRA or DoRA layer."
             )
         parts.setdefault(layer, {})[part.removesuffix(".weight")] = tensor.float()
     for layer, tensors in parts.items():
@@ -199,7 +199,7 @@ def check_layers(base: BaseTensors, adapter: Adapter) -> None:
             wrong.append(f"{layer} is {shape} in the adapter and {held} in the base")
     if wrong:
         raise UserError(
-            f"The adapter {adapter.folder} does not fit the base {base.weights.folder}.",
+            f"The adapter {adapter.folder} does not match the base {base.weights.folder}.",
             why=f"{len(wrong)} of {len(adapter.layers)} layers differ: {wrong[0]}.",
-            do="name the base it was trained on with --base",
+            do="specify the base it was trained on with --base",
         )

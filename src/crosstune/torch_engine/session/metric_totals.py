@@ -31,7 +31,7 @@ class MetricTotals:
             self._sums[name] = (before[0] + _detached(total), before[1] + _detached(weight))
 
     def means(self, parallel: Parallel | None = None) -> Metrics:
-        """Return the means over all ranks. All ranks have the same metrics."""
+        """Return the means across all ranks. All ranks have the same metrics."""
         numbers = _read([number for pair in self._sums.values() for number in pair])
         if parallel is not None:
             numbers = parallel.sum_numbers(*numbers)

@@ -18,7 +18,7 @@ NUM_AHEAD = 2
 
 
 def offload_activations(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    """Copy tensors that autograd saves in the block to the host, and back for the backward pass.
+    """Copy tensors that autograd saves within the context to the host, and back for the backward pass.
 
     On CUDA both copies run on a separate stream, in parallel with the computation. Parameters are not copied: FSDP2 frees
     and gathers them itself.
@@ -96,7 +96,7 @@ class _AsyncCopies:
 
 
 def _alive(sent: Sequence[weakref.ref[OnHost]], count: int) -> list[OnHost]:
-    """Return the last `count` tensors that the graph still holds, latest first."""
+    """Return the last `count` tensors that the graph still references, latest first."""
     found = (one for ref in reversed(sent) if (one := ref()) is not None)
     return list(itertools.islice(found, count))
 

@@ -62,10 +62,10 @@ def _master(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def make_optimizer(masters: Mapping[str, torch.Tensor], config: Config) -> torch.optim.Optimizer:
-    """Return the optimizer of a config.
+    """Return the optimizer for a config.
 
     Weight decay applies to matrices, not to biases and norm weights. --loraplus_lr_ratio scales the learning rate of B
-    matrices. With --ema_decay the optimizer's state also holds a moving average of the weights.
+    matrices. With --ema_decay the optimizer's state also contains a moving average of the weights.
     """
     groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
     for key, master in masters.items():

@@ -27,9 +27,9 @@ BUDGET_S = 0.25
 _SIZES = {"cpu": (64, 256, 768), "other": (4096,)}
 _COPIED_BYTES = {"cpu": 64 << 20, "other": 512 << 20}
 _SLOW = 1e9
-"""Below this rate a processor has no arithmetic for the dtype, and larger products would take minutes."""
+"""Below this rate a processor has no arithmetic for the dtype, and larger matmuls would take minutes."""
 _BACKWARD_FACTOR = 2.5
-"""The backward pass of fused attention has five products, the forward pass two."""
+"""The backward pass of fused attention has five matmuls, the forward pass two."""
 _FIRST_FACTOR = {
     "aten::mm": 0,
     "aten::bmm": 0,
@@ -58,7 +58,7 @@ class TorchProfiler:
             activities.append(getattr(ProfilerActivity, self.device.type.upper()))
         self._recording = profile(
             activities=activities,
-            # Shapes are needed to count the operations of matrix products.
+            # Shapes are needed to count the operations of matmuls.
             record_shapes=True,
             profile_memory=self.settings.memory,
             with_stack=self.settings.stacks,
@@ -206,7 +206,7 @@ def _without_messages() -> Iterator[None]:
 
 
 def count_flops(name: str, shapes: Sequence[Shape] | None) -> float:
-    """Return the operations of one call; 0 for operators without products, or whose products are counted below them.
+    """Return the operations of one call; 0 for operators without matmuls, or whose matmuls are counted below them.
 
     The masked half of causal attention counts in full, as in published figures.
     """

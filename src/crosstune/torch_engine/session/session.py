@@ -114,7 +114,7 @@ class TorchSession:
             return self._backward(window, loss_scale=loss_scale)
 
     def connected(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """Convert errors of collectives in the block; do nothing for a single process."""
+        """Convert errors of collectives within the context; do nothing for a single process."""
         return self.parallel.connected(doing) if self.parallel is not None else contextlib.nullcontext()
 
     def discard(self) -> None:
@@ -190,7 +190,7 @@ class TorchSession:
         return "every value was finite when the step was run again"
 
     def _first(self, bad: Sequence[str], *, of: Sequence[str]) -> str | None:
-        """Return the first bad name over all ranks, in the order of `of`."""
+        """Return the first bad name across all ranks, in the order of `of`."""
         if self.parallel is None:
             return bad[0] if bad else None
         return self.parallel.first_flag({name: name in bad[:1] for name in of})
@@ -244,7 +244,7 @@ class TorchSession:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Use the moving average as the weights inside the block, if there is one."""
+        """Use the moving average as the weights within the context, if there is one."""
         averages = averages_of(self.optimizer)
         if not averages or self._is_averaged:
             yield
@@ -351,7 +351,7 @@ class TorchSession:
         )
 
     def _agreeing(self) -> contextlib.AbstractContextManager[None]:
-        """Raise OutOfMemory on every rank if one of them runs out of memory in the block."""
+        """Raise OutOfMemory on every rank if one of them runs out of memory within the context."""
         if self.parallel is None:
             return contextlib.nullcontext()
         return self.parallel.passes(self.model, doing=EVALUATING)
@@ -367,7 +367,7 @@ class TorchSession:
         return self.parallel.clip_gradients(divided, list(same.values()), limit)
 
     def _read(self, total: torch.Tensor, norm: torch.Tensor | float) -> tuple[float, float]:
-        """Return the loss, summed over the processes, and the norm. The host waits for the device only here."""
+        """Return the loss, summed across the processes, and the norm. The host waits for the device only here."""
         if isinstance(norm, torch.Tensor) and norm.dtype == total.dtype:
             loss, norm = torch.stack([total, norm]).tolist()
         else:
@@ -375,7 +375,7 @@ class TorchSession:
         return self.parallel.sum_numbers(loss)[0] if self.parallel is not None else loss, norm
 
     def _replicated(self) -> dict[str, torch.Tensor]:
-        """Return the masters that every rank holds whole."""
+        """Return the masters that are not sharded."""
         parameters = self.masters.parameters
         return {name: m for name, m in self.masters.masters.items() if not is_sharded(parameters[name])}
 
@@ -407,7 +407,7 @@ class TorchSession:
         """Measure the model before it is written. Called on every rank."""
 
     def _general_layers(self) -> contextlib.AbstractContextManager[None]:
-        """Run the model's own layers, with their hooks, inside the block."""
+        """Run the model's own layers, with their hooks, within the context."""
         return contextlib.nullcontext()
 
     def _to_device(self, batch: PreparedBatch) -> Tensors:

@@ -30,7 +30,7 @@ def to_host(tensor: torch.Tensor, *, copy: bool = True) -> Array:
 
 
 def export_weights(masters: Masters, *, copy: bool = True) -> dict[str, Array]:
-    """Return the whole masters. Collective if they are sharded."""
+    """Return the whole masters. A collective call if they are sharded."""
     return {
         name: to_host(whole(master, of=masters.parameters[name]), copy=copy)
         for name, master in masters.masters.items()
@@ -44,7 +44,7 @@ def export_moments(
     parameters: Mapping[str, torch.Tensor] | None = None,
     copy: bool = True,
 ) -> Moments:
-    """Return the moments of the masters; given sharded `parameters`, gather them. Collective then."""
+    """Return the moments of the masters; given sharded `parameters`, gather them in a collective call."""
     slots: dict[str, dict[str, Array]] = {}
     for name, master in masters.items():
         for slot, value in optimizer.state.get(master, {}).items():
@@ -126,7 +126,7 @@ def import_random(device: torch.device, random: Mapping[str, Array]) -> None:
 
 @contextlib.contextmanager
 def separate_random(device: torch.device) -> Iterator[None]:
-    """Restore the random state after the block, so that draws inside do not change the training."""
+    """Restore the random state on exit, so that draws within the context do not change the run."""
     before = export_random(device)
     try:
         yield

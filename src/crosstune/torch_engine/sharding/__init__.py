@@ -1,1 +1,1 @@
-"""Divide a model over processes: connect them, shard with FSDP2, or reduce the gradients of replicas."""
+"""Divide a model across processes: connect them, shard with FSDP2, or reduce the gradients of replicas."""

@@ -38,7 +38,7 @@ class Part:
         return slice(start, min(start + self.chunk, self.shape[0]))
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Gather the whole tensor from all ranks, on the device of the collectives. Collective."""
+        """Gather the whole tensor from all ranks, on the device of the collectives. A collective call."""
         padded = local.new_zeros((self.chunk, *self.shape[1:]), device=self.device)
         padded[: local.shape[0]] = local
         whole = padded.new_empty((self.num_parts * self.chunk, *self.shape[1:]))
@@ -73,7 +73,7 @@ def part_of(tensor: Any) -> Part | None:
 
 
 def whole(tensor: torch.Tensor, *, of: torch.Tensor | None = None) -> torch.Tensor:
-    """Gather a sharded tensor, or local tensors that are divided like `of`. Collective."""
+    """Gather a sharded tensor, or local tensors that are divided like `of`. A collective call."""
     part = part_of(tensor if of is None else of)
     local = local_part(tensor.detach())
     return local if part is None else part.gather(local)
@@ -90,7 +90,7 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def set_gradient_sync(model: nn.Module, reduces: bool) -> None:
-    """Choose whether the next backward pass reduces gradients over the ranks or only accumulates them."""
+    """Choose whether the next backward pass reduces gradients across the ranks or only accumulates them."""
     for module in sharded_modules(model)[:1]:  # the root passes it on
         module.set_requires_gradient_sync(reduces)
 
@@ -115,7 +115,7 @@ def find_blocks(model: nn.Module, *, fewest: int = 2) -> dict[str, nn.Module]:
 
 
 def _is_repeated(blocks: nn.ModuleList, fewest: int) -> bool:
-    """Return whether a list holds enough modules of one class that have parameters and a forward method."""
+    """Return whether a list has enough modules of one class with parameters and a forward() method."""
     kinds = {type(block) for block in blocks}
     return (
         len(blocks) >= fewest

@@ -1,4 +1,4 @@
-"""Divide the micro-batches of a step over the ranks, and combine their gradients and numbers."""
+"""Divide the micro-batches of a step across the ranks, and combine their gradients and numbers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Parallel:
     def passes(self, model: nn.Module, *, doing: str = STEP) -> Iterator[None]:
         """Run forward and backward passes; if one replica runs out of memory, raise OutOfMemory on all of them.
 
-        A rank of a sharded model cannot tell the others, since they wait in a collective: it raises alone and ends.
+        A rank of a sharded model cannot tell the others, since they wait in a collective: it raises alone and exits.
         """
         failure: OutOfMemory | None = None
         try:
@@ -116,7 +116,7 @@ class Parallel:
 
     @contextlib.contextmanager
     def connected(self, doing: str) -> Iterator[None]:
-        """Convert errors of collectives in the block to PeerLost. After any error in such a block, a rank of a sharded
+        """Convert errors of collectives within the context to PeerLost. After any error in it, a rank of a sharded
         model raises it again instead of starting further collectives."""
         if self.interrupted is not None:
             raise self.interrupted
@@ -149,7 +149,7 @@ class Parallel:
     def clip_gradients(
         self, sharded: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], limit: float
     ) -> float:
-        """Clip to a norm over all ranks and return the norm before. `whole` tensors are the same on every rank."""
+        """Clip to a norm across all ranks and return the norm before. `whole` tensors are the same on every rank."""
         both = [*sharded, *whole]
         norm = _norm(both)
         if self.size > 1 and self.strategy.sharded:

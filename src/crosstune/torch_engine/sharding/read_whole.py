@@ -1,4 +1,4 @@
-"""Let the first rank read whole tensors of a sharded model while the other ranks serve their shards."""
+"""Let rank 0 read whole tensors of a sharded model while the other ranks serve their shards."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Gather:
         return Reader(kind, self.tensors[kind], self)
 
     def read(self, kind: str, name: str) -> torch.Tensor:
-        """Gather a tensor; called by the first rank."""
+        """Gather a tensor; called by rank 0."""
         self.group.share(f"{kind}/{name}")
         return self._gather(kind, name)
 
     def serve(self) -> None:
-        """Join the collectives of the first rank's reads until it ends; called by the other ranks."""
+        """Join the collectives of rank 0's reads until it ends; called by the other ranks."""
         while (request := self.group.share("")) != _END:
             kind, _, name = request.partition("/")
             self._gather(kind, name)
@@ -116,9 +116,9 @@ def read_whole(
     *,
     merged: Mapping[str, Adapted] | None = None,
 ) -> Iterator[Mapping[str, torch.Tensor] | None]:
-    """Yield the whole trained tensors on the first rank; on the others serve its reads, then yield None.
+    """Yield the whole trained tensors on rank 0; on the others serve its reads, then yield None.
 
-    On the first rank `model.state_dict()` returns whole tensors, and `merged()` of the adapters in `merged` works.
+    On rank 0 `model.state_dict()` returns whole tensors, and `merged()` of the adapters in `merged` works.
     """
     gather = Gather(group, model, trained, merged or {})
     if not group.ranks.first:

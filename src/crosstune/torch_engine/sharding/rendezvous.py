@@ -41,7 +41,7 @@ def join_store(ranks: Ranks, limits: Limits) -> dist.Store:
 
 
 def second_connection(ranks: Ranks, limits: Limits) -> dist.Store:
-    """Return another connection to the store, for a thread that must not wait for the first."""
+    """Return a second connection to the store, for a thread that must not wait for the first."""
     return _open_client(ranks, time.monotonic() + limits.connect_s)
 
 
@@ -118,7 +118,7 @@ def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
     raise UserError(
         f"{ranks.name} reaches {place}, but another program answers there.",
         why=problems[0] if problems else f"it did not answer as a store within {left_s:.0f} s.",
-        do="choose another --master_port (MASTER_PORT)",
+        do="choose a different --master_port (MASTER_PORT)",
     )
 
 
@@ -134,7 +134,9 @@ def _listen(ranks: Ranks) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(
-                where, why="another program has this port.", do="choose another --master_port (MASTER_PORT)"
+                where,
+                why="another program is using this port.",
+                do="choose a different --master_port (MASTER_PORT)",
             ) from error
         raise UserError(
             where, why=f"{error}.", do="set MASTER_ADDR to an address of the machine on which rank 0 runs"
@@ -154,7 +156,7 @@ def _await_master(ranks: Ranks, limits: Limits) -> dict[str, str]:
 
 def _unreachable(ranks: Ranks, *, why: str) -> UserError:
     return UserError(
-        f"{ranks.name} cannot reach the first process at {ranks.master_addr}:{ranks.master_port}.",
+        f"{ranks.name} cannot reach rank 0 at {ranks.master_addr}:{ranks.master_port}.",
         why=why,
         do="set MASTER_ADDR and MASTER_PORT to the address of rank 0 for all processes, start all of them, and let the "
         "port through the firewall",
@@ -166,7 +168,7 @@ def _sign_in(store: dist.Store, ranks: Ranks, ends: dict[str, str]) -> None:
     entry = {"host": ranks.host, "size": ranks.size, **ends}
     if store.add(f"count/{ranks.rank}", 1) > 1:
         raise UserError(
-            f"Two processes say that they are rank {ranks.rank} of {ranks.size}.",
+            f"Two processes claim to be rank {ranks.rank} of {ranks.size}.",
             why=f"both reached the store at {ranks.master_addr}:{ranks.master_port}.",
             do="give each process its own RANK; two runs at the same time need different values of MASTER_PORT",
         )
@@ -174,7 +176,7 @@ def _sign_in(store: dist.Store, ranks: Ranks, ends: dict[str, str]) -> None:
 
 
 def _await_all(store: dist.Store, ranks: Ranks, deadline: float, limits: Limits) -> None:
-    """Wait until all ranks have signed in; raise if one of them has another world size."""
+    """Wait until all ranks have signed in; raise if one of them has a different world size."""
     missing = set(range(ranks.size))
     while True:
         for rank in sorted(missing):
@@ -191,9 +193,9 @@ def _await_all(store: dist.Store, ranks: Ranks, deadline: float, limits: Limits)
             return
         if time.monotonic() > deadline:
             raise UserError(
-                f"{_listed(sorted(missing))} of {ranks.size} did not come within {limits.connect_s:g} s.",
+                f"{_listed(sorted(missing))} of {ranks.size} did not connect within {limits.connect_s:g} s.",
                 why=f"{ranks.name} waited for it at {ranks.master_addr}:{ranks.master_port}.",
-                do="look at the output of that process; start all processes within this time, or raise --connect_timeout",
+                do="check the output of that process; start all processes within this time, or raise --connect_timeout",
             )
         time.sleep(0.02)
 
@@ -210,7 +212,7 @@ def _store_errors(ranks: Ranks) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise UserError(
-            f"{ranks.name} lost the first process at {ranks.master_addr}:{ranks.master_port} while it connected.",
+            f"{ranks.name} lost rank 0 at {ranks.master_addr}:{ranks.master_port} while it connected.",
             why=str(error).strip().splitlines()[0],
             do="read the last output of rank 0",
         ) from error
@@ -228,7 +230,7 @@ _FROM_A_COLLECTIVE = re.compile(r"gloo|nccl|xccl|c10d|socket|store|process ?grou
 
 @contextlib.contextmanager
 def peer_errors(ranks: Ranks, *, doing: str) -> Iterator[None]:
-    """Convert errors of collectives inside the block: PeerLost if another process failed, a UserError if the ranks called
+    """Convert errors of collectives within the context: PeerLost if another process failed, a UserError if the ranks called
     different collectives (torch compares them with --debug_collectives)."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Shard a single-device model over a mesh with FSDP2: each block, then the rest; also block by block while it loads."""
+"""Shard a single-device model across a mesh with FSDP2: each block, then the rest; also block by block while it loads."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ SHARDED_SCALES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How a model is divided over the processes of a run."""
+    """How a model is divided across the processes of a run."""
 
     sharded: bool
     """True if each process holds a shard of the parameters, gradients and moments; false if it holds all of them."""
     reshard_after_forward: bool = True
     """True if gathered parameters are freed between the forward and the backward pass."""
     hybrid: bool = False
-    """True if the model is sharded within each host and replicated over hosts."""
+    """True if the model is sharded within each host and replicated across hosts."""
 
 
 STRATEGIES = {
@@ -65,7 +65,7 @@ def make_mesh(strategy: Strategy, ranks: Ranks, *, device_type: str) -> DeviceMe
     if ranks.size % ranks.local_size:
         raise UserError(
             f"A hybrid --sharding_strategy cannot divide {ranks.size} processes into hosts of {ranks.local_size}.",
-            why="it shards within a host and replicates over hosts, so every host needs the same number of processes.",
+            why="it shards within a host and replicates across hosts, so every host needs the same number of processes.",
             do="start the same number on every host, or use --sharding_strategy full_shard",
         )
     shape = (ranks.size // ranks.local_size, ranks.local_size)
@@ -148,7 +148,7 @@ def shard_module(
     precision: MixedPrecisionPolicy | None = None,
     reshard: bool | None = None,
 ) -> None:
-    """Shard the parameters of a module that are not sharded yet. Every rank holds scalars whole."""
+    """Shard the parameters of a module that are not sharded yet. Scalars are replicated."""
     integers = shards_integers(mesh)
     _make_scales_parameters(module, integers=integers)
     if not integers:
@@ -156,7 +156,7 @@ def shard_module(
     kept = _kept_wide(module) if precision is None else set()
     compute = _widen_trained(module, kept) if precision is None else precision.param_dtype
     for parameter in module.parameters():
-        if not parameter.is_contiguous():  # FSDP2 refuses it
+        if not parameter.is_contiguous():  # FSDP2 rejects it
             parameter.data = parameter.data.contiguous()
     sharded: Any = fully_shard(
         module,
@@ -177,7 +177,7 @@ def shard_module(
 
 @functools.lru_cache(maxsize=1)
 def shards_integers(mesh: DeviceMesh) -> bool:
-    """Try whether FSDP2 accepts a frozen integer parameter; torch 2.11 does not."""
+    """Check whether FSDP2 accepts a frozen integer parameter; torch 2.11 does not."""
     probe = nn.Module()
     zeros = torch.zeros(mesh.size(), dtype=torch.uint8, device=mesh.device_type)
     probe.packed = nn.Parameter(zeros, requires_grad=False)
@@ -193,8 +193,8 @@ def _store_as_floats(module: nn.Module, *, precision: MixedPrecisionPolicy | Non
     if stored and precision is not None and precision.param_dtype is not None:
         raise UserError(
             f"torch {torch.__version__} cannot shard a quantized model in mixed precision.",
-            why="its FSDP2 accepts no integers and would round packed bits stored as floats.",
-            do="install torch 2.13 or later, or leave mixed precision out",
+            why="its FSDP2 does not support integers and would round packed bits stored as floats.",
+            do="install torch 2.13 or later, or do not use mixed precision",
         )
     for weight in stored:
         if not is_sharded(weight.packed):

@@ -255,7 +255,7 @@ def _is_mean(opts: Any) -> bool:
 
 
 def _reducing(plain: Any, opts: Any) -> Any:
-    """Return gloo's options for a reduction. A mean is a sum that is divided on the host: older gloo has no mean."""
+    """Return gloo's options for a reduction. A mean is a sum that is divided on the host: older gloo does not support means."""
     if opts is not None:
         plain.reduceOp = dist.ReduceOp.SUM if _is_mean(opts) else opts.reduceOp
     return _timed(plain, opts)

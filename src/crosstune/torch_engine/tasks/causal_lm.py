@@ -193,7 +193,7 @@ class CausalLM:
 
     @contextlib.contextmanager
     def general_layers(self) -> Iterator[None]:
-        """Run the model's own layers, with their hooks, inside the block."""
+        """Run the model's own layers, with their hooks, within the context."""
         decoder, self.decoder = self.decoder, None
         try:
             yield
@@ -298,7 +298,7 @@ def takes_logits_to_keep(model: nn.Module) -> bool:
 
 
 def ensure_separates_documents(model: nn.Module, *, device: torch.device) -> None:
-    """Raise if documents in a packed row attend to each other. Tried once per model: not every model in transformers
+    """Raise if documents in a packed row attend to each other. Tested once per model: not every model in transformers
     separates documents by position."""
     if getattr(model, "separates_documents", False):
         return
@@ -311,6 +311,6 @@ def ensure_separates_documents(model: nn.Module, *, device: torch.device) -> Non
         raise UserError(
             f"--packing cannot be used with {type(model).__name__}.",
             why="its attention crosses the boundary between documents in a row.",
-            do="leave out --packing",
+            do="remove --packing",
         )
     model.separates_documents = True

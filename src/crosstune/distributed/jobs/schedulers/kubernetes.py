@@ -1,4 +1,4 @@
-"""Kubernetes: an indexed Job with one pod per machine, and a headless Service that gives the first pod a name."""
+"""Kubernetes: an indexed Job with one pod per node, and a headless Service that gives the first pod a name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = matches(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "lower-case letters, di
 IMAGE = JobOption(
     "image",
     "IMAGE",
-    "container image with crosstune in it",
+    "container image with crosstune installed",
     check=matches(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", "a name such as registry.example/team/crosstune:0.1"),
 )
 NAMESPACE = JobOption("namespace", "NAME", "namespace of the job (default: kubectl's)", check=_LABEL)
@@ -50,16 +50,16 @@ CONFIG_FOLDER = "/etc/crosstune"
 
 
 def check(job: Job) -> Iterator[UserError]:
-    """Refuse a job without an image or a volume."""
+    """Reject a job without an image or a volume."""
     if job.options["image"] is None:
         yield UserError(
-            "--on kubernetes needs --image.", do="name a container image that has crosstune in it"
+            "--on kubernetes needs --image.", do="specify a container image with crosstune installed"
         )
     if job.options["volume"] is None:
         yield UserError(
             "--on kubernetes needs --volume CLAIM:PATH.",
             why="all pods need the same folder, and a pod that is restarted elsewhere its checkpoints.",
-            do="name a claim that several machines can mount (access mode ReadWriteMany)",
+            do="specify a claim that several nodes can mount (access mode ReadWriteMany)",
         )
 
 
@@ -99,7 +99,7 @@ def start(job: Job) -> Started:
         ["kubectl", "apply", "--filename=-"],
         write(job),
         where="install kubectl and point it to the cluster, or add --print and apply the manifest where it is",
-        do=f"if a job of this name exists, choose another --name or remove it: {delete}",
+        do=f"if a job of this name exists, choose a different --name or remove it: {delete}",
     )
     return Started(
         lines=(

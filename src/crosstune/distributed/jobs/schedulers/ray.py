@@ -1,4 +1,4 @@
-"""Ray: place one launcher per bundle of an existing cluster. Ray only finds the machines; torch connects the processes."""
+"""Ray: place one launcher per bundle of an existing cluster. Ray only finds the nodes; torch connects the processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check(job: Job) -> list[UserError]:
 
 
 def bundle(job: Job) -> dict[str, float]:
-    """Return the resources of one machine's launcher."""
+    """Return the resources of one node's launcher."""
     cpus = job.options["cpus"] or job.num_local
     return {"CPU": float(cpus)} | ({"GPU": float(job.num_gpus)} if job.num_gpus else {})
 
@@ -55,7 +55,7 @@ def write(job: Job) -> str:
     to = [] if address == "auto" else ["--address", f"http://{address.rpartition(':')[0] or address}:8265"]
     inside = f"cd {shlex.quote(str(job.folder))} && exec {shlex.join(command)}"
     lines = [
-        f"# {job.num_nodes} bundles of {bundle(job)}, spread over the machines of the cluster.",
+        f"# {job.num_nodes} bundles of {bundle(job)}, spread across the nodes of the cluster.",
         "ray status",
         shlex.join(["ray", "job", "submit", *to, "--no-wait", "--", "bash", "-c", inside]),
     ]
@@ -63,11 +63,11 @@ def write(job: Job) -> str:
 
 
 def start(job: Job) -> Started:
-    """Connect to the cluster, place the launchers, and wait for their end."""
+    """Connect to the cluster, place the launchers, and wait for them to exit."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(
             "--on ray needs Ray.",
-            do="pip install 'crosstune[ray]'; or add --print for the lines to type on a machine of the cluster",
+            do="pip install 'crosstune[ray]'; or add --print for the lines to type on a node of the cluster",
         )
     import ray
 
@@ -77,7 +77,7 @@ def start(job: Job) -> Started:
         raise UserError(
             f"Cannot reach a Ray cluster at {job.options['address']}.",
             why=str(error),
-            do="start one with `ray start --head` here and `ray start --address HOST:6379` on the other machines",
+            do="start one with `ray start --head` on this machine and `ray start --address HOST:6379` on the other nodes",
         ) from error
     cluster = _Cluster(job)
     try:
@@ -95,7 +95,7 @@ class _Cluster:
         self.group: Any = None
 
     def start(self, stopped: Callable[[], bool]) -> Sequence[Node]:
-        """Place an actor in each bundle and start its machine's launcher; return no node if stopped before."""
+        """Place an actor in each bundle and start its node's launcher; return no node if stopped before."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
 
@@ -121,7 +121,7 @@ class _Cluster:
         return nodes
 
     def release(self) -> None:
-        """Release the bundles; their actors end."""
+        """Release the bundles; their actors exit."""
         from ray.util import remove_placement_group
 
         if self.group is not None:
@@ -146,7 +146,7 @@ class _Cluster:
         return True
 
     def _hosts(self) -> list[str]:
-        """Return the address of each bundle's machine."""
+        """Return the address of each bundle's node."""
         import ray
         from ray.util import placement_group_table
 
@@ -189,7 +189,7 @@ class _RayNode:
             return LOST
         try:
             code, lines = ray.get(self.actor.poll.remote(), timeout=ANSWER_S)
-        except ray.exceptions.ActorUnavailableError as error:  # Ray does not know yet whether it is gone
+        except ray.exceptions.ActorUnavailableError as error:  # Ray does not know yet whether it has exited
             self._silent_since = min(self._silent_since, time.monotonic())
             if time.monotonic() - self._silent_since < ANSWER_S:
                 return None

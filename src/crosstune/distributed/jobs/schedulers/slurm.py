@@ -1,4 +1,4 @@
-"""SLURM: a batch script that starts one launcher per machine, and requeues itself after a preemption."""
+"""SLURM: a batch script that starts one launcher per node, and requeues itself after a preemption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORD = matches(r"[^\s\"'\\#`$;]+", "a word without spaces, quotes, backslashes,
 PARTITION = JobOption("partition", "NAME", "partition of the cluster", check=_WORD)
 ACCOUNT = JobOption("account", "NAME", "account to charge", check=_WORD)
 QOS = JobOption("qos", "NAME", "quality of service", check=_WORD)
-CONSTRAINT = JobOption("constraint", "FEATURE", "features the machines must have", check=_WORD)
+CONSTRAINT = JobOption("constraint", "FEATURE", "features the nodes must have", check=_WORD)
 TIME = JobOption(
     "time",
     "LIMIT",
@@ -46,7 +46,7 @@ OPTIONS = (PARTITION, ACCOUNT, QOS, CONSTRAINT, TIME, GRACE, CPUS, MEMORY, LOGS,
 
 
 def check(job: Job) -> list[UserError]:
-    """Refuse folders that sbatch would misread: it expands % and interprets quotes and backslashes."""
+    """Reject folders that sbatch would misread: it expands % and interprets quotes and backslashes."""
     return [
         UserError(
             f"The folder {path} cannot be written into a batch script.",

@@ -1,4 +1,4 @@
-"""ssh: start each machine's launcher over ssh and supervise it, or print the lines to type."""
+"""ssh: start each node's launcher over ssh and supervise it, or print the lines to type."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from crosstune.distributed.jobs.option import BEFORE, PORT, RESTARTS, JobOption,
 from crosstune.files.plain_files import UnreadableFile, read_plain_text
 
 HOSTS = JobOption(
-    "hosts", "A,B,...", "machines, as [user@]host[:port] or names of ~/.ssh/config, separated by commas"
+    "hosts", "A,B,...", "nodes, as [user@]host[:port] or names of ~/.ssh/config, separated by commas"
 )
-HOSTFILE = JobOption("hostfile", "FILE", "file with one machine per line", type=Path)
+HOSTFILE = JobOption("hostfile", "FILE", "file with one node per line", type=Path)
 ADDRESS = JobOption(
     "master_addr",
     "ADDRESS",
-    "address of the first machine for the others (default: its name in --hosts)",
+    "address of node 0 for the others (default: its name in --hosts)",
     check=matches(r"[A-Za-z0-9][A-Za-z0-9.:_-]*", "a host name or an IP address"),
 )
 OPTIONS = (HOSTS, HOSTFILE, ADDRESS, PORT, BEFORE, RESTARTS)
@@ -34,17 +34,17 @@ _HOST = re.compile(
 # Without password prompts: their text would not be seen. A connection that hangs ends after a minute.
 _WORDS = ("-T", "-oBatchMode=yes", "-oServerAliveInterval=15", "-oServerAliveCountMax=4")
 LOGIN_S = 20
-"""Seconds for a machine to answer."""
+"""Seconds for a node to answer."""
 NUM_LINES = 15
 _HOSTS_LIMIT = 2**20
 
 
 def check(job: Job) -> Iterator[UserError]:
-    """Refuse a job without machines, or with another number of them."""
+    """Reject a job without nodes, or with the wrong number of nodes."""
     if (job.options["hosts"] is None) == (job.options["hostfile"] is None):
         yield UserError(
-            "--on ssh needs the machines.",
-            do="give either --hosts first,second,..., or --hostfile with one per line",
+            "--on ssh needs a list of nodes.",
+            do="pass either --hosts first,second,..., or --hostfile with one host per line",
         )
         return
     try:
@@ -55,18 +55,19 @@ def check(job: Job) -> Iterator[UserError]:
     for host in hosts:
         if not _HOST.fullmatch(host):
             yield UserError(
-                f"{shown(host)} is not a machine.", do="write [user@]host[:port], or a name of ~/.ssh/config"
+                f"{shown(host)} is not a valid host.",
+                do="write [user@]host[:port], or a name of ~/.ssh/config",
             )
     if len(hosts) != job.num_nodes:
         yield UserError(
-            f"--nnodes is {job.num_nodes}, but {len(hosts)} machine{'s are' if len(hosts) != 1 else ' is'} named.",
-            do="name as many machines as --nnodes says",
+            f"--nnodes is {job.num_nodes}, but {len(hosts)} node{'s are' if len(hosts) != 1 else ' is'} listed.",
+            do="list as many nodes as --nnodes",
         )
 
 
 def write(job: Job) -> str:
     """Return the lines to type, one terminal each."""
-    lines = [f"# {job.num_nodes} machines: type each line in a separate terminal. They wait for each other."]
+    lines = [f"# {job.num_nodes} nodes: type each line in a separate terminal. They wait for each other."]
     if job.num_nodes > 1:
         lines.append("# Ctrl-C in any of them stops the run with a checkpoint; the same lines continue it.")
     for place, host in enumerate(_hosts(job)):
@@ -75,10 +76,10 @@ def write(job: Job) -> str:
 
 
 def start(job: Job) -> Started:
-    """Start the launchers of all machines, and wait for their end."""
+    """Start the launchers of all nodes, and wait for them to exit."""
     if shutil.which("ssh") is None:
         raise UserError(
-            "Cannot start the job: there is no ssh on this machine.",
+            "Cannot start the job: ssh was not found on this machine.",
             do="install an ssh client, or add --print and type the lines on a machine that has one",
         )
     raise_all(list(_unreachable(job)))
@@ -89,7 +90,7 @@ def start(job: Job) -> Started:
 
 
 def _unreachable(job: Job) -> Iterator[UserError]:
-    """Log in to all machines at the same time, and yield the problems: an unreachable machine would otherwise count as
+    """Log in to all nodes at the same time, and yield the problems: an unreachable node would otherwise count as
     lost and be restarted."""
     command = f"cd {shlex.quote(str(job.folder))}"
     started = {
@@ -115,12 +116,12 @@ def _unreachable(job: Job) -> Iterator[UserError]:
             yield UserError(
                 f"{host} does not have the folder {job.folder}.",
                 why=why,
-                do="start the run in a folder that all machines share under the same path",
+                do="start the run in a folder that all nodes share under the same path",
             )
 
 
 class _SshNode(AttachedProcess):
-    """The launcher of one machine, over ssh. The output of the first machine is shown."""
+    """The launcher of one node, over ssh. The output of node 0 is shown."""
 
     def __init__(self, job: Job, place: int, host: str) -> None:
         self.host = host
@@ -136,23 +137,23 @@ def _hosts(job: Job) -> list[str]:
         lines = read_plain_text(file, limit=_HOSTS_LIMIT).splitlines()
     except UnreadableFile as error:
         raise UserError(
-            f"Cannot read the list of machines {file} (--hostfile).",
+            f"Cannot read the list of nodes {file} (--hostfile).",
             why=error.why,
-            do="give a text file with one [user@]host[:port] per line, or --hosts first,second",
+            do="pass a text file with one [user@]host[:port] per line, or --hosts first,second",
         ) from error
     return [line.partition("#")[0].strip() for line in lines if line.partition("#")[0].strip()]
 
 
 def _target(host: str) -> list[str]:
-    """Return the words of ssh for a machine: its port, and `user@host`."""
+    """Return the words of ssh for a node: its port, and `user@host`."""
     match = _HOST.fullmatch(host)
-    assert match is not None, "check() refuses other names"
+    assert match is not None, "check() rejects other names"
     name = host[: match.end("name")].replace("[", "").replace("]", "")
     return [*(("-p", match["port"]) if match["port"] else ()), name]
 
 
 def _remote(job: Job, place: int, *, attached: bool = False) -> str:
-    """Return the command for the shell of one machine."""
+    """Return the command for the shell of one node."""
     address = job.options["master_addr"] or _target(_hosts(job)[0])[-1].rpartition("@")[2]
     variables = job.variables(node=place) | {
         "MASTER_ADDR": address,
