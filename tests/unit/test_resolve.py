@@ -270,12 +270,12 @@ def test_resolve_is_pure() -> None:
     [
         (
             {"train_type": "qlora", "quantization_backend": "bnb", "n_bits": 2},
-            "bnb does not quantize to 2 bits",
+            "bnb does not support 2-bit weights",
         ),
-        ({"train_type": "bnb_dora", "n_bits": 3}, "bnb does not quantize to 3 bits"),
+        ({"train_type": "bnb_dora", "n_bits": 3}, "bnb does not support 3-bit weights"),
         (
             {"train_type": "lora", "quantization_backend": "quanto", "n_bits": 3},
-            "quanto does not quantize to 3 bits",
+            "quanto does not support 3-bit weights",
         ),
         ({"loraplus_lr_ratio": 0}, "loraplus_lr_ratio is 0"),
     ],
