@@ -39,10 +39,10 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--dataset nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
+        ("--dataset nowhere.jsonl", "No dataset 'nowhere.jsonl'"),
         ("--dataset commands:0,alpaca:1", "The weight of commands in --dataset cannot be '0'"),
         ("--columns query=promt", "cannot map query to 'promt'"),
-        ("--chat_template chatlm", "There is no chat template 'chatlm'"),
+        ("--chat_template chatlm", "No chat template 'chatlm'"),
         ("--model_name ./nowhere", "There is no folder"),
         ("--model_name smollm", "Unknown model 'smollm'"),
         ("--lora_target_modules nothing_like_it", "matches no linear layer"),

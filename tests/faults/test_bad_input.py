@@ -41,9 +41,9 @@ def data(write_jsonl: Any) -> Path:
         ("--backend abacus", "backend cannot be 'abacus'"),
         ("--backend xpu", "Backend 'xpu' is not available"),
         ("--lr fast", "lr cannot be 'fast'"),
-        ("--dataset {empty}/none.jsonl", "no dataset"),
+        ("--dataset {empty}/none.jsonl", "No dataset"),
         # The data is checked before the model is fetched.
-        ("--model_name no-such-model --dataset {empty}/none.jsonl", "no dataset"),
+        ("--model_name no-such-model --dataset {empty}/none.jsonl", "No dataset"),
         ("--dataset {blank}", "is empty"),
         ("--dataset {columns}", "subject, reply"),
         ("--dataset {data} --context_length 8", "longer than the context of 8 tokens"),

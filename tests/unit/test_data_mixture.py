@@ -54,7 +54,7 @@ def test_sources_and_weights(
         ("a.jsonl:0,b.jsonl:1", "cannot be '0'"),
         ("a.jsonl:-1,b.jsonl:1", "cannot be '-1'"),
         ("a.jsonl:nan,b.jsonl:1", "cannot be 'nan'"),
-        ("a.jsonl:0.5,b.jsonl", "b.jsonl of --dataset has no weight"),
+        ("a.jsonl:0.5,b.jsonl", "b.jsonl in --dataset has no weight"),
         ("a.jsonl,,b.jsonl", "empty name"),
         ("a.jsonl:1,a.jsonl:2", "names a.jsonl twice"),
     ],
@@ -172,7 +172,7 @@ def test_sources_without_weights_are_read_once(tiny_model: Path, two_files: tupl
 def test_weights_of_evaluation_data_are_refused(tiny_model: Path, two_files: tuple[Path, Path]) -> None:
     one, two = two_files
     config = make_config(dataset=str(one), eval_dataset=f"{one}:1,{two}:2")
-    with pytest.raises(UserError, match="eval_dataset accepts no weights"):
+    with pytest.raises(UserError, match="eval_dataset does not accept weights"):
         SftRecipe(config, model_folder=tiny_model)
 
 

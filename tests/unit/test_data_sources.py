@@ -87,7 +87,7 @@ def test_a_json_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
         ("a.json", '[{"text": "a"}', "cannot be read"),
         ("a.csv", "text\nfine\none,two\n", "a.csv, line 3 has 2 fields"),
         ("a.csv", 'text\n"open\n', "a.csv, line 2 cannot be read"),
-        ("a.csv", "text,text\na,b\n", "does not name the columns"),
+        ("a.csv", "text,text\na,b\n", "does not list the columns"),
         ("a.tsv", "a\tb\n1\t2\n1\n", "line 3 has 1 fields"),
         ("a.parquet", "not parquet at all", "cannot be read as Parquet"),
         ("a.doc", "hello", "not a supported data file"),
@@ -152,10 +152,10 @@ def test_names_of_files_tell_their_split(path: str, split: str) -> None:
 
 
 def test_folders_without_data_say_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no data"):
+    with pytest.raises(UserError, match="contains no data"):
         open_source(str(tmp_path))
     write(tmp_path / "test.jsonl", ROWS)
-    with pytest.raises(UserError, match="holds no training data"):
+    with pytest.raises(UserError, match="contains no training data"):
         open_source(str(tmp_path))
 
 

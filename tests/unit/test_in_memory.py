@@ -83,7 +83,7 @@ class Streamed:
         ([], "has no rows"),
         (["a", "b"], "Row 1 of dataset is not a row"),
         ([ROWS[0], {1: "a"}], "Row 2 of dataset is not a row"),
-        ([{"text": object()}], "a column holds a builtins.object"),
+        ([{"text": object()}], "a column contains a builtins.object"),
         (7, "list of rows"),
         (b"data.jsonl", "as a list"),
     ],
