@@ -100,7 +100,7 @@ def test_alpaca_input_joins_the_instruction() -> None:
 def test_wrong_columns_are_named() -> None:
     with pytest.raises(UserError, match="question, reply"):
         recognise({"question": "a", "reply": "b"}, asked="auto", source="x")
-    with pytest.raises(UserError, match="no column completion"):
+    with pytest.raises(UserError, match="Missing column completion"):
         to_conversation({"prompt": "a"}, "prompt_completion")
 
 

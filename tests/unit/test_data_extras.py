@@ -61,7 +61,7 @@ def test_calls_tools_and_reasoning_reach_the_template(calling_model: Path, write
     warnings = recipe.describe()["warnings"]
     assert "columns that are not read: source." in warnings
     # `name` is in the row, and this template does not write it.
-    assert [w for w in warnings if "leaves out name:" in w]
+    assert [w for w in warnings if "ignores name:" in w]
 
 
 def test_a_template_may_insist_on_them(calling_model: Path, write_jsonl: Any) -> None:
@@ -72,7 +72,7 @@ def test_a_template_may_insist_on_them(calling_model: Path, write_jsonl: Any) ->
 
 
 def test_a_template_that_leaves_them_out_is_said(tiny_model: Path, write_jsonl: Any) -> None:
-    [words] = [w for w in read(tiny_model, write_jsonl([ROW])).describe()["warnings"] if "leaves out" in w]
+    [words] = [w for w in read(tiny_model, write_jsonl([ROW])).describe()["warnings"] if "ignores" in w]
     for word in ("tool_calls", "tools", "reasoning_content"):
         assert word in words
 
@@ -119,7 +119,7 @@ def test_a_system_column_is_the_first_turn(row: dict[str, Any], form: str) -> No
     ("row", "words"),
     [
         ({"prompt": "a", "completion": "b", "image": "photo.png"}, "not text: image"),
-        ({"prompt": "a", "completion": "b \ud800"}, "half of a character"),
+        ({"prompt": "a", "completion": "b \ud800"}, "unpaired surrogate"),
         ({"prompt": "a", "completion": "b", "tools": {"name": "x"}}, "tools column must contain a list"),
     ],
 )

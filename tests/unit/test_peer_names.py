@@ -146,7 +146,7 @@ def test_what_is_ambiguous_or_unknown_is_said(tmp_path: Path, text: str, words: 
 
 
 def test_one_option_under_two_names_is_refused() -> None:
-    with pytest.raises(ConfigError, match="given twice"):
+    with pytest.raises(ConfigError, match="set twice"):
         load("--lora_r", "4", "--lora_rank", "8")
     assert load("--lr", "1", "--lr", "2").lr == 2
 

@@ -161,7 +161,7 @@ def _memory(plan: Plan) -> str:
     if plan.correction is not None:
         runs = plan.correction.num_runs
         learned = (
-            f", corrected by {runs} run{'s' * (runs != 1)} on this machine (x {plan.correction.factor:.2f})"
+            f", corrected by {runs} run{'s' * (runs != 1)} on that machine (x {plan.correction.factor:.2f})"
         )
     each = " on each device" if plan.world_size > 1 else ""
     return (

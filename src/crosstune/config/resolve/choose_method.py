@@ -63,7 +63,7 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
         if known[wanted].engine == "mlx" != report.engine:
             reason = "mlx quantization needs the MLX engine (--backend mlx)"
         else:
-            reason = f"{wanted} does not support {bits} bits on {report.name} on this machine"
+            reason = f"{wanted} does not support {bits} bits on {report.name}"
         draft.set("quantization_backend", used, reason, kind="change")
     sizes = known[used].group_sizes
     if sizes and draft["group_size"] not in sizes:
@@ -83,7 +83,7 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
 def _no_quantizer(draft: Draft, wanted: str) -> UserError:
     report, bits = draft.report, draft["n_bits"]
     offers = [f"{name} {'/'.join(map(str, widths))} bit" for name, widths in report.quantizers.items()]
-    have = f"available: {'; '.join(offers)}." if offers else "no quantizer runs on this machine."
+    have = f"available: {'; '.join(offers)}." if offers else "no quantizer is available."
     fitting = [
         quantizer
         for quantizer in draft.facts.quantizers.values()
@@ -92,4 +92,4 @@ def _no_quantizer(draft: Draft, wanted: str) -> UserError:
     do = "choose an --n_bits from that list, or use --train_type lora"
     if fitting and fitting[0].name not in report.quantizers:
         do = f"{fitting[0].install_command}, {do}"
-    return UserError(f"A {bits}-bit base is not supported on {report.name} on this machine.", why=have, do=do)
+    return UserError(f"A {bits}-bit base is not supported on {report.name}.", why=have, do=do)

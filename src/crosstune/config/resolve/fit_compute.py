@@ -39,16 +39,14 @@ def fit_precision(draft: Draft) -> None:
                 kind="change",
             )
             return
-    draft.problems.append(
-        UserError(f"No supported precision for {report.name} on this machine.", do="see: crosstune doctor")
-    )
+    draft.problems.append(UserError(f"No supported precision for {report.name}.", do="see: crosstune doctor"))
 
 
 def best_precision(report: BackendReport) -> tuple[str, str]:
     """Return the precision that `auto` chooses on a backend, with the reason."""
     if report.device == "cpu":
         if "bf16" in report.dtypes and report.bf16_speedup >= BF16_WORTH_IT:
-            reason = f"bf16 matmuls are {report.bf16_speedup:.1f}x as fast as fp32 on this machine"
+            reason = f"bf16 matmuls are {report.bf16_speedup:.1f}x as fast as fp32"
             return "bf16_autocast", reason
         return "fp32", "bf16 is not faster on this CPU"
     if "bf16" in report.dtypes:

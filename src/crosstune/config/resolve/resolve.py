@@ -250,7 +250,7 @@ def _fit_optimizer(draft: Draft) -> None:
         draft.set(
             "optimizer",
             "adamw",
-            f"no 8-bit optimizer for {report.name} on this machine; it needs bitsandbytes",
+            f"no 8-bit optimizer for {report.name}; it needs bitsandbytes",
         )
     elif optimizer == "paged_adamw_8bit" and report.is_torch_cpu:
         draft.set("optimizer", "adamw_8bit", "a CPU has nothing to page")
@@ -260,7 +260,7 @@ def _fit_attention(draft: Draft) -> None:
     """Turn off flash attention where it is missing, and limit the context."""
     shape = draft.facts.shape
     if draft["use_flash_attention"] and not draft.report.has_flash_attention:
-        draft.set("use_flash_attention", False, f"no flash attention for {draft.report.name} on this machine")
+        draft.set("use_flash_attention", False, f"no flash attention for {draft.report.name}")
         if draft["context_length"] > CONTEXT_WITHOUT_FLASH:
             draft.set(
                 "context_length",
