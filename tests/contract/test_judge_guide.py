@@ -133,7 +133,7 @@ def test_adopted_files_run_and_are_not_overwritten(
     assert "crosstune judge ACTION" in done.stdout and "--max_seq_length" in done.stdout
     (tmp_path / CUDA).write_text("print('mine')\n")
     assert main(["adopt", str(tmp_path)]) == 2
-    assert "exists already" in capsys.readouterr().err and (tmp_path / CUDA).read_text() == "print('mine')\n"
+    assert "already exists" in capsys.readouterr().err and (tmp_path / CUDA).read_text() == "print('mine')\n"
     assert main(["adopt", str(tmp_path), "--force"]) == 0
     assert "run_entry" in (tmp_path / CUDA).read_text()
 

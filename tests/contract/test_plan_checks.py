@@ -38,7 +38,7 @@ def check_same(words: str, expected: str, capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--dataset nowhere.jsonl", "There is no dataset 'nowhere.jsonl'"),
+        ("--dataset nowhere.jsonl", "No dataset 'nowhere.jsonl'"),
         ("--dataset commands:0,alpaca:1", "The weight of commands in --dataset cannot be '0'"),
         ("--columns query=promt", "cannot map query to 'promt'"),
         ("--model_name ./nowhere", "There is no folder"),

@@ -51,7 +51,7 @@ def test_it_is_probed_and_not_replaced_by_another(mine: str, tiny_model: Path) -
     assert make_plan(make_config(**asked)).quantizer != mine
     with pytest.raises(ConfigError) as caught:
         make_plan(make_config(quantization_backend=mine, n_bits=3, **asked))
-    assert "mine does not quantize to 3 bits" in str(caught.value.problems[0])
+    assert "mine does not support 3-bit weights" in str(caught.value.problems[0])
 
 
 def test_a_run_trains_with_it(mine: str, tiny_model: Path, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_a_tokenizer_that_does_not_fit(tiny_model: Path, tmp_path: Path) -> None
     tokenizer = open_tokenizer(tiny_model)
     tokenizer.add_tokens([f"<{n}>" for n in range(600)])
     report = crosstune.plan(model_name=tiny_model, dataset=ROWS, tokenizer=tokenizer, backend="cpu")
-    assert ["does not fit the model" in problem.message for problem in report.problems] == [True]
+    assert ["does not match the model" in problem.message for problem in report.problems] == [True]
     with pytest.raises(crosstune.UserError, match="has embeddings for 512 tokens"):
         train(tiny_model, tmp_path / "large", tokenizer=tokenizer)
     with pytest.raises(crosstune.UserError, match="There is no tokenizer folder"):

@@ -211,7 +211,7 @@ def test_adams_moments_have_portable_names(backend: str, tiny_model: Path, windo
 
 def test_a_state_of_other_shapes_is_refused(backend: str, tiny_model: Path) -> None:
     state = open_session(backend, tiny_model, lora_rank=4).export_state()
-    with pytest.raises(UserError, match="does not fit the weights that this run trains") as error:
+    with pytest.raises(UserError, match="does not match the weights that this run trains") as error:
         open_session(backend, tiny_model, lora_rank=8).import_state(state)
     assert "lora_A" in error.value.why
 

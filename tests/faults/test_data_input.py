@@ -90,7 +90,7 @@ def test_the_report_and_marked_examples(tiny_model: Path, write_jsonl: Any, caps
     answer = capsys.readouterr().out
     assert "assistant\n[[Hi there<|im_end|>]]" in answer
     assert "example 2" not in answer
-    for word in ("30 read", "supervised", "packed", "duplicates", "steps", "copies of another"):
+    for word in ("30 read", "supervised", "packed", "duplicates", "steps", "examples are duplicates"):
         assert word in answer
 
 

@@ -61,7 +61,7 @@ def test_calls_tools_and_reasoning_reach_the_template(calling_model: Path, write
     warnings = recipe.describe()["warnings"]
     assert "columns that are not read: source." in warnings
     # `name` is in the row, and this template does not write it.
-    assert [w for w in warnings if "leaves out name:" in w]
+    assert [w for w in warnings if "ignores name:" in w]
 
 
 def test_calls_are_located_where_a_template_rewrites_earlier_turns(
@@ -98,8 +98,8 @@ def test_a_system_column_is_the_first_turn(row: dict[str, Any], form: str) -> No
     ("row", "words"),
     [
         ({"prompt": "a", "completion": "b", "image": "photo.png"}, "not text: image"),
-        ({"prompt": "a", "completion": "b \ud800"}, "half of a character"),
-        ({"prompt": "a", "completion": "b", "tools": {"name": "x"}}, "tools must hold a list"),
+        ({"prompt": "a", "completion": "b \ud800"}, "unpaired surrogate"),
+        ({"prompt": "a", "completion": "b", "tools": {"name": "x"}}, "tools column must contain a list"),
     ],
 )
 def test_a_fault_in_a_later_row_is_named(
@@ -126,11 +126,11 @@ def test_a_model_without_a_template_is_told_of_and_gets_one(bare_model: Path, wr
     row = {"prompt": "Is it warm?", "completion": "It is."}
     recipe = read(bare_model, write_jsonl([row]))
     words = " ".join(recipe.describe()["warnings"])
-    assert "no chat template" in words
+    assert "lacks a chat template" in words
     assert "no end token" in words
     recipe.complete_result(bare_model)
     again = read(bare_model, write_jsonl([row]))
-    assert "no chat template" not in " ".join(again.describe()["warnings"])
+    assert "lacks a chat template" not in " ".join(again.describe()["warnings"])
     assert again.train[0].tokens.tolist() == recipe.train[0].tokens.tolist()
 
 

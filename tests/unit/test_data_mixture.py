@@ -156,7 +156,7 @@ def test_sources_without_weights_are_read_once(tiny_model: Path, two_files: tupl
 def test_weights_of_evaluation_data_are_refused(tiny_model: Path, two_files: tuple[Path, Path]) -> None:
     one, two = two_files
     config = make_config(dataset=str(one), eval_dataset=f"{one}:1,{two}:2")
-    with pytest.raises(UserError, match="eval_dataset accepts no weights"):
+    with pytest.raises(UserError, match="eval_dataset does not accept weights"):
         SftRecipe(config, model_folder=tiny_model)
 
 

@@ -99,7 +99,7 @@ def test_a_split_folder_keeps_the_scale_and_every_item(tmp_path: Path, capsys: A
     again = make_config(recipe="judge", dataset=str(tmp_path / "s"), score_scale="0-10")
     with pytest.raises(UserError, match="score_scale is 1-5, but --score_scale is 0-10"):
         open_judge_data(again)
-    assert main(line) == 2 and "exists already" in capsys.readouterr().err
+    assert main(line) == 2 and "already exists" in capsys.readouterr().err
 
 
 def test_columns_are_mapped_and_unknown_ones_refused(write_jsonl: Any) -> None:

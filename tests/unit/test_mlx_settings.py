@@ -101,7 +101,7 @@ def test_mlx_gets_what_it_has() -> None:
     assert "32, 64, 128" in "\n".join(caught.value.lines())
     with pytest.raises(UserError) as caught:
         plan_on(mac, train_type="qlora", n_bits=7)
-    assert "7 bits" in "\n".join(caught.value.lines())
+    assert "7-bit" in "\n".join(caught.value.lines())
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,8 @@ def test_known_sections_are_flattened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("lr: 1\noptimizer:\n  lr: 2\n", "lr is given twice"),
-        ("lr: 1\nlearning_rate: 2\n", "lr is given twice"),
+        ("lr: 1\noptimizer:\n  lr: 2\n", "lr is set twice"),
+        ("lr: 1\nlearning_rate: 2\n", "lr is set twice"),
         ("nowhere:\n  lr: 2\n", "'nowhere' in "),
         ("model:\n  hidden_width: 2\n", "model.hidden_width"),
         ("model:\n  lora:\n    r: 2\n", "model.lora"),

@@ -240,7 +240,7 @@ def test_max_steps_alone_decides_when_to_stop() -> None:
     [
         (
             {"train_type": "qlora", "quantization_backend": "bnb", "n_bits": 2},
-            "bnb does not quantize to 2 bits",
+            "bnb does not support 2-bit weights",
         ),
         ({"loraplus_lr_ratio": 0}, "loraplus_lr_ratio is 0"),
     ],

@@ -90,7 +90,7 @@ def test_what_is_not_json_is_said(tmp_path: Path, text: bytes, why: str) -> None
 
 def test_files_of_other_tools_may_repeat_keys_and_hold_nan() -> None:
     assert parse_json(b'{"a": 1, "a": Infinity}', foreign=True) == {"a": float("inf")}
-    with pytest.raises(ValueError, match="half of a character"):
+    with pytest.raises(ValueError, match="unpaired surrogate"):
         parse_json(rb'{"a": "\ud800"}', foreign=True)
     assert parse_json(rb'{"a": "\ud83d\ude00"}', foreign=True) == {"a": "😀"}
 

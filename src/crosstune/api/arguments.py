@@ -30,7 +30,7 @@ Written = dict[str, str]
 
 @contextlib.contextmanager
 def python_words(written: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Rephrase errors raised in the block for a Python program."""
+    """Rephrase errors raised within the context for a Python program."""
     try:
         yield
     except UserError as error:
@@ -143,7 +143,7 @@ def _write_tokenizer(tokenizer: Any, option: str) -> Path:
         if not (saved / "tokenizer.json").is_file():
             raise UserError(
                 f"{option} cannot be a {type(tokenizer).__qualname__} object.",
-                why="it is not a fast tokenizer: it has no tokenizer.json.",
+                why="it is not a fast tokenizer: it lacks a tokenizer.json.",
                 do="load it with AutoTokenizer.from_pretrained(..., use_fast=True)",
             )
         Tokenizer.from_folder(saved)

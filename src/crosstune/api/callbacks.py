@@ -94,7 +94,7 @@ def _functions(callback: Any) -> Functions:
     raise UserError(
         f"{kind} is not a callback.",
         why="a callback is a function of the metrics, or an object with on_step(metrics) or on_event(event).",
-        do="pass an instance of the class" if isinstance(callback, type) else "give it one of these methods",
+        do="pass an instance of the class" if isinstance(callback, type) else "add one of these methods",
     )
 
 

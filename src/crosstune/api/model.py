@@ -159,7 +159,7 @@ class Model:
     def close(self) -> None:
         """Release the weights; the next use loads them again."""
         self._opened = None
-        gc.collect()  # a session holds reference cycles
+        gc.collect()  # a session has reference cycles
 
     def __repr__(self) -> str:
         return f"Model({self.target!r})"
@@ -199,7 +199,7 @@ class Model:
 def load(target: PathLike, *, backend: str = "auto", precision: str = "auto", progress: bool = True) -> Model:
     """Open a run folder, an adapter folder, or a model: a folder, a .gguf file, a hub id or a bundled name.
 
-    A model that is not on this machine is downloaded. `progress=False` prints nothing.
+    A model that is not available locally is downloaded. `progress=False` prints nothing.
     """
     from crosstune.cli.terminal.screen import Screen
     from crosstune.config.load import make_config
@@ -221,11 +221,11 @@ def load(target: PathLike, *, backend: str = "auto", precision: str = "auto", pr
 def _read_sampling(settings: Mapping[str, float], max_new_tokens: int) -> Sampling:
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise UserError(
-            f"max_new_tokens cannot be {shown(max_new_tokens)}.", do="give an integer of 1 or more"
+            f"max_new_tokens cannot be {shown(max_new_tokens)}.", do="pass an integer of 1 or more"
         )
     wrong = [name for name, value in settings.items() if not isinstance(value, (int, float))]
     if wrong:
-        raise UserError(f"{wrong[0]} cannot be {shown(settings[wrong[0]])}.", do="give a number")
+        raise UserError(f"{wrong[0]} cannot be {shown(settings[wrong[0]])}.", do="pass a number")
     known = {field.name for field in fields(Sampling)}
     unknown = sorted(settings.keys() - known)
     if unknown:

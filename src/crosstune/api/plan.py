@@ -89,7 +89,7 @@ def plan(
     machine: PathLike | None = None,
     **options: OptionValue,
 ) -> PlanReport:
-    """Plan a training with the arguments of `train`, for this machine or for `machine`: a profile or a doctor report."""
+    """Plan a run with the arguments of `train`, for this machine or for `machine`: a profile or a doctor report."""
     from crosstune.distributed.environment import read_ranks
     from crosstune.machines.probe import load_machine
 
@@ -100,7 +100,7 @@ def plan(
         if config.emulate is not None:
             raise UserError("plan does not emulate.", do="use the command: crosstune plan --emulate")
         if machine is None:
-            read_ranks(config)  # refuse what train refuses
+            read_ranks(config)  # reject what train rejects
         where = load_machine(str(machine)) if machine is not None else None
         found, checked = check_plan(config, machine=where)
     for problem in checked.problems:

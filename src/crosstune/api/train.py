@@ -24,7 +24,7 @@ from crosstune.files.json_files import read_json, read_jsonl
 
 
 class Run:
-    """A run that has ended. `Run(folder)` opens an earlier one."""
+    """A run that has ended. `Run(folder)` opens an earlier run."""
 
     def __init__(self, folder: PathLike, *, summary: dict[str, Any] | None = None) -> None:
         self.folder = Path(folder).expanduser()

@@ -1,4 +1,4 @@
-"""`crosstune adopt`: write entry scripts at the paths in the guides, so that old commands keep working."""
+"""`crosstune adopt`: write entry scripts at the original paths, so that old commands keep working."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A script at a path in the guides, and the command that it runs."""
+    """A script at an original path, and the command that it runs."""
 
     path: str
     """Relative to the project folder."""
     about: str
     command: tuple[str, ...]
     backends: tuple[str, ...] = ()
-    """Defaults of --backend: the first one available here."""
+    """Defaults of --backend: the first available on this machine."""
     output_dir: str | None = None
     """Default of --output_dir. The run is named after its model, and its result is copied to NAME_final, the folder that
-    the guide moves to another machine and loads with PEFT."""
+    the original workflow moves to a different machine and loads with PEFT."""
     script: str = ""
-    """The text of the file, if not the usual Python script."""
+    """The file contents, if not the usual Python script."""
 
     @property
     def name(self) -> str:
@@ -111,12 +111,12 @@ ENTRIES = (
     ),
     Entry(
         path="scripts/training/train_qwen_english_l2t_stable.sh",
-        about="Train latent diffusion, set up by the variables of its guide.",
+        about="Train latent diffusion, configured by environment variables.",
         command=("train",),
         script=_L2T_SCRIPT,
     ),
 )
-"""The scripts named in the guides."""
+"""The scripts of the original interface."""
 
 _PYTHON = '''"""{about} Written by `crosstune adopt`; it accepts the options of `crosstune {command}`."""
 
@@ -133,7 +133,7 @@ def make_parser() -> Parser:
     listed = "\n".join(f"  {entry.path:<40} {entry.about}" for entry in ENTRIES)
     parser = Parser(
         "adopt",
-        description=f"Write scripts that run crosstune at the paths in the guides:\n\n{listed}",
+        description=f"Write scripts that run crosstune at the original paths:\n\n{listed}",
         epilog=EXAMPLES,
     )
     parser.add_argument("folder", type=read_path, metavar="DIR", help="project folder")
@@ -154,7 +154,7 @@ def adopt(folder: Path, *, force: bool = False) -> list[Path]:
     taken = [path for path, text in texts.items() if path.exists() and _read(path) != text]
     if taken and not force:
         raise UserError(
-            f"{taken[0]} exists already" + (f", and {len(taken) - 1} more." if len(taken) > 1 else "."),
+            f"{taken[0]} already exists" + (f", and {len(taken) - 1} more." if len(taken) > 1 else "."),
             why="it is not a file that crosstune wrote.",
             do="move it away, or replace it with --force",
         )
@@ -172,7 +172,7 @@ def entry_text(entry: Entry) -> str:
 
 
 def run_entry(name: str, words: Sequence[str]) -> int:
-    """Run the command of an entry with these arguments."""
+    """Run an entry's command with these arguments."""
     from crosstune.cli.main import main
 
     entry = next(entry for entry in ENTRIES if entry.name == name)
@@ -216,7 +216,7 @@ def _say_fallback(entry: Entry, backend: str) -> None:
         from crosstune.cli.terminal.output import WARNING, Output
 
         Output().line(
-            f"warning  {entry.name}.py: no {entry.backends[0].upper()} device here; training on {backend} with the preset for "
+            f"warning  {entry.name}.py: no {entry.backends[0].upper()} device found; training on {backend} with the preset for "
             f"{backend} (model, precision, optimizer); see `crosstune doctor`",
             style=WARNING,
         )

@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Return the subcommand's own arguments, and the configuration from the other ones."""
+    """Return the subcommand's own arguments, and the configuration from the rest."""
     parser.add_argument("--config", type=read_path, metavar="FILE", help="YAML file with options")
     if "-h" in words or "--help" in words:
         from crosstune.config.table import help_text
@@ -96,7 +96,7 @@ def read_path(text: str) -> Path:
 
 def read_path_or_name(text: str) -> str:
     """Argparse type of a path or a name, such as a model's."""
-    wrong = "give a value" if not text.strip() else wrong_path(text)
+    wrong = "pass a value" if not text.strip() else wrong_path(text)
     if wrong is not None:
         raise argparse.ArgumentTypeError(f"it cannot be {shown(text)}: {wrong}")
     return text

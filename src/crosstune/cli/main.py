@@ -19,12 +19,12 @@ from crosstune.process.this_process import end_at_once, may_hang
 
 COMMANDS = {
     "train": "fine-tune a model",
-    "launch": "start a training on several machines: SLURM, Kubernetes, Ray or ssh",
-    "ladder": "try optimizations of a training one by one, measure each, and keep what helps",
-    "plan": "show what train would do, here or on another machine, without doing it",
+    "launch": "start a multi-node run: SLURM, Kubernetes, Ray or ssh",
+    "ladder": "try optimizations of a run one by one, measure each, and keep what helps",
+    "plan": "show what train would do, on this machine or another, without doing it",
     "judge": "train, test and use a model that scores or compares answers",
     "data": "check a dataset: counts, lengths, and examples with the supervised part marked",
-    "doctor": "check this machine: backends, memory, and a three-step training job on each backend",
+    "doctor": "check this machine: backends, memory, and a three-step run on each backend",
     "generate": "answer a prompt with a model or a trained run",
     "chat": "chat with a model or a trained run",
     "latents": "build text-vector pairs; decode, encode, sample and evaluate with a latent-diffusion model",
@@ -36,7 +36,7 @@ COMMANDS = {
     "report": "write the HTML page of a run",
     "runs": "list runs with their status and metrics",
     "compare": "compare the options, results and curves of runs",
-    "adopt": "write entry scripts at the paths in the guides, so that old commands keep working",
+    "adopt": "write entry scripts at the original paths, so that old commands keep working",
     "models": "list, download and remove models in the cache",
     "options": "list every option of train, or explain one",
     "completion": "print a script that completes commands and options in a shell",
@@ -61,7 +61,7 @@ usage: crosstune COMMAND [options]
 {commands}
 
 examples:
-  crosstune train                                     the bundled model on the bundled data, on the best backend here
+  crosstune train                                     the bundled model on the bundled data, on the best available backend
   crosstune train --model_name ORG/MODEL --dataset chats.jsonl --train_type lora --num_epochs 2
   crosstune plan --machine apple-m1-16gb --train_type qlora
   crosstune generate runs/NAME --prompt "Turn off the attic fan in 20 minutes."
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdin.reconfigure(errors="replace")
     try:
         code = end_quietly(lambda: _run_and_drain(words), is_process=True)
-    except Exception:  # printed as usual, but a process that may hang ends at once
+    except Exception:  # printed as usual, but a process that may hang exits at once
         if not may_hang():
             raise
         sys.excepthook(*sys.exc_info())
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Interrupts:
     """The handler of Ctrl-C: raise KeyboardInterrupt until `ignored` is set.
 
-    Python can raise one at every call, also at the call that would ignore the signal, but not while it sets an attribute.
+    Python can raise it at every call, even at the call that would ignore the signal, but not while it sets an attribute.
     """
 
     ignored = False
@@ -104,7 +104,7 @@ class _Interrupts:
 
 
 def end_quietly(run: Callable[[], int], *, is_process: bool) -> int:
-    """Return the exit code of `run`, or 130 after a Ctrl-C; ignore further ones, with `is_process` until the process ends."""
+    """Return the exit code of `run`, or 130 after Ctrl-C; ignore further Ctrl-C, with `is_process` until the process exits."""
     before, interrupts = signal.getsignal(signal.SIGINT), _Interrupts()
     if before is signal.default_int_handler or (is_process and callable(before)):
         _handle_interrupts(interrupts)
@@ -124,7 +124,7 @@ def end_quietly(run: Callable[[], int], *, is_process: bool) -> int:
 
 
 def _comes_from_ctrl_c(error: BaseException | None) -> bool:
-    """Return whether a Ctrl-C came out of an import as another error, as from libraries with native parts."""
+    """Return whether a Ctrl-C surfaced from an import as a different error, as with native extensions."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -196,7 +196,7 @@ def _run(command: str, words: list[str]) -> int:
 
 
 def load_command(command: str, name: str) -> Callable[..., Any]:
-    """Return the function `run` or `make_parser` of a subcommand; `run_COMMAND` in a module of several."""
+    """Return the function `run` or `make_parser` of a subcommand; `run_COMMAND` in a module with several commands."""
     place = _FAMILIES.get(command, command)
     module = importlib.import_module(place if "." in place else f"{_PACKAGE}.{place}")
     function: Callable[..., Any] = getattr(module, f"{name}_{command}", None) or getattr(module, name)

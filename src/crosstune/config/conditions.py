@@ -13,7 +13,7 @@ from crosstune.core.schedule import SCHEDULES_WITH_FLOOR
 TRACKERS_PACKAGE = "crosstune.tracking.trackers"
 SCREENS = ("tqdm", "stdout")
 NONE = "none"
-"""No tracker; the name in other trainers."""
+"""No tracker; the value in other trainers."""
 
 
 def targets_in(value: str) -> list[str]:
@@ -26,7 +26,7 @@ def trackers_in(value: str) -> list[str]:
 
 
 def screen_in(value: str) -> str:
-    """Return the progress display; a bar if only trackers are named."""
+    """Return the progress display; a bar if only trackers are listed."""
     return next((name for name in targets_in(value) if name in SCREENS), SCREENS[0])
 
 
@@ -68,7 +68,7 @@ REPLICATED = ("ddp", "no_shard")
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptions:
-    """The resolved options and the decisions of a plan."""
+    """A plan's resolved options and decisions."""
 
     options: Mapping[str, Any]
     engine: str
@@ -125,7 +125,7 @@ def _with_recipe(name: str) -> Condition:
     return Condition(
         summary=f"`--recipe {name}`",
         holds=lambda now: now.options["recipe"] == name,
-        otherwise="has no effect with the recipe {recipe}",
+        otherwise="has no effect with the {recipe} recipe",
         recipe=name,
     )
 

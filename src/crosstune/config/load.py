@@ -23,14 +23,14 @@ from crosstune.files.yaml_files import read_yaml
 
 @dataclass(frozen=True)
 class Setting:
-    """A value given to an option."""
+    """A value passed for an option."""
 
     raw: Any
     source: str
     where: str = ""
     """Name and source, for errors."""
     peers_name: str = ""
-    """The other trainer's name under which it was given, if any."""
+    """The other trainer's option name, if it was set under that name."""
 
 
 Given = dict[str, Setting]
@@ -128,7 +128,7 @@ def _build(given: Given, problems: list[UserError]) -> Config:
         problems.append(
             UserError(
                 "iters cannot be combined with gradient_accumulation_steps.",
-                why="iters counts micro-batches, and an optimizer step has several.",
+                why="iters counts micro-batches, and an optimizer step has more than one.",
                 do="use --max_steps to count optimizer steps",
             )
         )
@@ -180,7 +180,7 @@ def _read_file(path: Path, problems: list[UserError]) -> Given:
         return given
     if data is not None and not isinstance(data, dict):
         problems.append(
-            UserError(f"{path} has no options.", why="it must be a list of `option: value` lines.")
+            UserError(f"{path} contains no options.", why="it must be a list of `option: value` lines.")
         )
         return given
     if isinstance(data, dict) and is_mmdit(data):
@@ -260,7 +260,7 @@ def _add(
     is_bare = is_flag and raw is None
     try:
         if section not in ("", *SECTIONS):
-            raise UserError(f"Unknown option: {where}.", do=f"omit {shown(section)} and the dot")
+            raise UserError(f"Unknown option: {where}.", do=f"remove {shown(section)} and the dot")
         found = find_option(key, where, section=section, raw=True if is_bare else raw)
         if found is None:
             return
@@ -272,9 +272,9 @@ def _add(
         return
     name = found.option.name
     before = given.get(name)
-    # The last of repeated flags counts, for scripts that append to a command.
+    # The last repeated flag counts, for scripts that append to a command.
     if before is not None and not (is_flag and before.source == source):
         problems.append(
-            UserError(f"{name} is given twice: {where}, and {before.where}.", do="keep one of them")
+            UserError(f"{name} is set twice: {where}, and {before.where}.", do="keep one of them")
         )
     given[name] = Setting(raw, source, where, found.name if found.is_peers else "")

@@ -28,7 +28,7 @@ _IDLE = {
         "trust_remote_code",
     )
 } | {"config": "this file"}
-"""Key of mlx-lm's trainer without effect here -> what to use instead."""
+"""Key of mlx-lm's trainer that crosstune ignores -> what to use instead."""
 _RULES = {
     "wired_limit_gb": real(0),
     "cache_limit_gb": real(0),
@@ -74,7 +74,7 @@ def read_settings(file: str | None) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"Cannot read the --mlx_config file {path}.", why=error.why, do=error.do) from error
     if not isinstance(data, dict):
-        raise UserError(f"{path} has no settings.", why="it must be a list of `key: value` lines.")
+        raise UserError(f"{path} contains no settings.", why="it must be a list of `key: value` lines.")
     inner = {} if data.get(SECTION) is None else data[SECTION]
     if not isinstance(inner, dict):
         raise UserError(
@@ -92,7 +92,7 @@ def options_in(data: Mapping[str, Any]) -> dict[str, Any]:
 def idle_settings(data: Mapping[str, Any], *, without_metal: bool) -> list[str]:
     """Return warnings for settings without effect: keys of mlx-lm's trainer, and keys that need Metal."""
     found = [f"{key} ({instead})" for key, instead in _IDLE.items() if key in data]
-    warnings = [f"has no effect here: {', '.join(found)}"] if found else []
+    warnings = [f"has no effect in crosstune: {', '.join(found)}"] if found else []
     if "wired_limit_gb" in data and without_metal:
         warnings.append("wired_limit_gb has no effect without Metal")
     return warnings
@@ -110,7 +110,7 @@ def wrong_settings(data: Mapping[str, Any], file: str) -> list[UserError]:
         found.append(
             UserError(
                 f"optimizer_config is not read from {file}.",
-                why="the training would differ without it.",
+                why="the results would differ without it.",
                 do="use --wd for weight_decay; the other optimizer settings are fixed",
             )
         )
@@ -124,7 +124,7 @@ def alpha_for_scale(data: Mapping[str, Any], options: Mapping[str, Any], file: s
         raise UserError(
             f"scale cannot be read from {file}.",
             why="it means alpha / rank, so it needs a rank and excludes alpha.",
-            do="give rank and scale, or rank and alpha, as numbers",
+            do="specify rank and scale, or rank and alpha, as numbers",
         )
     return scale * (math.sqrt(rank) if str(options.get("use_rslora", False)).lower() == "true" else rank)
 

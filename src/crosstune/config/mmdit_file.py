@@ -38,7 +38,7 @@ OPTIONS: Mapping[str, str] = {
 """Original key -> option."""
 
 _UNUSED = {
-    # Batches are prepared from a folder of pairs by a thread.
+    # A thread prepares batches from the pairs folder.
     "data": "data_dir data_files load_tokens num_workers initial_scan_limit tokenizer_path use_preprocessed val_ratio "
     "token_dir latent_dir",
     # Noise is continuous in time, with alpha = cos(pi t / 2). The original reads none of these keys.
@@ -80,7 +80,7 @@ def translate(data: Mapping[Any, Any], path: Any, problems: list[UserError]) -> 
             _add(found, f"{section}.{key}", value, path, problems)
     if (dataset := _dataset(data.get("data"))) is not None:
         found["dataset"] = dataset
-    if found.get("max_steps", -1) != -1:  # the number of steps ends the run
+    if found.get("max_steps", -1) != -1:  # the number of steps determines the end
         found.pop("num_epochs", None)
     return found
 

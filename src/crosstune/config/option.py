@@ -36,13 +36,13 @@ Check = Callable[[Any], str | None]
 
 
 class Holds(Enum):
-    """The kind of text that a string option holds."""
+    """The kind of string that an option accepts."""
 
     WORDS = auto()
     PATH = auto()
     """A file or folder; some options also accept names."""
     FOLDER_NAME = auto()
-    """The name of a folder, without its parents."""
+    """A folder name, without its parents."""
 
 
 class OnResume(Flag):
@@ -55,7 +55,7 @@ class OnResume(Flag):
     ONE_START = auto()
     """The option applies to one start only and is not recorded."""
     OWN_MACHINE = auto()
-    """The option is chosen per machine: a checkpoint from another machine does not set it."""
+    """The option is chosen per machine: a checkpoint from a different machine does not set it."""
     MAY_CHANGE_DATA = auto()
     """The option may change the training examples. Their hash decides about a resume; the option explains it."""
     ADAPTER = auto()
@@ -87,7 +87,7 @@ class Option:
     """Conditions for the option to have an effect."""
     on_resume: OnResume = OnResume.REPORTED
     joins_items: str | None = None
-    """Separator of key and value if files and Python may give a mapping, "" if only a list; None if neither. Items are
+    """Separator of key and value if files and Python may pass a mapping, "" if only a list; None if neither. Items are
     joined with commas."""
     all_choices: Choices | None = None
     auto: int | None = None
@@ -115,7 +115,7 @@ def not_zero(value: int) -> str | None:
 
 
 def check_duration(value: str) -> str | None:
-    """Reject text that is not a duration."""
+    """Reject a string that is not a duration."""
     try:
         parse_duration(value)
     except ValueError as error:

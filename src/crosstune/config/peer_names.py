@@ -1,8 +1,8 @@
-"""Map the option names of other trainers to options here: transformers and TRL, PEFT, Unsloth, axolotl, LLaMA-Factory,
+"""Map other trainers' option names to crosstune's: transformers and TRL, PEFT, Unsloth, axolotl, LLaMA-Factory,
 torchtune and mlx-lm.
 
 A name with exactly the same meaning is accepted as an alias. For any other name, an error says what to use instead: a
-merely similar meaning would silently change the training.
+merely similar meaning would silently change the run.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ SAME_FOR_VALUES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "finetuning_type": (
         "train_type",
         {"lora": "lora", "full": "full"},
-        "--train_type; to train only a few layers there is llama_pro",
+        "--train_type; to train only a few layers, use llama_pro",
     ),
     "fine_tune_type": ("train_type", {"lora": "lora", "dora": "dora", "full": "full"}, "--train_type"),
     "adapter": ("train_type", {"lora": "lora", "qlora": "qlora"}, "--train_type, or --base_adapter FOLDER"),
@@ -94,10 +94,10 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
 }
 """Option -> their value -> our value."""
 
-_AUTO_PRECISION = "by default crosstune uses the best format that works on the machine"
+_AUTO_PRECISION = "by default crosstune uses the best precision that the machine supports"
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN in the environment; a token in a command would be saved in files"
 _FIXED_ADAM = "the betas and epsilon of the optimizer are fixed at torch's defaults"
-_SEVERAL = "--sharding_strategy full_shard --world_size N shards the model over N devices"
+_SEVERAL = "--sharding_strategy full_shard --world_size N shards the model across N devices"
 _BEST = "--eval_steps N --result best saves the weights of the best evaluation"
 _TEMPLATE = "--chat_template with a name or a Jinja file; by default the model's template is used"
 _MASKING = "loss is computed on answers only; --train_on_prompt computes it on prompts too"
@@ -124,18 +124,18 @@ DIFFERENT: Mapping[str, str] = {
     "stage": "--recipe sft is the default; crosstune options recipe lists the others",
     "do_train": "crosstune train always trains",
     "train": "crosstune train always trains",
-    "test": "--eval_dataset names held-out data",
+    "test": "--eval_dataset specifies held-out data",
     "do_eval": "evaluation is on by default; --skip_eval turns it off",
     "do_predict": "crosstune generate RUN answers prompts",
-    "num_layers": "num_layers in a file given with --mlx_config, or --lora_target_modules with a regex of layer names",
-    "lora_layers": "num_layers in a file given with --mlx_config, or --lora_target_modules with a regex of layer names",
+    "num_layers": "num_layers in a file passed with --mlx_config, or --lora_target_modules with a regex of layer names",
+    "lora_layers": "num_layers in a file passed with --mlx_config, or --lora_target_modules with a regex of layer names",
     "lora_attn_modules": "--lora_target_modules with the names of all layers",
     "apply_lora_to_mlp": "--lora_target_modules with the names of all layers",
     "apply_lora_to_output": "--lora_target_modules with the names of all layers",
     "lora_modules_to_save": "crosstune trains adapters alone; --train_type full trains every weight",
     "modules_to_save": "crosstune trains adapters alone; --train_type full trains every weight",
     "additional_target": "crosstune trains adapters alone; --train_type full trains every weight",
-    "loftq_config": "crosstune has no LoftQ; adapters start at zero",
+    "loftq_config": "crosstune does not support LoftQ; adapters start at zero",
     "bias": "biases are not trained with adapters",
     "lora_bias": "biases are not trained with adapters",
     "datasets": "--dataset FILE, FOLDER or HUB_ID",
@@ -147,17 +147,17 @@ DIFFERENT: Mapping[str, str] = {
     "preprocessing_num_workers": "crosstune tokenizes in one pass; there is nothing to set",
     "dataloader_num_workers": "batches are prepared ahead in the background; there is nothing to set",
     "dataset_prepared_path": "crosstune tokenizes in one pass; there is nothing to set",
-    "val_set_size": "--eval_samples N holds out at most N examples, or --eval_dataset FILE names them",
-    "val_size": "--eval_samples N holds out at most N examples, or --eval_dataset FILE names them",
-    "test_size": "--eval_samples N holds out at most N examples, or --eval_dataset FILE names them",
+    "val_set_size": "--eval_samples N holds out at most N examples, or --eval_dataset FILE specifies them",
+    "val_size": "--eval_samples N holds out at most N examples, or --eval_dataset FILE specifies them",
+    "test_size": "--eval_samples N holds out at most N examples, or --eval_dataset FILE specifies them",
     "val_batches": "--eval_samples N, the number of examples in an evaluation",
     "test_batches": "--eval_samples N, the number of examples in an evaluation",
     "max_eval_samples": "--eval_samples N",
     "max_train_samples": "--dataset_samples N",
     "limit": "--dataset_samples N",
     "pad_to_sequence_len": "batches are padded to their longest row; there is nothing to set",
-    "group_by_length": "--packing fills rows with several examples",
-    "length_column_name": "--packing fills rows with several examples",
+    "group_by_length": "--packing fills rows with multiple examples",
+    "length_column_name": "--packing fills rows with multiple examples",
     "eval_packing": "evaluation rows are never packed",
     "completion_only_loss": _MASKING,
     "assistant_only_loss": _MASKING,
@@ -167,7 +167,7 @@ DIFFERENT: Mapping[str, str] = {
     "roles_to_train": _MASKING,
     "template": _TEMPLATE,
     "chat_template_path": _TEMPLATE,
-    "tokenizer_type": "the tokenizer in the model's folder is used; --tokenizer names another",
+    "tokenizer_type": "the tokenizer in the model's folder is used; --tokenizer overrides it",
     "special_tokens": "the special tokens of the model's tokenizer are used",
     "trust_remote_code": "code from a model's repository is never run",
     "train_batch_size": "--batch_size rows on each device times --gradient_accumulation_steps",
@@ -192,7 +192,7 @@ DIFFERENT: Mapping[str, str] = {
     "early_stopping_patience": "--eval_steps N with --early_stopping N, the evaluations without improvement",
     "load_best_model_at_end": _BEST,
     "metric_for_best_model": "--eval_metric; --result best uses the evaluation loss",
-    "data_seed": "--seed, also for the order of the data",
+    "data_seed": "--seed, including the data order",
     "shuffle": "the data is shuffled by --seed",
     "gradient_checkpointing_kwargs": "--reentrant_checkpointing true or false",
     "attn_implementation": "--use_flash_attention true or false; by default it is used wherever available",
@@ -202,9 +202,9 @@ DIFFERENT: Mapping[str, str] = {
     "use_liger_kernel": "crosstune has its own memory-saving loss; there is nothing to set",
     "enable_liger_kernel": "crosstune has its own memory-saving loss; there is nothing to set",
     "use_unsloth": "crosstune has its own fast layers (--kernels)",
-    "compile": "--torch_compile true or false; compile in a file given with --mlx_config, for the MLX engine",
-    "device": "--backend cuda, rocm, xpu, mps, mlx or cpu; auto uses the first available one",
-    "device_map": "--backend cuda, rocm, xpu, mps, mlx or cpu; auto uses the first available one",
+    "compile": "--torch_compile true or false; compile in a file passed with --mlx_config, for the MLX engine",
+    "device": "--backend cuda, rocm, xpu, mps, mlx or cpu; auto uses the first available",
+    "device_map": "--backend cuda, rocm, xpu, mps, mlx or cpu; auto uses the first available",
     "use_cpu": "--backend cpu",
     "no_cuda": "--backend cpu",
     "use_mps_device": "--backend mps",
@@ -223,8 +223,8 @@ DIFFERENT: Mapping[str, str] = {
     "checkpointer": "--model_name for the model, --output_dir and --name for the result",
     "logging_dir": "--output_dir and --name; every step is in metrics.jsonl of the run folder",
     "use_wandb": "--log_to wandb",
-    "wandb_run_id": "--name names the run",
-    "wandb_name": "--name names the run",
+    "wandb_run_id": "--name sets the run name",
+    "wandb_name": "--name sets the run name",
     "plot_loss": "crosstune report RUN draws the loss",
     "eval_strategy": "--eval_steps N, or --skip_eval for none",
     "evaluation_strategy": "--eval_steps N, or --skip_eval for none",
@@ -243,15 +243,15 @@ DIFFERENT: Mapping[str, str] = {
     "use_auth_token": _LOGIN,
     "api_key": _LOGIN,
     "wandb_api_key": "wandb login, or WANDB_API_KEY in the environment",
-    "rl": "crosstune has no preference training; --recipe judge trains a model that compares answers",
-    "dpo_beta": "crosstune has no preference training; --recipe judge trains a model that compares answers",
-    "beta": "crosstune has no preference training; --recipe judge trains a model that compares answers",
-    "clear_cache_threshold": "cache_limit_gb in a file given with --mlx_config, or --low_memory",
+    "rl": "crosstune does not support preference training; --recipe judge trains a model that compares answers",
+    "dpo_beta": "crosstune does not support preference training; --recipe judge trains a model that compares answers",
+    "beta": "crosstune does not support preference training; --recipe judge trains a model that compares answers",
+    "clear_cache_threshold": "cache_limit_gb in a file passed with --mlx_config, or --low_memory",
 }
 """Their name -> what to use instead."""
 
 REMOVED: Mapping[str, str] = {
-    "cuda_graphs": "omit it; --torch_compile and --kernels fast save time",
+    "cuda_graphs": "remove it; --torch_compile and --kernels fast save time",
 }
 """Option of an earlier version -> advice."""
 

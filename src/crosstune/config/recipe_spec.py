@@ -1,4 +1,4 @@
-"""Define the interface of a recipe, and load a recipe by the name of its file."""
+"""Define the interface of a recipe, and load a recipe by file name."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class RecipeSpec:
     engines: tuple[str, ...] = ()
     """The supported engines, for `--backend auto`; empty: all."""
     data_options: tuple[str, ...] = ("dataset", "eval_dataset")
-    """The options that name data."""
+    """The options that specify data."""
     columns: Sequence[str] | None = None
     """The columns that --columns may map to; None: the columns of conversations."""
     preset_options: tuple[str, ...] = ()
     """The options that `choose_preset` may set."""
     choose_preset: Callable[[Config, BackendReport], Mapping[str, Preset]] | None = None
-    """Return values for options that were not set and have another default on this backend."""
+    """Return values for unset options whose default differs on this backend."""
     check_dataset: Callable[[str], None] | None = None
-    """Raise a UserError for a dataset that the recipe cannot read; None: a dataset is a file of rows or texts."""
+    """Raise a UserError for a dataset that the recipe cannot read; None: a dataset is a file of rows or documents."""
     check_data: ChecksData | None = None
-    """Raise a UserError for a bad row, and return what was not checked; `model_folder` is None if the model is not here."""
+    """Raise a UserError for a bad row; return the skipped checks. `model_folder` is None if the model is not local."""
     check_options: Callable[[Config], list[UserError]] | None = None
     """Return a problem for each option that a recipe with its own model does not support."""
     next_commands: Callable[[str, Mapping[str, Any]], list[tuple[str, str]]] | None = None
@@ -76,5 +76,5 @@ def next_commands(run: str, options: Any) -> list[tuple[str, str]]:
 
 
 def read_options(folder: Path) -> Any:
-    """Return the resolved options of a run from its folder."""
+    """Return a run's resolved options from its folder."""
     return read_json(folder / "plan.json").get("options")

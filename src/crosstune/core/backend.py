@@ -27,7 +27,7 @@ class BackendSpec:
     preference: int
     """`auto` picks the available backend with the smallest number."""
     collective: str | None = None
-    """The communication library for several devices."""
+    """The communication library for multi-device runs."""
     install: str
     """The way to make it available; shown when it is not."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -35,15 +35,15 @@ class BackendSpec:
     environment_on: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Operating system, as `platform.system()` names it -> more variables for it."""
     at_most: Mapping[str, str] = field(default_factory=dict)
-    """Variable -> the variable it may not exceed. The one that the user did not set is adjusted."""
+    """Variable -> the variable it may not exceed. Whichever the user did not set is adjusted."""
     highest: Mapping[str, float] = field(default_factory=dict)
     """Variable -> the largest number that the engine accepts."""
     memory_share: float = 0.9
-    """The share of a device's memory that a training step may use."""
+    """The fraction of a device's memory that a training step may use."""
     overhead_bytes: int = 0
-    """Memory used before the first tensor, by libraries or the context of a GPU."""
+    """Memory used before the first tensor, by libraries or the GPU context."""
     memory_share_variable: str = ""
-    """The variable that sets this share in the engine's allocator; 0 there means no limit."""
+    """The environment variable that sets this fraction in the engine's allocator; 0 means no limit."""
     clear_cache_every: int = 0
     """Release the engine's cached memory every this many steps, 0 for never; with --low_memory, a GPU's after each step."""
     pinned_memory: bool = False
@@ -54,7 +54,7 @@ class BackendSpec:
         return 1 if low_memory and self.device != "cpu" else self.clear_cache_every
 
     def wanted_environment(self, system: str | None = None) -> dict[str, str]:
-        """Return all variables of the backend, on this machine or on one whose `Machine.system` is given."""
+        """Return all environment variables of the backend, for this machine or for a given `Machine.system`."""
         parts = (platform.system() if system is None else system).split()
         return {**self.environment, **self.environment_on.get(parts[0] if parts else "", {})}
 
@@ -70,7 +70,7 @@ class BackendSpec:
                 )
 
     def usable_share(self, given: Mapping[str, str]) -> float | None:
-        """Return the share of a device's memory that a step may use with these variables set; None for no limit."""
+        """Return the fraction of device memory that a step may use with these variables set; None for no limit."""
         if not self.memory_share_variable:
             return self.memory_share
         self.check_environment(given)

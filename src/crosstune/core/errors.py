@@ -16,7 +16,7 @@ EXIT_STOPPED = 3
 EXIT_PEER_LOST = 4
 EXIT_PORT_TAKEN = 5
 EXIT_HUNG = 6
-"""The exit code of a rank whose watchdog ended it; the launcher ends with 1."""
+"""The exit code of a rank that its watchdog aborted; the launcher exits with 1."""
 EXIT_AT_ONCE = 130
 
 LIBRARY_FAULTS = (
@@ -33,14 +33,14 @@ LIBRARY_FAULTS = (
 )
 """Errors that a library raises when it builds a model from unexpected settings."""
 LONGEST_TEXT = 2000
-"""The most characters in each part of an error; the middle of a longer one is omitted."""
+"""Maximum number of characters in each part of an error; longer parts lose their middle."""
 LONGEST_VALUE = 80
 MOST_PROBLEMS = 40
-"""The most problems of one configuration that are printed."""
+"""Maximum number of configuration problems to print."""
 
 
 class UserError(Exception):
-    """An error that the user can fix: what was requested, why it does not work here, and what to do instead."""
+    """An error that the user can fix: what was requested, why it does not work, and what to do instead."""
 
     exit_code = EXIT_USER_MUST_ACT
 
@@ -83,7 +83,7 @@ class NonFiniteError(UserError):
 
 
 class PeerLost(UserError):
-    """Another process of the run is gone; this one still has the state of the last complete step."""
+    """Another process of the run was lost; this process still has the state of the last complete step."""
 
     exit_code = EXIT_PEER_LOST
 
@@ -95,7 +95,7 @@ class PortTaken(UserError):
 
 
 def readable(text: str) -> str:
-    """Return a text for people: at most LONGEST_TEXT characters, without secrets, control characters escaped."""
+    """Return text for display: at most LONGEST_TEXT characters, without secrets, control characters escaped."""
     if len(text) > LONGEST_TEXT:
         half = LONGEST_TEXT // 2
         text = f"{text[:half]} ... {text[-half:]}"
@@ -110,7 +110,7 @@ def shown(value: Any) -> str:
 
 
 class _Short(reprlib.Repr):
-    """Shorten a repr without computing the whole one first: nested YAML aliases can expand without end."""
+    """Shorten a repr without computing all of it first: nested YAML aliases can expand without limit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,9 +131,9 @@ _SHORT = _Short()
 
 def nothing_to_train(model: str) -> UserError:
     return UserError(
-        f"{model} has no weight to train.",
+        f"{model} has no trainable weights.",
         why="every parameter of the model that the recipe built is frozen.",
-        do="leave some of them trainable in the task's `build`",
+        do="keep some of them trainable in the task's `build`",
     )
 
 

@@ -1,6 +1,6 @@
 """Define the events of a run, one class each, and the observers that receive them.
 
-`kind` and `to_json()` of an event are its row in events.jsonl. Reports read the rows of older runs, so both are a file
+An event's `kind` and `to_json()` are its row in events.jsonl. Reports read rows of older runs, so both are a file
 format: add a class, or a field with a default, and keep existing names.
 """
 
@@ -98,7 +98,7 @@ class Started(Event):
     """The recipe's description of its data."""
     num_steps: int
     processes: str = ""
-    """A description of the processes of a run; empty for one."""
+    """A description of the run's processes; empty for a single process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class Loaded(Event):
 
     kind = "loaded"
     name: str | None
-    """The name of the run; None without a run folder."""
+    """The run name; None without a run folder."""
     backend: str
     engine: str
     checkpoint: str | None
@@ -173,7 +173,7 @@ class LossCompared(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Moved(Event):
-    """A run continued on another machine; the loss on the same batches was measured again."""
+    """A run continued on a different machine; the loss on the same batches was measured again."""
 
     kind = "moved"
     comparison: Comparison
@@ -224,7 +224,7 @@ class _SampleTexts(TypedDict):
 
 
 class SampleRow(_SampleTexts, total=False):
-    """A generated answer and the expected one."""
+    """A generated answer and the expected answer."""
 
     frames: list[str]
     """The states of the answer while it was generated, where a recipe records them."""
@@ -268,7 +268,7 @@ class NonFinite(Event):
     step: int
     error: str
     blame: str
-    """The layer or the weight where it began."""
+    """The layer or weight where it began."""
     examples: Sequence[int]
     skipped: bool
     allowed: int
@@ -291,7 +291,7 @@ class Recovered(Event):
 
     kind = "recovery"
     step: int
-    """The step that is repeated, or the last one before an evaluation."""
+    """The step that is repeated, or the last step before an evaluation."""
     doing: str
     cause: str
     changed: Mapping[str, int]
@@ -308,12 +308,12 @@ class ResultSaved(Event):
     path: str
     step: int
     against_trained: Mapping[str, Mapping[str, Any]] | None = None
-    """Name of saved weights -> their distance from the trained ones, where they differ."""
+    """Name of saved weights -> their distance from the trained weights, where they differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped(Event):
-    """A signal or the time limit ended the run gracefully."""
+    """A signal or the time limit stopped the run gracefully."""
 
     kind = "stopped"
     reason: str
@@ -323,7 +323,7 @@ class Stopped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Interrupted(Event):
-    """Ctrl-C ended the run at once."""
+    """Ctrl-C aborted the run."""
 
     kind = "stopped"
     error: str
@@ -332,7 +332,7 @@ class Interrupted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Failed(Event):
-    """An error ended the run."""
+    """The run failed with an error."""
 
     kind = "failed"
     error: str
@@ -356,7 +356,7 @@ class StepMetrics(_StepRow, total=False):
 
     skipped: bool
     cpu_s: float
-    """Processor time of the step in this process, in all of its threads."""
+    """CPU time of the step in this process, over all threads."""
 
 
 class Observer(Protocol):
@@ -369,7 +369,7 @@ class Observer(Protocol):
 
 @dataclass
 class Observers:
-    """Forward everything to several observers, in order."""
+    """Forward everything to multiple observers, in order."""
 
     members: list[Observer] = field(default_factory=list)
 
@@ -388,7 +388,7 @@ def check_metric_names(names: Sequence[str], *, weight_name: str) -> None:
     if bad := sorted(taken.intersection(names)):
         raise UserError(
             f"A metric of the recipe's task cannot be called {bad[0]}.",
-            why="metrics.jsonl has a column of that name already.",
+            why="metrics.jsonl already has a column of that name.",
             do="rename it in `metric_names` and in the result of `loss`",
         )
 

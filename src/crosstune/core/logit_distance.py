@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Logits = list[NDArray[np.float32]]
 Prompts = Sequence[Sequence[int]]
 
-# The largest `relative` that rounding explains, by the coarser number format of the two. A wrong layout, scale or
+# The largest `relative` that rounding explains, by the coarser of the two dtypes. A wrong layout, scale or
 # rotation gives values near 1.
 BOUNDS = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1, "q8_0": 0.1, "8": 0.15, "6": 0.3, "5": 0.5, "4": 0.8}
 
@@ -20,7 +20,7 @@ BOUNDS = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1, "q8_0": 0.1, "8": 0.15, "6": 
 class Agreement:
     """The distance between two sets of logits.
 
-    `relative` is the norm of the difference over the norm of the reference, both centred, as softmax ignores the mean.
+    `relative` is the norm of the difference over the norm of the reference, both centered, as softmax ignores the mean.
     """
 
     max_abs: float

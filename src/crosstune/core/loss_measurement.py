@@ -15,7 +15,7 @@ class LossMeasurement:
     first_step: int
     """The first measured step."""
     num_steps: int
-    """Whole steps are measured: another machine may divide a step into other micro-batches."""
+    """Whole steps are measured: a different machine may use different micro-batches."""
     loss: float
     num_supervised: int
     backend: str
@@ -37,7 +37,7 @@ class LossMeasurement:
         )
 
     def terms(self) -> str:
-        """Return the precision and the quantization as text."""
+        """Return precision and quantization as a string."""
         return f"{self.precision}, {self.quantization or 'not quantized'}"
 
 
@@ -46,7 +46,7 @@ class Comparison:
     """The same batches measured on two machines."""
 
     there: LossMeasurement
-    """On the machine that the run was moved from."""
+    """On the source machine of the move."""
     here: LossMeasurement
     difference: float
     """The relative difference of the losses."""

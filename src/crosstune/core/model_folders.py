@@ -36,11 +36,11 @@ class DenseWeights:
     quantization: QuantSpec | None = None
     """Quantize and dequantize each weight like this, as in training. None uses the values of the folder."""
     precision: str = "fp32"
-    """The precision of the training over the quantized weights."""
+    """The precision used to train on the quantized weights."""
     new_blocks: frozenset[int] = frozenset()
     """Blocks that training added and never quantized."""
     dtype: str = "auto"
-    """The dtype of all weights; auto keeps the stored dtype of each."""
+    """The dtype of all weights; auto keeps each stored dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class WeightForm:
 
     @property
     def name(self) -> str:
-        """Return the suffix of the names of such folders."""
+        """Return the name suffix of such folders."""
         if self.quantizer == "none":
             return "plain"
         is_dense = self.quantizer == "mlx" and self.bits == PLAIN_BITS
@@ -75,15 +75,15 @@ class WeightForm:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewrite:
-    """A request to write a model folder in another form."""
+    """A request to write a model folder in a different form."""
 
     source: Path
     """The weights to start from."""
     form: WeightForm
     tokenizer: Path
-    """The folder that the tokenizer files come from."""
+    """The folder to copy tokenizer files from."""
     replaced: Path | None = None
-    """The quantized folder that the result replaces, when `source` is its original; it decides the quantized layers."""
+    """The quantized folder that the result replaces, when `source` is its original; it determines the quantized layers."""
     original: Mapping[str, Any] | None = None
     """Name, path and identity of the original weights, recorded in a quantized folder."""
 
@@ -132,7 +132,7 @@ class ModelFolders(Protocol):
     def write_dense(
         self, target: Path, weights: DenseWeights, *, session: Any = None, on_bytes: OnBytes | None = None
     ) -> None:
-        """Write a plain model folder. With `folds_sessions`, `session` has the adapter loaded over the weights."""
+        """Write a plain model folder. With `folds_sessions`, `session` has the adapter loaded on the weights."""
         ...
 
     def result_bytes(self, rewrite: Rewrite) -> int:
@@ -142,7 +142,7 @@ class ModelFolders(Protocol):
     def rewrite_folder(
         self, target: Path, rewrite: Rewrite, *, scratch: Path, on_bytes: OnBytes | None = None
     ) -> Written:
-        """Write a model folder in another form. `scratch` is an existing folder for temporary files."""
+        """Write a model folder in a different form. `scratch` is an existing folder for temporary files."""
         ...
 
     def readable(self, folder: Path, *, view: Path) -> Path:

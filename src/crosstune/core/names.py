@@ -1,4 +1,4 @@
-"""Find plug-ins by file name, suggest names for an unknown one, and match names of layers."""
+"""Find plug-ins by file name, suggest alternatives to an unknown name, and match layer names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import ModuleType
 from crosstune.core.errors import UserError, shown
 
 LONGEST_PATTERNS = 100_000
-"""The most characters in all patterns of a request."""
+"""Maximum total length of a request's patterns."""
 _NESTED_REPETITION = re.compile(r"\([^()]*[*+}][^()]*\)[*+{]")
 
 
@@ -62,8 +62,8 @@ def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[set[str] 
     for pattern in patterns:
         if _NESTED_REPETITION.search(pattern):
             raise UserError(
-                f"The pattern {pattern[:80]!r} cannot be matched with the names of layers.",
-                why="it repeats a group that has a repetition inside; matching it can need exponential time.",
+                f"The pattern {pattern[:80]!r} cannot be matched against layer names.",
+                why="it repeats a group that contains a repetition; matching can take exponential time.",
                 do="simplify lora_target_modules, or target_modules in the adapter's adapter_config.json",
             )
     found: list[set[str] | str] = []
@@ -78,6 +78,6 @@ def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[set[str] 
 
 
 def read_expanded_name(folder_name: str) -> tuple[int, int] | None:
-    """Return the old and the new number of blocks of a folder named ..._blk_exp-OLD-NEW, as other tools name them."""
+    """Return the old and new number of blocks from a folder name ..._blk_exp-OLD-NEW, as used by other tools."""
     match = re.search(r"_blk_exp-(\d+)-(\d+)$", folder_name)
     return (int(match.group(1)), int(match.group(2))) if match else None

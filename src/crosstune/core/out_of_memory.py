@@ -20,7 +20,7 @@ _MESSAGE = re.compile(
 _FAILED_CHECK = re.compile(r"^\[enforce fail at [^\]]*\]\s*[^.]*\.\s+")
 """The start of a message of torch's CPU allocator: a place in its source and the failed condition."""
 _LOST_ERROR = re.compile(r"without (setting an exception|exception set)|without an exception set")
-"""The text of Python's error when it has no memory to make a MemoryError."""
+"""Python's message when it lacks the memory to create a MemoryError."""
 
 STEP, UPDATING = "a step", "an update of the optimizer"
 """The passes of a step, repeatable with fewer rows at a time, and the optimizer update after them, not repeatable."""

@@ -53,7 +53,7 @@ class Recorded:
     communication_s: float = 0.0
     """Time of collectives; they may overlap with other work."""
     flops: float | None = None
-    """Floating-point operations of matrix products and attention; None if unknown."""
+    """Floating-point operations of matmuls and attention; None if unknown."""
     memory_timeline: Sequence[tuple[float, int]] = ()
     """Seconds from the start, and the bytes allocated then."""
     files: Sequence[Path] = ()
@@ -64,7 +64,7 @@ class Limits:
     """The measured limits of the device."""
 
     flops_per_s: float
-    """Measured with a large matrix product."""
+    """Measured with a large matmul."""
     dtype: str
     bytes_per_s: float
     """Bytes read and written per second when a large array is copied."""

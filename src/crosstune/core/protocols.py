@@ -43,7 +43,7 @@ class Backward:
     """The result of the backward passes of a window."""
 
     loss: float
-    """The sum of the losses over the weight of the whole window, over all ranks."""
+    """The sum of the losses divided by the weight of the whole window, across all ranks."""
     grad_norm: float
     """Before clipping."""
     weight: int
@@ -88,22 +88,22 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class StatePart:
-    """The part of a large state that a process holds: some rows of each array, in the order of the parts."""
+    """One process's part of a large state: some rows of each array, in part order."""
 
     number: int
     count: int
     writes: bool
-    """Whether this process writes the part; others that hold the same part do not."""
+    """Whether this process writes the part; its replicas do not."""
     shapes: Mapping[str, tuple[int, ...]]
-    """The shapes of the whole weights."""
+    """The shapes of the full weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionState:
-    """Everything that training changes in a session, on the host, under names that are the same in every engine."""
+    """Everything that training changes in a session, on the host, under engine-independent names."""
 
     weights: Mapping[str, Array]
-    """Canonical name -> trained weight in fp32: the master copy, when the model has a shorter dtype."""
+    """Canonical name -> trained weight in fp32: the master copy if the model has a narrower dtype."""
     moments: Mapping[str, Mapping[str, Array]]
     """Slot -> canonical name -> array. Adam's slots are `first_moment`, `second_moment` and `step` (a scalar)."""
     random: Mapping[str, Array]
@@ -111,7 +111,7 @@ class SessionState:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Small values for JSON, such as the loss scale."""
     part: StatePart | None = None
-    """Set when `weights` and `moments` hold only this process's rows of each array."""
+    """Set if `weights` and `moments` contain only this process's rows of each array."""
 
     def num_bytes(self) -> int:
         parts = (self.weights, *self.moments.values(), self.random)
@@ -119,7 +119,7 @@ class SessionState:
 
 
 class Session(Protocol):
-    """Model, adapters and optimizer, loaded on the device. With several processes, every rank makes the same calls in
+    """Model, adapters and optimizer, loaded on the device. With multiple processes, every rank makes the same calls in
     the same order."""
 
     def prepare(self, batch: Batch) -> PreparedBatch:
@@ -144,7 +144,7 @@ class Session(Protocol):
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult: ...
 
     def find_nonfinite(self, window: Sequence[PreparedBatch]) -> str:
-        """Run a window again and name the first non-finite value: a layer's output, or the gradient of a weight."""
+        """Run a window again and return the first non-finite value: a layer's output, or the gradient of a weight."""
         ...
 
     def memory(self) -> Memory: ...
@@ -159,7 +159,7 @@ class Session(Protocol):
 
     def export_state(self, *, copy: bool = True, divided: bool = False) -> SessionState:
         """Return the state. Without `copy`, it may be valid only until the next step. If `divided`, a large state that is
-        sharded over processes may stay so: each returns its part."""
+        sharded across processes may stay so: each returns its part."""
         ...
 
     def import_state(self, state: SessionState) -> None:
@@ -178,7 +178,7 @@ class Session(Protocol):
 
 @runtime_checkable
 class DividesState(Protocol):
-    """A session that may hold only a part of the state."""
+    """A session that may have only a part of the state."""
 
     @property
     def is_divided(self) -> bool:
@@ -240,13 +240,13 @@ class HasEvaluationData(Protocol):
     """A recipe whose evaluation data must be the same when a run is resumed."""
 
     def eval_identity(self) -> str | None:
-        """Return a hash of the evaluation data; None without any."""
+        """Return a hash of the evaluation data; None if there is none."""
         ...
 
 
 @runtime_checkable
 class RecordsBase(Protocol):
-    """A task that trains over a base model."""
+    """A task that trains on top of a base model."""
 
     def base_record(self) -> Mapping[str, Any]:
         """Return the identity and quantization of the base weights, for crosstune.json next to an adapter."""
@@ -293,7 +293,7 @@ class Recipe(Protocol):
         ...
 
     def order(self) -> Mapping[str, Any]:
-        """Return everything, except the examples, that decides which examples a step trains on."""
+        """Return everything besides the examples that determines which examples a step trains on."""
         ...
 
     def position(self, step: int) -> Mapping[str, Any]:
@@ -320,7 +320,7 @@ class HasLongestRows(Recipe, Protocol):
         ...
 
     def longest_target(self) -> int:
-        """Return the most supervised tokens of a row."""
+        """Return the maximum number of supervised tokens in a row."""
         ...
 
     def longest_batch(self, size: int) -> Batch:

@@ -22,7 +22,7 @@ _TYPES = {"quantizer": str, "bits": int, "group_size": int, "kind": str, "double
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer:
-    """A quantizer. These values hold on every machine; the bits that run on one are in its BackendReport."""
+    """A quantizer. These values hold on every machine; the bit widths supported on a machine are in its BackendReport."""
 
     name: str
     engine: str
@@ -44,7 +44,7 @@ class Quantizer:
     usual_kinds: Mapping[int, str] = field(default_factory=dict)
     """Bits -> the kind that `auto` means, where it is not plain integers."""
     extra: str = ""
-    """The extra of crosstune that installs the library; empty if there is none."""
+    """The crosstune extra that installs the library; empty if there is none."""
     distribution: str = ""
     """The library's name on PyPI."""
 
@@ -77,12 +77,12 @@ def read_quantizers() -> dict[str, Quantizer]:
 
 @lru_cache(maxsize=64)
 def find_quantizer(name: str) -> Quantizer | None:
-    """Return the quantizer of this name; None if it has no file here, as for a record of another installation."""
+    """Return the quantizer of this name; None if this installation does not have it."""
     return read_quantizers().get(name)
 
 
 def _read(module: ModuleType, name: str, engine: str) -> Quantizer:
-    """Read the constants of a quantizer module: LIBRARY and BITS are required, the others are fields in capitals."""
+    """Read a quantizer module's constants: LIBRARY and BITS are required, the others are uppercase field names."""
     distribution = module.LIBRARY.partition(".")[0]
     found = {
         item.name: getattr(module, item.name.upper())
@@ -112,7 +112,7 @@ class QuantSpec:
         wrong = wrong_spec(data)
         if wrong is not None:
             raise UserError(
-                "The record of a quantization cannot be read.",
+                "The quantization record cannot be read.",
                 why=f"{wrong}.",
                 do="use the version of crosstune that wrote it, or a newer one",
             )
@@ -120,7 +120,7 @@ class QuantSpec:
         return cls(**fields | {"kept": tuple(fields.get("kept", ()))})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record. Without kept layers it has no key for them, as in older versions."""
+        """Return the record. Omits `kept` when empty, for compatibility with older versions."""
         fields = asdict(self)
         kept = fields.pop("kept")
         return fields | ({"kept": list(kept)} if kept else {})
@@ -130,7 +130,7 @@ class QuantSpec:
         return f"{self.quantizer}-{self.bits}bit"
 
     def resolved_kind(self) -> str:
-        """Return the kind with `auto` replaced by the one that the library uses."""
+        """Return the kind with `auto` resolved to the library's default."""
         declared = self._declared()
         if declared is None:
             return self.kind
@@ -149,7 +149,7 @@ class QuantSpec:
         return declared is None or self.bits in declared.bits_with_double_quant
 
     def _declared(self) -> Quantizer | None:
-        """Return the declaration of the quantizer; None if it has no file here, and every field counts."""
+        """Return the quantizer's declaration; None if this installation lacks it, in which case every field counts."""
         return find_quantizer(self.quantizer)
 
     def meaning(self) -> QuantSpec:
@@ -178,7 +178,7 @@ class QuantSpec:
 
 
 def wrong_spec(data: Mapping[str, Any] | None) -> str | None:
-    """Return why the record of a quantization cannot be read; None when it can, or when there is none."""
+    """Return why a quantization record cannot be read; None if it can, or if there is no record."""
     if data is None:
         return None
     fields = {_OLDER_KEYS.get(key, key): value for key, value in data.items()}
@@ -211,14 +211,14 @@ class BaseChoice:
     """The layers chosen by a pass over the model, recorded so that the base is the same whenever it is opened again."""
 
     quantizer: str
-    """The quantizer of the base that the choice was made for; it does not apply to another one."""
+    """The base's quantizer for which the choice was made; it does not apply to others."""
     kept: tuple[str, ...] = ()
     """`QuantSpec.kept`: the layers that keep their original weights."""
     outside_fp8: tuple[str, ...] | None = None
-    """The groups of fast layers that multiply densely while the others multiply in fp8; None until chosen. The weights do
+    """The fast-layer groups kept out of fp8; None until chosen. The weights do
     not depend on it."""
 
 
 def recorded_choice(spec: QuantSpec | None) -> BaseChoice | None:
-    """Return the choice recorded in the quantization of a finished training; None for a base that is not quantized."""
+    """Return the choice recorded in the quantization of a finished run; None for a base that is not quantized."""
     return BaseChoice(quantizer=spec.quantizer, kept=spec.kept) if spec is not None else None

@@ -30,7 +30,7 @@ _NAMED_FIELD = re.compile(
 _BEARER = re.compile(r"(?P<keep>\bauthorization\s*[:=]\s*(?:bearer|basic|token)\s+)[^\s'\"]+", re.I)
 _TOKENS = re.compile(
     r"(?<![A-Za-z0-9])(?:"
-    # A folder may be called hf_checkpoints2024, so a short one needs capitals and digits.
+    # A folder may be called hf_checkpoints2024, so a short token needs capitals and digits.
     r"(?:hf|api_org)_(?:[A-Za-z0-9]{20,}|(?=[a-z0-9]*[A-Z])(?=[A-Za-z]*[0-9])[A-Za-z0-9]{14,})"  # Hugging Face
     r"|(?:gh[pousr]_|github_pat_)[A-Za-z0-9_]{16,}"  # GitHub
     r"|glpat-[A-Za-z0-9_-]{16,}"  # GitLab
@@ -45,7 +45,7 @@ _TOKENS = re.compile(
 )
 
 _KEPT = "\n\t"
-# C0, DEL and C1; byte order marks; invisible tags; changes of the writing direction; halves of surrogate pairs.
+# C0, DEL and C1; byte order marks; invisible tags; changes of text direction; unpaired surrogates.
 _CONTROLS = (
     *range(0x20),
     *range(0x7F, 0xA0),
@@ -62,7 +62,7 @@ _ESCAPED_IN_JSON: Mapping[int, str] = {
 
 
 def redact(text: str) -> str:
-    """Return the text with every secret in it replaced."""
+    """Return the text with every secret replaced."""
     text = _URL_LOGIN.sub(lambda found: f"{found['keep'] or found['keep_web']}{HIDDEN}", text)
     for pattern in (_BEARER, _NAMED_VALUE, _NAMED_FIELD):
         text = pattern.sub(rf"\g<keep>{HIDDEN}", text)
@@ -85,7 +85,7 @@ def redact_values(value: Any) -> Any:
 
 
 def redact_command(words: list[str]) -> list[str]:
-    """Return the words of a command line with secrets replaced, also after an option such as `--token`."""
+    """Return the words of a command line with secrets replaced, including after an option such as `--token`."""
     hidden = [redact(word) for word in words]
     for place, word in enumerate(words[:-1]):
         if word.startswith("--") and "=" not in word and holds_secret(f"{word}={words[place + 1]}"):

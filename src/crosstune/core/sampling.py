@@ -23,7 +23,7 @@ class Sampling:
     min_p: float = 0.0
     """Keep tokens with at least this fraction of the highest probability; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Divide the positive logits of tokens that occurred before by this, and multiply the negative ones."""
+    """Divide the positive logits of tokens that occurred before by this, and multiply negative logits by it."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -40,7 +40,9 @@ class Sampling:
         }
         raise_all(
             [
-                UserError(f"--{name} cannot be {getattr(self, name)}.", do=f"give a number that is {range_}")
+                UserError(
+                    f"--{name} cannot be {getattr(self, name)}.", do=f"specify a number that is {range_}"
+                )
                 for name, (holds, range_) in allowed.items()
                 if not holds
             ]

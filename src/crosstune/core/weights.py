@@ -1,4 +1,4 @@
-"""Define rules for trained weights that both engines share: the moving average, the initialization, the check of shapes."""
+"""Define rules for trained weights that both engines share: moving average, initialization, shape check."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array, Session, SessionState
 
 SLOT = "average"
-"""The name of the average among the optimizer's moments in a checkpoint."""
+"""The average's name among the optimizer moments in a checkpoint."""
 
 
 @runtime_checkable
@@ -22,12 +22,12 @@ class AveragesWeights(Protocol):
     """A session that keeps a moving average of the trained weights."""
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Replace the weights by their average inside the block."""
+        """Replace the weights by their average within the context."""
         ...
 
 
 def averaged(session: Session) -> contextlib.AbstractContextManager[None]:
-    """Use the session's averaged weights inside the block, if it keeps an average."""
+    """Use the session's averaged weights within the context, if it keeps an average."""
     return session.averaged() if isinstance(session, AveragesWeights) else contextlib.nullcontext()
 
 
@@ -58,9 +58,9 @@ def check_fit(trained: Mapping[str, tuple[int, ...]], weights: Mapping[str, Arra
     named += [f"{name} is {weights[name].shape}, not {trained[name]}" for name in shapes[:3]]
     experts = any(".experts." in name for name in (*missing, *unknown))
     raise UserError(
-        "The state does not fit the weights that this run trains.",
+        "The state does not match the weights that this run trains.",
         why="; ".join(named),
-        do="continue on the engine that wrote it: MLX adapts no experts. A run that is to move between engines needs "
+        do="continue on the engine that wrote it: MLX does not adapt experts. A run that is to move between engines needs "
         "--lora_target_modules attention from its start"
         if experts
         else "continue with the same method, rank and target modules as the run that wrote it",

@@ -1,1 +1,1 @@
-"""Data sets: read, checked, rendered with chat templates, tokenized, packed and put in order."""
+"""Datasets: read, checked, rendered with chat templates, tokenized, packed and ordered."""

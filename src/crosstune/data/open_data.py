@@ -1,4 +1,4 @@
-"""Open the data of a run: training examples, held-out examples, and the mixture of several sources."""
+"""Open the data of a run: training examples, held-out examples, and the mixture of sources."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class RunData:
 
     train: Corpus
     without_answer: int
-    """Rows left out because no token of them is supervised."""
+    """Rows skipped because they have no supervised token."""
     held_out: Corpus | None = None
     held_out_rows: Sequence[tuple[Row, str]] = ()
     """The rows of the held-out examples, and their formats."""
     mixture: Mixture | None = None
     sources: Sequence[dict[str, Any]] = ()
-    """The share of each of several sources in an epoch."""
+    """The fraction of an epoch from each source."""
     notes: Sequence[str] = ()
     """Sentences about choices made while reading the data."""
 
     def identity(self) -> str:
-        """Return the hash of everything that decides the examples, and their weights."""
+        """Return the hash of everything that determines the examples, and their weights."""
         if self.mixture is None:
             return self.train.identity
         return hashlib.sha256(f"{self.train.identity} {self.mixture.identity()}".encode()).hexdigest()
@@ -67,7 +67,7 @@ class DataOpener:
     cache: Path | None
     observer: Observer
     model_limit: int | None
-    """The longest context of the model."""
+    """The model's maximum context length."""
 
     def open(self) -> RunData:
         config = self.config
@@ -106,7 +106,7 @@ class DataOpener:
         """Return random tokens, all supervised, that depend only on the vocabulary size."""
         config = self.config
         if len(sources) > 1:
-            raise UserError(f"The dataset {DUMMY} cannot be combined with others.", do=f"use {DUMMY} alone")
+            raise UserError(f"The {DUMMY} dataset cannot be combined with others.", do=f"use {DUMMY} alone")
         num_examples = DEFAULT_SAMPLES if config.dataset_samples == -1 else config.dataset_samples
         length, vocabulary = config.context_length, self.tokenizer.rust.get_vocab_size()
         writer = MemoryWriter()
@@ -125,7 +125,7 @@ class DataOpener:
         return RunData(train=corpus, without_answer=0)
 
     def _open_source(self, source: Source, *, number: int, most: int) -> RunData:
-        """Return the training examples of a source and at most `most` held-out ones, from its held-out split or from a
+        """Return the training examples of a source and at most `most` held-out examples, from its held-out split or from a
         tenth of its rows."""
         samples = source.samples if self.config.dataset_samples == -1 else self.config.dataset_samples
         if not most or source.held_out:
@@ -204,7 +204,7 @@ class DataOpener:
                 notes.append(f"{source.name}: held out by name and not read: {', '.join(source.unused)}")
             if one.train.pieces is not None and (num_pieces := int((one.train.pieces >= 0).sum())):
                 notes.append(
-                    f"{source.name}: long texts are split into {num_pieces:,} pieces of at most {one.train.limit:,} tokens"
+                    f"{source.name}: long documents are split into {num_pieces:,} pieces of at most {one.train.limit:,} tokens"
                 )
         return notes
 
@@ -212,7 +212,7 @@ class DataOpener:
 def _describe_sources(
     sources: Sequence[Source], opened: Sequence[RunData], mixture: Mixture | None
 ) -> list[dict[str, Any]]:
-    """Return the share of each source in an epoch."""
+    """Return the fraction of an epoch from each source."""
     sizes = [len(one.train) for one in opened]
     counts = mixture.counts() if mixture is not None else sizes
     return [

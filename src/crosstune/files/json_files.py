@@ -163,9 +163,7 @@ def _check_characters(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(
-            "a text in it holds half of a character, a surrogate without its other half"
-        ) from error
+        raise ValueError("it contains an unpaired surrogate") from error
 
 
 FOREIGN = json.JSONDecoder(parse_int=_short_integer)

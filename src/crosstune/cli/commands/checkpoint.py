@@ -79,8 +79,8 @@ def _folders(target: Path) -> list[tuple[int, Path]]:
     if step is not None and folder.is_dir():
         return [(step, folder)]
     raise UserError(
-        f"{target} has no checkpoints.",
-        do="name a run folder, or a folder such as RUN/checkpoints/step-00000100",
+        f"{target} contains no checkpoints.",
+        do="pass a run folder, or a folder such as RUN/checkpoints/step-00000100",
     )
 
 
@@ -189,7 +189,7 @@ def _prune(own: Any) -> int:
     from crosstune.files.run_lock import hold
 
     if step_of(own.target.resolve()) is not None:
-        raise UserError(f"{own.target} is a single checkpoint.", do="name the run folder")
+        raise UserError(f"{own.target} is a single checkpoint.", do="pass the run folder")
     with contextlib.nullcontext() if own.dry_run else hold(own.target):
         return _prune_held(own)
 
@@ -217,8 +217,8 @@ def _export(own: Any, flags: Sequence[str]) -> int:
     unused = sorted(set(config.sources) - {"backend", "model_name"})
     if unused:
         raise UserError(
-            f"export has no option --{unused[0]}.",
-            do="omit it: the checkpoint has the options of the run",
+            f"export does not accept --{unused[0]}.",
+            do="remove it: the checkpoint records the run's options",
         )
     with Screen(live=not own.json) as screen:
         report = export_checkpoint(

@@ -42,7 +42,7 @@ def run(words: Sequence[str]) -> int:
     own, config = parse_config(make_parser(), _with_dataset(words))
     if config.recipe != "sft":
         raise UserError(
-            f"crosstune data reads conversations and texts, not data of the recipe {config.recipe}.",
+            f"crosstune data reads conversations and plain text, not data of the {config.recipe} recipe.",
             do="omit --recipe",
         )
 

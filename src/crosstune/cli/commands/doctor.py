@@ -25,7 +25,7 @@ def make_parser() -> Parser:
     parser = Parser(
         "doctor",
         description="Probe every backend, then train three steps on each available one and compare the losses with\n"
-        "the CPU in fp32. The exit code is 0 if every job ran and agreed.",
+        "the CPU in fp32. The exit code is 0 if every run succeeded and matched the CPU losses.",
         epilog=EPILOG,
     )
     parser.add_argument("--no_train", action="store_true", help="probe only, train nothing")
@@ -41,7 +41,7 @@ def run(words: Sequence[str]) -> int:
         train=not own.no_train, on_progress=lambda text: print(f"{text} ...", file=sys.stderr)
     )
     print_result(diagnosis.to_json(), diagnosis_lines(diagnosis), as_json=own.json)
-    # Without torch there is no CPU reference; it is enough that the job ran.
+    # Without torch there is no CPU reference; it is enough that the run succeeded.
     passed = (check.ran and (check.agrees or check.difference is None) for check in diagnosis.checks)
     return EXIT_DONE if all(passed) else EXIT_USER_MUST_ACT
 
@@ -84,7 +84,7 @@ def _available(report: BackendReport, check: Check | None, *, why: Mapping[str, 
 def _bf16(report: BackendReport) -> str:
     if "bf16" not in report.dtypes or report.bf16_speedup == 1:  # not measured
         return ""
-    return f" (bf16 products run at {ratio(report.bf16_speedup)} of fp32)"
+    return f" (bf16 matmuls run at {ratio(report.bf16_speedup)} of fp32)"
 
 
 def _verdict(check: Check) -> str:

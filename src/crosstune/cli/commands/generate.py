@@ -34,7 +34,7 @@ CHAT_COMMANDS = {
     "/load FILE": "continue the conversation in FILE",
     "/system TEXT": "set the system message; without TEXT, remove it",
     "/reset": "clear the conversation, except the system message",
-    "/exit": "leave (also /quit and Ctrl-D)",
+    "/exit": "quit (also /quit and Ctrl-D)",
 }
 CHAT_HELP = "\n".join(f"  {command:<13} {text}" for command, text in CHAT_COMMANDS.items())
 CHAT_NOTES = "Ctrl-C interrupts an answer. Start a message with two slashes to send one: //etc is a folder."
@@ -51,14 +51,14 @@ def make_parser() -> Parser:
     parser = Parser("generate", description="Answer prompts with a model or a trained run.", epilog=EXAMPLES)
     add_model_arguments(parser)
     parser.add_argument("--prompt", help="the user's message (default: read standard input)")
-    parser.add_argument("--prompt_file", type=Path, metavar="FILE", help="file with many prompts")
+    parser.add_argument(
+        "--prompt_file", type=Path, metavar="FILE", help="read prompts from FILE, one per line"
+    )
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the answers to this file as JSON lines"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing --output file")
-    parser.add_argument(
-        "--batch_size", type=at_least(1), default=8, help="prompts answered together (default 8)"
-    )
+    parser.add_argument("--batch_size", type=at_least(1), default=8, help="prompts per batch (default 8)")
     return parser
 
 
@@ -84,7 +84,7 @@ def _read_prompts(own: argparse.Namespace) -> list[Prompt]:
 
     if own.prompt_file is not None:
         if own.prompt is not None:
-            raise UserError("--prompt and --prompt_file exclude each other.", do="omit one of them")
+            raise UserError("--prompt and --prompt_file cannot be combined.", do="remove one of them")
         return read_prompts(own.prompt_file.expanduser(), system=own.system)
     text = own.prompt if own.prompt is not None else sys.stdin.read().strip()
     if not text:
@@ -228,7 +228,7 @@ def run_chat(words: Sequence[str]) -> int:
     if interactive:
         import readline  # noqa: F401  (line editing and history for input())
 
-        _say("/help lists the commands; Ctrl-C interrupts an answer, Ctrl-D leaves.")
+        _say("/help lists the commands; Ctrl-C interrupts an answer, Ctrl-D quits.")
     while (line := _read_line(interactive)) is not None:
         if line.startswith("/") and not line.startswith("//"):
             if not _obey(line, conversation):
@@ -251,7 +251,7 @@ def _answer(
         )
     except KeyboardInterrupt:
         print(" ... (interrupted and discarded)")
-    except UserError as error:  # such as a chat template that refuses a system message
+    except UserError as error:  # such as a chat template that rejects a system message
         print_error(error.lines())
     else:
         print()
@@ -259,7 +259,7 @@ def _answer(
 
 
 def _obey(line: str, conversation: Conversation) -> bool:
-    """Run a chat command; return False to leave."""
+    """Run a chat command; return False to quit."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name in ("/exit", "/quit"):
@@ -284,7 +284,7 @@ def _obey(line: str, conversation: Conversation) -> bool:
 
 def _use_file(name: str, rest: str, conversation: Conversation) -> None:
     if not rest:
-        raise UserError(f"{name} needs the name of a file.", do=f"{name} chat.jsonl")
+        raise UserError(f"{name} needs a file name.", do=f"{name} chat.jsonl")
     path = Path(rest).expanduser()
     if name == "/save":
         conversation.save(path)

@@ -56,11 +56,11 @@ def make_parser() -> Parser:
     add("--input", type=read_path, metavar="FILE", help="for predict: the answers to judge")
     add("--output", type=read_path, metavar="FILE", help="for predict: write the verdicts here (JSON Lines)")
     add("--out", type=read_path, metavar="DIR", help="for eval: folder for the predictions and metrics")
-    predictions = "for eval: compute metrics from a file of predictions"
+    predictions = "for eval: compute metrics from a predictions file"
     add("--predictions", type=read_path, metavar="FILE", help=predictions)
     add("--base", metavar="MODEL", help="for eval and predict: the base model of an adapter")
     add("--skip_untrained", action="store_true", help="do not test the untrained model for comparison")
-    shared = "do not reuse the computation of a prefix that prompts share"
+    shared = "do not reuse the computation of shared prompt prefixes"
     add("--no_shared_prefix", action="store_true", help=shared)
     add("--split_to", type=read_path, metavar="DIR", help="for data: write splits by group into a folder")
     show = "for data: print the first N examples (default 2)"
@@ -79,7 +79,8 @@ def run(words: Sequence[str]) -> int:
     target = rest.pop(0) if rest and not rest[0].startswith("-") else None
     if target is not None and action == "train":
         raise UserError(
-            f"judge train has no positional argument, but got {target!r}.", do="give the data with --dataset"
+            f"judge train takes no positional argument, but got {target!r}.",
+            do="pass the data with --dataset",
         )
     if target is not None and action == "data":
         rest = ["--dataset", target, *rest]
@@ -172,7 +173,7 @@ def _test_on(own: argparse.Namespace, config: Config) -> dict[str, Any]:
     from crosstune.results.judge import judge_scale
 
     if "dataset" not in config.sources:
-        raise UserError(f"There is no data to test {own.target} on.", do="pass --dataset with labeled items")
+        raise UserError(f"No data to test {own.target} on.", do="pass --dataset with labeled items")
     request = _make_request(own, config, target=own.target, backend=config.backend)
     items = read_split(item_reader(config, scale=judge_scale(request)), config.dataset, "test")
     if "eval_samples" in config.sources:
@@ -213,7 +214,7 @@ def _test(
 
 
 def _evaluate_file(own: argparse.Namespace, config: Config) -> int:
-    """Compute metrics from a file of predictions."""
+    """Compute metrics from a predictions file."""
     from crosstune.recipes.judge.evaluation import baseline_verdicts, evaluate_with_baselines
     from crosstune.recipes.judge.items import read_scale
     from crosstune.recipes.judge.predictions import read_predictions
@@ -223,7 +224,7 @@ def _evaluate_file(own: argparse.Namespace, config: Config) -> int:
     others = read.others or baseline_verdicts(read.items, scale=read.scale)
     report = evaluate_with_baselines(read.items, read.found, scale=read.scale, others=others)
     if not read.others:
-        report["notes"].append("the baselines are fitted on the same items, an advantage for them")
+        report["notes"].append("the baselines are fitted on the same items, which favors them")
     return print_result(report, metric_lines(report), as_json=own.json)
 
 
@@ -338,7 +339,7 @@ def _split(own: argparse.Namespace, config: Config) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     paths = {name: folder / f"judge_{name}.json" for name in splits}
     if there := [path for path in paths.values() if path.exists()]:
-        raise UserError(f"{there[0]} exists already.", do="choose another folder for --split_to")
+        raise UserError(f"{there[0]} already exists.", do="choose a different folder for --split_to")
     for name, items in splits.items():
         write_json(paths[name], [split_row(item, f"{name}-{n}", scale=scale) for n, item in enumerate(items)])
         groups = len({item.group for item in items})

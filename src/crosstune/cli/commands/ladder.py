@@ -26,7 +26,7 @@ EXAMPLES = """examples:
   crosstune train --config runs/faster/train.yaml                  (train with the kept changes)
 
 Each rung changes some options. Child processes measure it in alternation (A B B A) against the changes kept so far. It is
-kept if the loss keeps the rung's promise and the gain in speed or memory exceeds the noise between trials. Repeat the
+kept if the loss stays within the rung's tolerance and the gain in speed or memory exceeds the noise between trials. Repeat the
 command to continue a stopped ladder. `crosstune ladder --rungs list` lists the rungs."""
 READ_S = 1.0
 """A shorter trial was read from disk, so it does not predict the remaining time."""
@@ -37,11 +37,11 @@ FEW_STEPS = 15
 def make_parser() -> Parser:
     parser = Parser(
         "ladder",
-        description="Try optimizations of a training one by one, measure each, and keep what helps.",
+        description="Try optimizations of a run one by one, measure each, and keep what helps.",
         epilog=EXAMPLES,
     )
     parser.add_argument(
-        "--steps", type=at_least(2), default=30, metavar="N", help="steps of each trial (default 30)"
+        "--steps", type=at_least(2), default=30, metavar="N", help="training steps per trial (default 30)"
     )
     parser.add_argument(
         "--rungs", metavar="A,B,...", help="rungs to try, in this order (default: all); `list` prints them"
@@ -58,7 +58,7 @@ def make_parser() -> Parser:
         type=at_least(1.0),
         default=1800.0,
         metavar="SECONDS",
-        help="time limit of a trial (default 1800)",
+        help="time limit per trial (default 1800)",
     )
     return parser
 
@@ -208,7 +208,7 @@ def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None
     output.line("")
     if found.ends is None:
         tried = any(step.outcome == "rolled back" for step in found.steps)
-        why = "no change was an improvement" if tried else "none applies here"
+        why = "no change was an improvement" if tried else "none applies to this run"
         output.line(f"result   no rung was kept: {why}")
     elif (failed := found.ends.failed) is not None:
         output.line(

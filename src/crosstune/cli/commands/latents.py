@@ -33,7 +33,7 @@ EXAMPLES = """examples:
   crosstune latents eval runs/NAME --data pairs/mine --correct 8 --json"""
 
 ACTIONS = {
-    "build": "make a folder of text-vector pairs from texts, a corpus or an original layout",
+    "build": "make a folder of text-vector pairs from sentences, a corpus or an original layout",
     "export": "write a folder of pairs in one of the original layouts",
     "decode": "turn vectors into texts; with --text, embed a text and decode its vector",
     "encode": "turn texts into vectors with the model, by DDIM",
@@ -43,7 +43,7 @@ ACTIONS = {
 
 
 class _LatentsParser(Parser):
-    """A parser that refuses options of other actions."""
+    """A parser that rejects options of other actions."""
 
     def __init__(self) -> None:
         summary = "\n".join(f"  {name:<8} {text}" for name, text in ACTIONS.items())
@@ -61,10 +61,10 @@ class _LatentsParser(Parser):
         self.add_argument(flag, help=f"for {', '.join(names)}: {help}{shown}", **settings)
 
     def refuse_others(self, own: argparse.Namespace) -> None:
-        """Raise a UserError for an option of another action."""
+        """Raise a UserError for an option of a different action."""
         for name, actions in self.actions_of.items():
             if own.action not in actions and getattr(own, name) != self.get_default(name):
-                self.error(f"{own.action} has no option --{name}: it is for {', '.join(actions)}")
+                self.error(f"{own.action} does not accept --{name}: it is for {', '.join(actions)}")
 
 
 def make_parser() -> _LatentsParser:
@@ -183,7 +183,7 @@ def _build(own: argparse.Namespace) -> int:
     if is_pair_folder(own.out) and not own.overwrite:
         raise UserError(
             f"{own.out} already contains pairs.",
-            do="choose another --out FOLDER, or replace them with --overwrite",
+            do="choose a different --out FOLDER, or replace them with --overwrite",
         )
     with Screen(live=True) as screen:
         facts = build(

@@ -1,4 +1,4 @@
-"""`crosstune launch`: start a training on several machines, with a scheduler or over ssh."""
+"""`crosstune launch`: start a multi-node run, with a scheduler or over ssh."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ EXAMPLES = """examples:
   crosstune launch --on ssh --hosts alpha,beta --nnodes 2 --gpus 4 --config run.yaml
 
 All other options belong to train and are checked before submission; they may follow `--`. The run gets a name and
---resume auto, so that it continues after a preemption or a failure. All machines need crosstune, the data, and one
+--resume auto, so that it continues after a preemption or a failure. All nodes need crosstune, the data, and one
 shared folder for the runs. --print shows the script, the manifest or the commands, and starts nothing."""
 
 
 def make_parser() -> Parser:
-    parser = Parser("launch", description="Start a training on several machines.", epilog=EXAMPLES, json=None)
+    parser = Parser("launch", description="Start a multi-node run.", epilog=EXAMPLES, json=None)
     names = scheduler_names()
     parser.add_argument("--on", required=True, choices=names, help="scheduler that starts the processes")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`crosstune move`: pack a run into an archive to continue it on another machine or backend."""
+"""`crosstune move`: pack a run into an archive to continue it on a different machine or backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXAMPLES = """examples:
 
 The archive contains the newest valid checkpoint (weights, optimizer, schedule, data position), the logs and local data
 files, but not the base model: the other machine downloads it or finds it with --model_name. The loss on the next
-batches is measured here, and again on the other machine before training continues."""
+batches is measured on this machine, and again on the other before training continues."""
 
 
 def make_parser() -> Parser:
@@ -60,7 +60,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[Line]:
-    assumed = ", typical for this backend; name yours with --machine" if report["assumed_machine"] else ""
+    assumed = ", typical for this backend; specify yours with --machine" if report["assumed_machine"] else ""
     yield f"machine  planned for {report['machine']}{assumed}"
     if report["compared"] is None:
         why = f"this machine has no {report['to']}"

@@ -32,7 +32,7 @@ EXAMPLES = """examples:
   crosstune plan --machine h200-x8 --nnodes 4 --price_per_hour 30 --sharding_strategy full_shard --train_type full --max_steps 1000
 
 --machine accepts a report written by `crosstune doctor --json` on another computer, or a profile listed by
-`crosstune plan --machine list`; a suffix such as -x8 sets the number of GPUs. The exit code is 2 if train would refuse
+`crosstune plan --machine list`; a suffix such as -x8 sets the number of GPUs. The exit code is 2 if train would reject
 the request. Checks that need a download or the other machine are listed as not checked."""
 
 MAX_OPERATORS = 12
@@ -55,11 +55,11 @@ def make_parser() -> Parser:
         epilog=EXAMPLES,
     )
     add = parser.add_argument
-    nodes = "predict a run on N such machines, one process per device"
+    nodes = "predict a run on N such nodes, one process per device"
     add("--nnodes", type=at_least(1), default=1, metavar="N", help=nodes)
-    price = "price of one machine per hour, to predict the cost of the run"
+    price = "price of one node per hour, to predict the cost of the run"
     add("--price_per_hour", type=at_least(0.0), metavar="PRICE", help=price)
-    machine = "plan for another machine instead of this one"
+    machine = "plan for a different machine"
     add("--machine", type=read_path_or_name, metavar="NAME|FILE", help=machine)
     return parser
 
@@ -81,7 +81,7 @@ def run(words: Sequence[str]) -> int:
 
     machine = load_machine(own.machine) if own.machine else None
     if machine is None:
-        read_ranks(config)  # refuse what train refuses
+        read_ranks(config)  # reject what train rejects
     if own.nnodes == 1 and config.resume == "none" and (machine is not None or may_have_several_devices()):
         config = with_all_devices(config, machine=machine)
     plan, checked = check_plan(config, machine=machine, ranks=_cluster(config, machine, own.nnodes))
@@ -160,7 +160,9 @@ def _memory(plan: Plan) -> str:
     learned = ""
     if plan.correction is not None:
         runs = plan.correction.num_runs
-        learned = f", corrected by {runs} run{'s' * (runs != 1)} here (x {plan.correction.factor:.2f})"
+        learned = (
+            f", corrected by {runs} run{'s' * (runs != 1)} on that machine (x {plan.correction.factor:.2f})"
+        )
     each = " on each device" if plan.world_size > 1 else ""
     return (
         f"about {size(plan.estimated_bytes)} for a full step{each} (estimated{learned}), of {size(plan.usable_bytes)} to "
@@ -188,11 +190,11 @@ def _time_rows(prediction: Prediction) -> Rows:
                 "processes",
                 f"{cluster.num_nodes} x {cluster.num_local}, {cluster.sharding}: communication in "
                 f"{100 * time.communication_share:.1f} % of the time, {100 * time.communication_s / time.seconds:.1f} % "
-                "not overlapped with computation (predicted, not checked on several devices)",
+                "not overlapped with computation (predicted, not verified on multiple devices)",
             )
         )
     if prediction.hours is None:
-        unknown = ("time", "unknown: the number of steps is unknown here; --max_steps sets it")
+        unknown = ("time", "unknown: the number of steps is unknown; --max_steps sets it")
         return [*rows, unknown, *unknown_cost]
     rows.append(("time", f"about {duration(3600 * prediction.hours)} for all steps"))
     if prediction.cost is not None:
@@ -208,7 +210,7 @@ def _own_model_rows(plan: Plan, own: OwnModel | None, *, priced: bool) -> Rows:
     rows: Rows = []
     if own is None or own.parameters is None:
         known = "once its data is read" if own is None else "after its first step"
-        why = f"unknown: the size of the model that the recipe {plan.config.recipe} builds is known {known}"
+        why = f"unknown: the {plan.config.recipe} recipe builds its own model, whose size is known {known}"
         rows.append(("memory", why))
     else:
         rows.append(("parameters", f"{count(own.parameters)}, built by the recipe for this data"))
@@ -229,13 +231,13 @@ def _own_model_rows(plan: Plan, own: OwnModel | None, *, priced: bool) -> Rows:
 
 
 def _cluster(config: Config, machine: Machine | None, num_nodes: int) -> Ranks | None:
-    """Return the processes of a run on several machines; None for a run on one."""
+    """Return the processes of a multi-node run; None for a single node."""
     if num_nodes == 1:
         return None
     if machine is None:
         raise UserError(
             "--nnodes needs --machine.",
-            why="a run on several machines is predicted from the profile of one of them.",
+            why="a multi-node run is predicted from the profile of one node.",
             do="add --machine with a name from `crosstune plan --machine list`, such as h200-x8",
         )
     from crosstune.machines.probe import fastest_backend
@@ -244,15 +246,15 @@ def _cluster(config: Config, machine: Machine | None, num_nodes: int) -> Ranks |
     if backend_specs()[backend].engine != "torch":
         raise UserError(
             f"--nnodes is not predicted for {machine.name}.",
-            why=f"its backend is {backend}, and runs on several machines are predicted only for torch.",
-            do="omit --nnodes, or choose a machine with GPUs, such as h200-x8",
+            why=f"its backend is {backend}, and multi-node runs are predicted only for torch.",
+            do="remove --nnodes, or choose a machine with GPUs, such as h200-x8",
         )
     local = max(1, len(machine.backends[backend].devices))
     if config.world_size not in (-1, num_nodes * local):
         raise UserError(
             f"--world_size is {config.world_size}, but {num_nodes} machines with {local} devices make "
             f"{num_nodes * local} processes.",
-            do="omit --world_size, or choose a machine with another number of devices, such as h200-x8",
+            do="remove --world_size, or choose a machine with a different number of devices, such as h200-x8",
         )
     return Ranks(engine="torch", size=num_nodes * local, local_size=local, num_nodes=num_nodes)
 
@@ -311,7 +313,7 @@ def _option_rows(plan: Plan, checked: RequestCheck | None, *, needs_base: bool) 
     rows = [
         ("machine", plan.machine.name),
         ("backend", f"{plan.backend.name} ({plan.engine} engine), {plan.world_size} x {device}"),
-        ("model", config.model_name if needs_base else f"built by the recipe {config.recipe}"),
+        ("model", config.model_name if needs_base else f"built by the {config.recipe} recipe"),
         ("data", _data(config, checked)),
         ("method", f"{config.recipe} / {plan.method}{quantized}"),
         ("precision", plan.precision),
@@ -348,7 +350,7 @@ def _data(config: Config, checked: RequestCheck | None) -> str:
 
 
 def _layers(plan: Plan) -> str:
-    """Describe the decoder layers; return an empty text where there is no choice."""
+    """Describe the decoder layers; return an empty string where there is no choice."""
     if plan.engine != "torch" or plan.config.recipe == "latent_diffusion":
         return ""
     if plan.config.kernels != "fast":
@@ -360,7 +362,7 @@ def _layers(plan: Plan) -> str:
 
 
 def _length(config: Config) -> str:
-    """Describe when the training ends."""
+    """Describe when the run ends."""
     steps = f"{config.max_steps:,} step{'s' * (config.max_steps != 1)}"
     if not config.num_epochs and config.max_steps != -1:
         return f"{steps}, regardless of the size of the data"

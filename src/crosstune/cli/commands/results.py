@@ -1,4 +1,4 @@
-"""`crosstune merge`, `export` and `convert`: write a trained run or a model in another form."""
+"""`crosstune merge`, `export` and `convert`: write a trained run or a model in a different form."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def make_parser_convert() -> Parser:
         "model",
         type=read_path_or_name,
         metavar="MODEL",
-        help="a folder, or another model (see --model_name of train)",
+        help="a folder, or any other model (see --model_name of train)",
     )
     held = "check that the folder contains these weights (default: no check)"
     add("--from", dest="held", choices=(*names, "none"), help=held)
@@ -126,7 +126,7 @@ def make_parser_convert() -> Parser:
         parser,
         out="folder for the result (default: named after the model and the format, such as NAME-mlx-4bit)",
         dtype="dtype of dense weights and of scales (default: the model's)",
-        force="accept an --original that is not the recorded one",
+        force="accept an --original that differs from the recorded one",
     )
     return parser
 
@@ -199,12 +199,12 @@ def _add_request_arguments(parser: Parser) -> None:
         parser,
         out="folder for the result",
         dtype="dtype of the weights (default: the base model's)",
-        force="accept a base model that is not the recorded one",
+        force="accept a base model that differs from the recorded one",
     )
 
 
 def _add_output_arguments(parser: Parser, *, out: str, dtype: str, force: str) -> None:
-    """Add the arguments of all commands, with these help texts."""
+    """Add the output arguments shared by merge, export and convert."""
     parser.add_argument("--out", type=lambda text: read_path(text).absolute(), help=out)
     parser.add_argument("--dtype", choices=("auto", "bf16", "fp16", "fp32"), default="auto", help=dtype)
     parser.add_argument("--force", action="store_true", help=force)

@@ -27,7 +27,7 @@ EXAMPLES = """examples:
   crosstune runs --output_dir experiments --last 100
   crosstune runs --status running --json
 
-A run is `running` while a process holds its lock, and `killed` if none does and no ending is recorded. A narrow terminal
+A run is `running` while a process holds its lock, and `killed` if none does and no outcome is recorded. A narrow terminal
 omits less important columns; --json has all."""
 
 STATUSES = ("running", "finished", "stopped", "failed", "killed", "damaged", "unknown")
@@ -44,13 +44,13 @@ COMPARE_EXAMPLES = """examples:
   crosstune compare runs/demo elsewhere/demo --out compare.html     (one page with overlaid curves)
   crosstune compare demo low-lr full --json
 
-Give runs by folder, or by name in --output_dir. `*` marks the best value of a row."""
+Specify runs by folder, or by name in --output_dir. `*` marks the best value of a row."""
 
 
 def make_parser() -> Parser:
     parser = Parser("runs", description="List runs, the newest first.", epilog=EXAMPLES)
     parser.add_argument(
-        "--output_dir", type=read_path, default=Path("runs"), help="folder of the runs (default runs)"
+        "--output_dir", type=read_path, default=Path("runs"), help="runs folder (default runs)"
     )
     parser.add_argument("--last", type=at_least(1), default=30, help="number of runs to list (default 30)")
     parser.add_argument("--all", action="store_true", help="list all runs")
@@ -139,7 +139,7 @@ def make_parser_compare() -> Parser:
     parser = Parser("compare", description="Show what differs between runs.", epilog=COMPARE_EXAMPLES)
     parser.add_argument("runs", nargs="*", type=read_path_or_name, metavar="RUN", help="two or more runs")
     parser.add_argument(
-        "--output_dir", type=read_path, default=Path("runs"), help="folder of the runs (default runs)"
+        "--output_dir", type=read_path, default=Path("runs"), help="runs folder (default runs)"
     )
     parser.add_argument(
         "--out", type=read_path, metavar="FILE", help="also write a page with overlaid curves"

@@ -1,4 +1,4 @@
-"""Start the processes of `crosstune train`, on this machine alone or as one of several."""
+"""Start the processes of `crosstune train`, on a single node or as one of several nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CROWD = 4
 
 
 def processes_here(config: Config, nodes: Nodes | None) -> int:
-    """Return the number of processes to start here, from --world_size or the guides' variables."""
+    """Return the number of local processes, from --world_size or the original environment variables."""
     from crosstune.runs.pipeline import num_processes
 
     if nodes is None:
@@ -29,19 +29,19 @@ def processes_here(config: Config, nodes: Nodes | None) -> int:
         num_local, rest = divmod(config.world_size, num_nodes)
         if rest or not num_local:
             raise UserError(
-                f"--world_size {config.world_size} is not divisible by the number of machines, {num_nodes} (NNODES).",
-                do=f"choose a multiple of {num_nodes}, or set NPROC_PER_NODE on each machine",
+                f"--world_size {config.world_size} is not divisible by the number of nodes, {num_nodes} (NNODES).",
+                do=f"choose a multiple of {num_nodes}, or set NPROC_PER_NODE on each node",
             )
     if config.world_size > 0 and num_local is not None and num_nodes == 1 and config.world_size != num_local:
         raise UserError(
             f"--world_size is {config.world_size}, but NNODES x NPROC_PER_NODE is {num_nodes} x {num_local}.",
-            do="omit --world_size, or unset NPROC_PER_NODE",
+            do="remove --world_size, or unset NPROC_PER_NODE",
         )
     return num_processes(config, num_local=num_local if num_local is not None else -1)
 
 
 def remark_on_crowd(backend: str, num_local: int, *, cores: int) -> str:
-    """Return a warning if there are many more processes than cores, otherwise an empty text."""
+    """Return a warning if there are many more processes than cores, otherwise an empty string."""
     if backend != "cpu" or num_local <= CROWD * cores:
         return ""
     return (
@@ -61,7 +61,7 @@ def start_ranks(words: Sequence[str], config: Config, *, nodes: Nodes | None, nu
         Output().line(remark, style=WARNING)
     if engine == "mlx" and nodes is not None and nodes.num_nodes > 1:
         raise UserError(
-            "MLX does not train on several machines with NNODES and NODE_RANK.",
+            "MLX does not support multi-node training with NNODES and NODE_RANK.",
             do="start the processes with mlx.launch",
         )
     outcome = launch(

@@ -26,8 +26,8 @@ EXAMPLES = """examples:
   crosstune train --train_type full --lr 2e-5 --precision bf16 --use_gradient_checkpointing
   crosstune train --base_precision fp8                    (LoRA on a frozen base in fp8, on GPUs with fp8)
   crosstune train --config run.yaml --max_steps 20        (flags override the file)
-  crosstune train --name long --num_epochs 3 --save_steps 100 --resume auto     (run it again to continue after a kill)
-  crosstune train --name seen --log_to tensorboard,wandb --project_name my-runs   (WANDB_MODE=offline keeps wandb here)
+  crosstune train --name long --num_epochs 3 --save_steps 100 --resume auto     (run it again to continue after a crash)
+  crosstune train --name seen --log_to tensorboard,wandb --project_name my-runs   (WANDB_MODE=offline keeps wandb local)
   crosstune train --resume runs/long                      (continue a run with its options)
   crosstune train --emulate mps --machine apple-m1-16gb   (check whether this run would work on that Mac)"""
 
@@ -52,7 +52,7 @@ def run(words: Sequence[str]) -> int:
     if own.machine is not None:
         raise UserError(
             "--machine needs --emulate: train runs on this machine.",
-            do="crosstune plan --machine shows what another machine would do",
+            do="crosstune plan --machine shows what a different machine would do",
         )
 
     ranks, nodes = read_ranks(config), read_nodes(config)
@@ -132,9 +132,9 @@ def show_training(
 
 
 def leave_together(result: RunResult, group: Group) -> None:
-    """Wait for the other processes of a run, and raise the error that ended it, if any."""
+    """Wait for the other processes of a run, and raise the error that stopped it, if any."""
     if not isinstance(result.failure, PeerLost):
-        group.meet()  # under mlx.launch, the first process to exit ends the others
+        group.meet()  # under mlx.launch, the first process to exit terminates the others
     if result.failure is not None:
         raise result.failure
 

@@ -1,4 +1,4 @@
-"""Format the events and the ending of a run as lines; the screen handles events that change the live line."""
+"""Format a run's events and outcome as lines; the screen handles events that change the live line."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ LINES: Mapping[type[Event], Callable[[Any], Lines]] = {
     TrackingFailed: _tracking_failed,
     TrackingWaits: _line(
         lambda e: (
-            f"tracking waiting for {', '.join(e.trackers)}, at most {e.seconds:.0f} s (Ctrl-C ends the wait)"
+            f"tracking waiting for {', '.join(e.trackers)}, at most {e.seconds:.0f} s (Ctrl-C stops waiting)"
         ),
         QUIET,
     ),
@@ -222,7 +222,7 @@ def _evaluation_lines(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _which_weights(summary: Mapping[str, Any]) -> str:
-    """Name the step of the result, if not the last."""
+    """Return the step of the result, if not the last."""
     step = summary.get("result_step")
     return f" (step {step}, the best evaluation)" if step not in (None, summary["steps"]) else ""
 
@@ -230,4 +230,4 @@ def _which_weights(summary: Mapping[str, Any]) -> str:
 def _how_to_continue(summary: Mapping[str, Any], folder: Path) -> str:
     if summary["checkpoint"]:
         return f"continue crosstune train --resume {shlex.quote(shown_path(folder))}"
-    return "continue no checkpoint was saved: repeat the command with another --name or with --overwrite"
+    return "continue no checkpoint was saved: repeat the command with a different --name or with --overwrite"

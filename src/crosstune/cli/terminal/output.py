@@ -20,11 +20,11 @@ WARNING, ERROR, GOOD, QUIET, STRONG = "yellow", "bold red", "green", "dim", "bol
 
 
 class EscapingConsole(Console):
-    """A rich console that escapes control characters in texts."""
+    """A rich console that escapes control characters."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            # rich removes carriage returns from texts, so such a segment was passed as `end`.
+            # rich removes carriage returns from text, so such a segment was passed as `end`.
             if segment.control or segment.text == "\r":
                 yield segment
             else:
@@ -54,7 +54,7 @@ class Output:
             self.console.file.drain()
 
     def line(self, text: str, *, style: str | None = None, label_style: str | None = None) -> None:
-        """Print a text line by line; `label_style` applies only to the first word of each line."""
+        """Print text line by line; `label_style` applies only to the first word of each line."""
         # Escape before wrapping, since an escape is longer than its character; rich would silently drop some.
         for line in printable(text).split("\n"):
             folded = fold(line, self.console.width) if self.console.is_terminal else [line]
@@ -65,7 +65,7 @@ class Output:
 
 
 def print_line(text: str, *, style: str | None = None) -> None:
-    """Print a text on standard output."""
+    """Print text on standard output."""
     Output(sys.stdout).line(text, style=style)
 
 
@@ -126,7 +126,7 @@ def _total_width(columns: Sequence[Column]) -> int:
 
 
 def one_line(text: str) -> str:
-    """Return a text for a table cell: escaped, without line breaks."""
+    """Return the text of a table cell: escaped, without line breaks."""
     return printable(text).replace("\n", " ")
 
 

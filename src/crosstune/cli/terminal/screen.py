@@ -78,7 +78,7 @@ class Screen:
         verbose: bool = False,
         stream: TextIO | None = None,
     ) -> None:
-        """With `every`, print a line every so many steps, also above the live bar; without, choose the interval."""
+        """With `every`, print a line at this step interval, even above the live bar; otherwise choose the interval."""
         self.output = Output(stream)
         self.live = live and self.output.is_terminal
         self.every = every if every is not None else (1 if verbose else None)
@@ -152,7 +152,7 @@ class Screen:
 
     @singledispatchmethod
     def on_event(self, event: Event) -> None:
-        """Print an event, if it has lines."""
+        """Print an event's lines, if any."""
         self._print_event(event)
 
     def _print_event(self, event: Event) -> None:
@@ -342,7 +342,7 @@ class LiveLine:
 
 
 def _shorten(text: str, width: int) -> str:
-    """Cut the beginning of a text wider than `width`: the end of a path is the informative part."""
+    """Cut the beginning of text wider than `width`: the end of a path is the informative part."""
     if cell_len(text) <= width:
         return text
     words = text.split(" ")
@@ -364,7 +364,7 @@ def _short(text: str, limit: int = 110) -> str:
 
 def _with_samples(metrics: StepMetrics, figures: Sequence[str]) -> list[str]:
     """Return the figures of a line; for a recipe that counts examples, with `Loss: 1.2345` and `'samples_per_sec': 67.89`
-    for the scripts of the guides."""
+    for scripts of the original interface."""
     examples, loss = dict(metrics).get("examples"), metrics["loss"]
     if not isinstance(examples, int) or loss is None:
         return list(figures)

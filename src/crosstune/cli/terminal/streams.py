@@ -1,4 +1,4 @@
-"""Wrap standard output and error: escape control characters, and never let a reader block or end a training."""
+"""Wrap standard output and error: escape control characters, and ensure a slow or closed reader cannot block or kill the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from crosstune.core.safe_text import printable
 from crosstune.tracking.tracker import in_tracker_thread
 
 MOST_WAITING = 500
-"""Maximum number of texts queued for a terminal; further ones are dropped."""
+"""Maximum number of writes queued for a terminal; further writes are dropped."""
 DRAIN_S = 2.0
 _READER_GONE = (errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.ENXIO)
 _NARROWEST_TEXT = 24
@@ -39,7 +39,7 @@ class Stream:
         self.styled = StyledStream(self)
         self.lost = False
         self.failure: OSError | None = None
-        """The write error; None if only the reader is gone."""
+        """The write error; None if only the reader closed."""
         self._keeps_return = keeps_return
         self._waiting: queue.Queue[bytes] | None = None
 
@@ -78,7 +78,7 @@ class Stream:
                 self._drop(error)
 
     def unblock(self) -> None:
-        """Write to a terminal from a thread from now on, so that a stalled one (Ctrl-S, a lost connection) blocks nobody."""
+        """Write to a terminal from a thread from now on, so that a stalled terminal (Ctrl-S, a lost connection) does not block the run."""
         if self._waiting is None and self.stream.isatty():
             self.flush()
             self._waiting = queue.Queue(maxsize=MOST_WAITING)
@@ -97,7 +97,7 @@ class Stream:
         return getattr(self.stream, name)
 
     def _drop(self, error: OSError) -> None:
-        """Redirect the file descriptor to the null device, also for libraries and child processes."""
+        """Redirect the file descriptor to the null device, including for libraries and child processes."""
         self.lost = True
         self.failure = None if error.errno in _READER_GONE else error
         with contextlib.suppress(OSError):  # a stream without a descriptor
@@ -133,7 +133,7 @@ def _write_all(descriptor: int, waiting: queue.Queue[bytes]) -> None:
         while text and not lost:
             try:
                 text = text[os.write(descriptor, text) :]
-            except OSError:  # the terminal is gone
+            except OSError:  # the terminal was closed
                 lost = True
         waiting.task_done()
 

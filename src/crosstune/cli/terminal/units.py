@@ -1,4 +1,4 @@
-"""Format sizes, counts and durations for people."""
+"""Format sizes, counts and durations for display."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class DataOptions:
     dataset: str = _option(
         "commands",
         "Training data: a known name, a .json, .jsonl, .csv, .tsv, .parquet or .txt file, a folder of such files, or a hub "
-        "id; a comma-separated list mixes several, with weights as in a.jsonl:0.7,b.jsonl:0.3",
+        "id; a comma-separated list mixes sources, with weights as in a.jsonl:0.7,b.jsonl:0.3",
         holds=Holds.PATH,
         joins_items=":",
     )
@@ -72,7 +72,7 @@ class DataOptions:
         "(plain text only, the default for .txt files)",
         choices=("error", "cut", "drop", "split"),
     )
-    packing: bool = option(False, "Pack several examples into one row, without attention between them")
+    packing: bool = option(False, "Pack multiple examples into one row, without attention between them")
     train_on_prompt: bool = _option(False, "Compute the loss on prompts as well as answers")
     loading_workers: int = option(
         -1,

@@ -35,20 +35,20 @@ def _emulated_names() -> Sequence[str]:
 class HardwareOptions:
     backend: str = option(
         "auto",
-        "Backend to train on; auto: the first available one",
+        "Backend to train on; auto: the first available",
         choices=_backend_names,
         env="FSDP_BACKEND",
         on_resume=OnResume.OWN_MACHINE,
     )
     emulate: str | None = option(
         None,
-        "Emulate a few steps of this backend on the CPU instead of training, and report whether the run would work there",
+        "Emulate a few steps of this backend on the CPU instead of training, and report whether the run would work on it",
         choices=_emulated_names,
         on_resume=OnResume.ONE_START,
     )
     precision: str = option(
         "auto",
-        "Number format for weights and computation; auto: the best one that works on the backend",
+        "Precision of weights and computation; auto: the best the backend supports",
         choices=PRECISIONS,
         on_resume=OnResume.OWN_MACHINE,
     )
@@ -85,7 +85,7 @@ class HardwareOptions:
     )
     sharding_strategy: str = option(
         "full_shard",
-        "How the model is sharded or replicated over the devices",
+        "How the model is sharded or replicated across devices",
         choices=SHARDING,
         needs=(SEVERAL_DEVICES, SHARDED_MODEL),
     )
@@ -107,7 +107,7 @@ class HardwareOptions:
     )
     no_sync: bool = option(
         False,
-        "Reduce gradients once per step instead of once per micro-batch: faster, but every rank holds all gradients",
+        "Reduce gradients once per step instead of once per micro-batch: faster, but every rank stores all gradients",
         needs=(SEVERAL_DEVICES, SHARDED_MODEL, SHARDED_WEIGHTS),
     )
 
@@ -121,12 +121,12 @@ _one_start = OnResume.ONE_START | OnResume.FREE
 class ProcessOptions:
     master_addr: str = _sharded(
         "localhost",
-        "Address of the machine with rank 0, unless a launcher has set it",
+        "Address of the rank 0 node, unless set by a launcher",
         on_resume=_one_start,
     )
     master_port: int = _sharded(
         12355,
-        "Port on that machine; unset: a free one on a single machine, 29500 on several",
+        "Port on the rank 0 node; unset: a free port on a single node, 29500 on multiple nodes",
         low=1,
         high=65535,
         on_resume=_one_start,
@@ -142,7 +142,7 @@ class ProcessOptions:
     )
     collective_timeout: str = _several(
         "30m",
-        "Time limit for a process to wait in a collective or make no progress; then the run ends and names the process",
+        "Abort and report the stuck rank after this long in a collective or without progress",
         env="NCCL_TIMEOUT",
         check=check_duration,
     )

@@ -1,4 +1,4 @@
-"""Options of the recipe judge: the verdict, the scale, the splits."""
+"""Options of the judge recipe: the verdict, the scale, the splits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class JudgeOptions:
     verdict: str = _option(
         "auto",
         "Verdict format: one digit, `Score: N/10` with issues and feedback (score), `[RESULT] n` (result), JSON, or A, B "
-        "or tie (winner); auto: chosen to fit the data",
+        "or tie (winner); auto: chosen to match the data",
         choices=("auto", "digit", "score", "result", "json", "winner"),
     )
     head: str = _option(
@@ -39,7 +39,7 @@ class JudgeOptions:
         "Train a score between two labels as a distribution over both; false: use the nearest label only",
     )
     balance_scores: bool = _option(
-        False, "Sample training rows so that all scores, or all winners, are equally frequent"
+        False, "Sample training rows so that all scores, or all winners, occur equally often"
     )
     references: str = _option(
         "auto",
@@ -49,7 +49,7 @@ class JudgeOptions:
     )
     group_by: str | None = _option(
         None,
-        "Column by which rows are grouped: a group is never divided between splits; unset: the column group, or the task",
+        "Column by which rows are grouped: a group is never split across splits; unset: the column group, or the task",
     )
     leaks: str = _option(
         "error",

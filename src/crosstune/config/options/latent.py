@@ -1,4 +1,4 @@
-"""Options of the recipe latent_diffusion: the size of the model, the modes, the losses, decoding in evaluations."""
+"""Options of the latent_diffusion recipe: model size, modes, losses, decoding in evaluations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODES = ("l2t", "t2l", "unconditional")
 
 
 def read_shares(text: str) -> dict[str, float]:
-    """Return mode -> weight from a text such as l2t:0.65,t2l:0.35; raise ValueError for a malformed one."""
+    """Return mode -> weight from a string such as l2t:0.65,t2l:0.35; raise ValueError if malformed."""
     shares: dict[str, float] = {}
     for item in text.split(","):
         mode, _, number = item.strip().partition(":")
@@ -30,7 +30,7 @@ def read_shares(text: str) -> dict[str, float]:
 
 
 def read_schedule(text: str) -> list[tuple[str, int]]:
-    """Return (mode, steps) in order from a text such as l2t:1000,t2l:500; raise ValueError for a malformed one."""
+    """Return (mode, steps) in order from a string such as l2t:1000,t2l:500; raise ValueError if malformed."""
     phases: list[tuple[str, int]] = []
     for item in text.split(","):
         mode, _, number = item.strip().partition(":")
@@ -41,7 +41,7 @@ def read_schedule(text: str) -> list[tuple[str, int]]:
 
 
 def _check(read: Callable[[str], Any], wanted: str) -> Callable[[str], str | None]:
-    """Return a check for a text that `read` parses."""
+    """Return a check for a string that `read` parses."""
 
     def check(value: str) -> str | None:
         try:

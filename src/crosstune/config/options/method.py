@@ -40,7 +40,7 @@ class MethodOptions:
     )
     base_precision: str = option(
         "auto",
-        "Number format for matrix products with the frozen base; fp8 also stores an unquantized base in 8 bits; auto: "
+        "Matmul precision for the frozen base; fp8 also stores an unquantized base in 8 bits; auto: "
         "--precision",
         choices=("auto", "fp8"),
         needs=(ADAPTERS, TORCH_ENGINE),
@@ -48,7 +48,7 @@ class MethodOptions:
     fp8_tolerance: float = option(
         0.0025,
         "Maximum KL divergence, in nats per token, between the base in fp8 and the unquantized base, measured before "
-        "training: the worst groups of layers are not converted; 0: all layers are",
+        "training: the worst layer groups are not converted; 0: convert all layers",
         low=0,
         high=100,
         needs=(ADAPTERS, TORCH_ENGINE),
@@ -84,7 +84,7 @@ class MethodOptions:
     )
     num_new_blocks: int = option(
         1,
-        "Number of blocks to add, spread evenly over the model",
+        "Number of blocks to add, spread evenly across the model",
         low=1,
         high=1000,
         needs=(LLAMA_PRO, BLOCKS_TO_ADD),

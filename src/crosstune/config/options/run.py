@@ -19,7 +19,7 @@ from crosstune.config.conditions import (
 from crosstune.config.option import Holds, OnResume, check_duration, option
 
 MISMATCHES = ("model", "data", "eval_data", "order", "quantization", "trainable", "optimizer", "loss")
-"""Parts of a training's identity, in the order of messages; `loss` is the check after a move."""
+"""Parts of a run's identity, in message order; `loss` is the check after a move."""
 LONGEST_NAME_BYTES = 200
 """File systems allow 255; crosstune appends to the name: `~1`, the suffix of an archive or a temporary folder."""
 

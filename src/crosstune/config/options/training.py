@@ -34,7 +34,7 @@ class TrainingOptions:
     )
     rows_per_step: int = option(
         0,
-        "Rows per optimizer step over all devices; 0: batch_size x gradient_accumulation_steps x world_size",
+        "Rows per optimizer step across all devices; 0: batch_size x gradient_accumulation_steps x world_size",
         low=0,
         high=2**40,
     )

@@ -19,7 +19,7 @@ def choose_method(draft: Draft) -> tuple[str, str, int]:
             draft.problems.append(
                 UserError(
                     f"--train_type {train_type} and --quantization_backend {explicit} contradict each other.",
-                    do=f"omit one of them, or use --train_type {'qlora' if method == 'lora' else method}",
+                    do=f"remove one of them, or use --train_type {'qlora' if method == 'lora' else method}",
                 )
             )
         wanted = explicit
@@ -31,9 +31,9 @@ def choose_method(draft: Draft) -> tuple[str, str, int]:
     if method == "full":
         draft.problems.append(
             UserError(
-                "Full fine-tuning of a quantized base is impossible.",
+                "Full fine-tuning of a quantized base is not supported.",
                 why=f"--train_type full updates every weight, --quantization_backend {wanted} freezes them.",
-                do="use --train_type qlora, or omit --quantization_backend",
+                do="use --train_type qlora, or remove --quantization_backend",
             )
         )
     return method, _fit_quantizer(draft, wanted), draft["n_bits"]
@@ -45,7 +45,7 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
         # Replace a library that is missing on this machine, but not one that never supports these bits.
         draft.problems.append(
             UserError(
-                f"{wanted} does not quantize to {bits} bits.",
+                f"{wanted} does not support {bits}-bit weights.",
                 do=f"use --n_bits {', '.join(map(str, known[wanted].bits))}, or --train_type qlora with "
                 "--quantization_backend auto",
             )
@@ -58,23 +58,23 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
         return wanted
     used = wanted if wanted in able else able[0]
     if wanted == "auto":
-        draft.set("quantization_backend", used, f"runs with {bits} bits on {report.name}")
+        draft.set("quantization_backend", used, f"supports {bits} bits on {report.name}")
     elif used != wanted:
         if known[wanted].engine == "mlx" != report.engine:
             reason = "mlx quantization needs the MLX engine (--backend mlx)"
         else:
-            reason = f"{wanted} does not run with {bits} bits on {report.name} here"
+            reason = f"{wanted} does not support {bits} bits on {report.name}"
         draft.set("quantization_backend", used, reason, kind="change")
     sizes = known[used].group_sizes
     if sizes and draft["group_size"] not in sizes:
         draft.problems.append(
             UserError(
-                f"{used} does not support groups of {draft['group_size']} weights.",
+                f"{used} does not support group size {draft['group_size']}.",
                 do=f"use --group_size {', '.join(map(str, sizes))}",
             )
         )
     if report.name == "mps" and bits == 4:
-        draft.warn("n_bits", "MPS has no fast 4-bit kernels; training will be slow")
+        draft.warn("n_bits", "MPS lacks fast 4-bit kernels; training will be slow")
     if report.is_torch_cpu:
         draft.warn("n_bits", "quantization has limited support on a CPU; training will be slow")
     return used
@@ -83,7 +83,7 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
 def _no_quantizer(draft: Draft, wanted: str) -> UserError:
     report, bits = draft.report, draft["n_bits"]
     offers = [f"{name} {'/'.join(map(str, widths))} bit" for name, widths in report.quantizers.items()]
-    have = f"available here: {'; '.join(offers)}." if offers else "no quantizer runs here."
+    have = f"available: {'; '.join(offers)}." if offers else "no quantizer is available."
     fitting = [
         quantizer
         for quantizer in draft.facts.quantizers.values()
@@ -92,4 +92,4 @@ def _no_quantizer(draft: Draft, wanted: str) -> UserError:
     do = "choose an --n_bits from that list, or use --train_type lora"
     if fitting and fitting[0].name not in report.quantizers:
         do = f"{fitting[0].install_command}, {do}"
-    return UserError(f"A base with {bits} bits is not possible on {report.name} here.", why=have, do=do)
+    return UserError(f"A {bits}-bit base is not supported on {report.name}.", why=have, do=do)

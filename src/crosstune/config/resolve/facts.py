@@ -16,7 +16,7 @@ from crosstune.process.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class StoredQuantization:
-    """The quantization recorded in a folder of quantized weights."""
+    """The quantization recorded in a quantized model folder."""
 
     source: str
     """The folder."""
@@ -43,12 +43,12 @@ class Facts:
     environment: Mapping[str, str] = field(default_factory=dict)
     """The backends' environment variables that are set."""
     ranks: Ranks | None = None
-    """Set for a run of several processes."""
+    """Set for a multi-process run."""
     shape: ModelShape | None = None
     stored: StoredQuantization | None = None
-    """Set if the model is a folder of quantized weights."""
+    """Set if the model folder is quantized."""
     base: BaseChoice | None = None
-    """The base of the training to continue or open; None for a new one."""
+    """The base of the run to continue or open; None for a new run."""
     mlx_settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings in the --mlx_config file."""
     longest_row: int | None = None

@@ -12,7 +12,7 @@ from crosstune.core.errors import UserError
 from crosstune.estimate.machine import BackendReport
 
 BF16_WORTH_IT = 1.3
-"""On a CPU, `auto` chooses bf16 if its matrix products are at least this much faster than fp32."""
+"""On a CPU, `auto` chooses bf16 if its matmuls are at least this much faster than fp32."""
 
 
 def fit_precision(draft: Draft) -> None:
@@ -24,7 +24,7 @@ def fit_precision(draft: Draft) -> None:
     dtype = asked.split("_")[0]
     if dtype in report.dtypes:
         if report.engine == "mlx" and dtype != asked:
-            draft.set("precision", dtype, "MLX has no autocast; trained weights are kept in fp32")
+            draft.set("precision", dtype, "MLX does not support autocast; trained weights are kept in fp32")
         return
     title = report.name.upper()
     full_name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype]
@@ -39,25 +39,23 @@ def fit_precision(draft: Draft) -> None:
                 kind="change",
             )
             return
-    draft.problems.append(
-        UserError(f"No number format works on {report.name} here.", do="see: crosstune doctor")
-    )
+    draft.problems.append(UserError(f"No supported precision for {report.name}.", do="see: crosstune doctor"))
 
 
 def best_precision(report: BackendReport) -> tuple[str, str]:
     """Return the precision that `auto` chooses on a backend, with the reason."""
     if report.device == "cpu":
         if "bf16" in report.dtypes and report.bf16_speedup >= BF16_WORTH_IT:
-            reason = f"bf16 matrix products are {report.bf16_speedup:.1f}x as fast as fp32 here"
+            reason = f"bf16 matmuls are {report.bf16_speedup:.1f}x as fast as fp32"
             return "bf16_autocast", reason
         return "fp32", "bf16 is not faster on this CPU"
     if "bf16" in report.dtypes:
-        return "bf16", "bf16 works here; trained weights are kept in fp32"
+        return "bf16", "bf16 is supported; trained weights are kept in fp32"
     if "fp16" in report.dtypes and report.name != "mps":
         short = "fp16" if report.engine == "mlx" else "fp16_autocast"
-        return short, "no bf16 here; fp16 with loss scaling"
-    overflows = "no bf16 here, and fp16 is prone to overflow"
-    return "fp32", overflows if "fp16" in report.dtypes else "no 16-bit format works here"
+        return short, "bf16 is not supported; fp16 with loss scaling"
+    overflows = "bf16 is not supported, and fp16 is prone to overflow"
+    return "fp32", overflows if "fp16" in report.dtypes else "no 16-bit dtype is supported"
 
 
 FAST_BY_DEFAULT = ("cuda", "cpu")
@@ -72,7 +70,9 @@ def fit_kernels(draft: Draft, *, method: str, quantizer: str, world_size: int) -
     elif asked == "fast" and draft.report.engine == "torch" and (why := reason or _model_reason(draft)):
         draft.set("kernels", "general", why)
     if draft["base_precision"] == "fp8" and draft["kernels"] == "general" and draft.report.engine == "torch":
-        draft.warn("base_precision", "only --kernels fast multiplies in fp8; general layers use --precision")
+        draft.warn(
+            "base_precision", "only --kernels fast supports fp8 matmuls; general layers use --precision"
+        )
 
 
 def _choose(draft: Draft, reason: str | None, quantizer: str) -> None:
@@ -121,11 +121,11 @@ def _why_general(draft: Draft, method: str, world_size: int) -> str | None:
     if draft["recipe"] == "latent_diffusion":
         return "the fast layers are for language models"
     if draft["recipe"] == "judge" and draft["head"] == "scalar":
-        return "the fast layers have no scalar head"
+        return "the fast layers do not support a scalar head"
     if method != "lora":
         return f"the fast layers are for LoRA, not for {method}"
     if draft["lora_dropout"]:
-        return "the fast layers have no dropout on adapters"
+        return "the fast layers do not support adapter dropout"
     if world_size > 1 and shards_weights(draft["sharding_strategy"]):
         return "the fast layers need unsharded weights; --sharding_strategy ddp replicates them"
     if draft["use_flash_attention"] is False:
@@ -138,12 +138,12 @@ _WITH_TRITON = ("cuda", "rocm", "xpu")
 
 
 def check_compiler(plan: Plan) -> None:
-    """Raise a UserError if --torch_compile is set but cannot work here."""
+    """Raise a UserError if --torch_compile is set but cannot work on this machine."""
     missing = missing_compiler(plan.backend.name) if plan.config.torch_compile else None
     if missing is not None:
         raise UserError(
             f"--torch_compile on {plan.backend.name} needs {missing}.",
-            do=f"install {missing}, or omit --torch_compile",
+            do=f"install {missing}, or remove --torch_compile",
         )
 
 

@@ -17,7 +17,7 @@ from crosstune.estimate.model_shape import Step, expand_shape
 MOST_ESTIMATED = 64
 """Maximum estimated batch for `--batch_size auto`."""
 RECOMPUTES_BY_MEMORY = "cuda"
-"""The torch device (also of ROCm) on which the fast layers recompute by free memory."""
+"""The torch device (including ROCm) on which the fast layers recompute by free memory."""
 
 
 def fit_memory(
@@ -107,7 +107,7 @@ class _Fitting:
             rank=draft["lora_rank"],
             targets=draft["lora_target_modules"],
             quantizer=self.quantizer,
-            # The fast layers hold fp8 in two layouts.
+            # The fast layers store fp8 weights in two layouts.
             n_bits=16 if fast and self.quantizer == "fp8" else self.n_bits,
             group_size=draft["group_size"],
             double_quant=draft["double_quant"],

@@ -29,9 +29,9 @@ class Advice:
     """Changes that save memory, least intrusive first."""
 
     resumable: tuple[str, ...]
-    """Changes that keep the training resumable."""
+    """Changes that keep the run resumable."""
     new_run: tuple[str, ...]
-    """Changes that need a new training."""
+    """Changes that need a new run."""
 
     def sentence(self) -> str:
         return f"use {_either((*self.resumable, *self.new_run))}"
@@ -93,7 +93,7 @@ def _smaller_weights(
     if method == "full":
         return ["--train_type lora or qlora"]
     if quantizer == "none":
-        # Quantizers are probed only if the run asked for one.
+        # Quantizers are probed only if the run requested quantization.
         able = [
             name
             for name in _QUANTIZED[method]

@@ -138,7 +138,7 @@ class Plan:
         return any(a.option == option and a.kind == "choice" for a in self.adjustments)
 
     def replaced(self) -> list[Adjustment]:
-        """Return the adjustments of options that the user set, also to `auto`."""
+        """Return the adjustments of options that the user set, including to `auto`."""
         return [
             a for a in self.adjustments if a.kind in ("choice", "change") and a.option in self.config.sources
         ]
@@ -166,7 +166,7 @@ class Draft:
         return option in self.request.sources
 
     def set(self, option: str, used: Any, reason: str, *, kind: Kind | None = None) -> None:
-        """Use another value: by default a `change` if the user set the option, otherwise a `choice`."""
+        """Use a different value: by default a `change` if the user set the option, otherwise a `choice`."""
         requested = options_by_name()[option].written(getattr(self.request, option))
         if kind is None:
             kind = "change" if self.is_asked(option) and requested not in ("auto", None) else "choice"

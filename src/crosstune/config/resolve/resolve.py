@@ -95,7 +95,7 @@ def _mention_names(draft: Draft) -> None:
 
 
 def _with_stored_quantization(config: Config, facts: Facts) -> Config:
-    """Use the quantization recorded in a folder of quantized weights, unless the user set another."""
+    """Use the quantization recorded in a quantized model folder, unless the user set a different one."""
     library, stored = TRAIN_TYPE_PARTS[config.train_type][1], facts.stored
     if library == "none" or stored is None or library not in ("auto", stored.quantizer):
         return config
@@ -116,7 +116,7 @@ def _forbidden(adjustment: Adjustment) -> UserError:
     return UserError(
         f"{adjustment.option} cannot be {adjustment.requested} here.",
         why=f"{adjustment.reason}; --strict forbids {adjustment.used} instead.",
-        do=f"use --{adjustment.option} {adjustment.used}, or omit --strict",
+        do=f"use --{adjustment.option} {adjustment.used}, or remove --strict",
     )
 
 
@@ -136,14 +136,14 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
         raise UserError(
             f"Backend '{config.backend}' is not available",
             why=reason,
-            do=f"{facts.backends[config.backend].install.rstrip('.')}; or use --backend auto, or one of those available here: "
+            do=f"{facts.backends[config.backend].install.rstrip('.')}; or use --backend auto, or one of those available: "
             f"{', '.join(machine.available())}",
         )
     return Draft(request=config, facts=facts, report=report)
 
 
 def _fit_world(draft: Draft) -> tuple[int, str | None]:
-    """Return the number of processes, and the communication library if there are several."""
+    """Return the number of processes, and the communication library if there is more than one."""
     report, asked, ranks = draft.report, draft["world_size"], draft.facts.ranks
     num_devices = max(1, len(report.devices))
     world_size = 1 if asked == -1 else asked
@@ -174,7 +174,7 @@ def _fit_world(draft: Draft) -> tuple[int, str | None]:
 def _refuse_collective(draft: Draft, wanted: str, used: str, *, world_size: int) -> None:
     """Add a problem for a communication library that the backend lacks.
 
-    Replace it in a run of one process, and on MPS, where the guides promise that commands for NVIDIA GPUs work.
+    Replace it in a run of one process, and on MPS, where the original interface promises that commands for NVIDIA GPUs work.
     """
     report = draft.report
     why = f"{wanted} does not run on {report.name} ({draft.facts.backends[report.name].title}), {used} does"
@@ -185,7 +185,7 @@ def _refuse_collective(draft: Draft, wanted: str, used: str, *, world_size: int)
         UserError(
             f"--distributed_backend {wanted} does not work with --backend {report.name}.",
             why=f"{why}.",
-            do=f"use --distributed_backend {used}, or omit it",
+            do=f"use --distributed_backend {used}, or remove it",
         )
     )
 
@@ -210,7 +210,7 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
         draft.problems.append(
             UserError(
                 f"{ranks.size} {ranks.engine} processes were started, but --backend {report.name} uses {report.engine}.",
-                do=f"use a backend of {ranks.engine}, or start one process without a launcher",
+                do=f"use a {ranks.engine} backend, or start one process without a launcher",
             )
         )
     if asked == -1:
@@ -226,14 +226,14 @@ def _fit_ranks(draft: Draft, ranks: Ranks) -> int:
 
 
 def _check_sharded_optimizer(draft: Draft, *, num_shards: int) -> None:
-    """Add a problem for an optimizer whose state cannot be sharded, because it is not one number per weight."""
+    """Add a problem for an optimizer whose state cannot be sharded, because it is not one value per weight."""
     optimizer = draft["optimizer"]
     if num_shards > 1 and (optimizer == "adafactor" or optimizer.endswith("_8bit")):
         each = "row and column" if optimizer == "adafactor" else "256 weights"
         draft.problems.append(
             UserError(
                 f"--optimizer {optimizer} does not work with --sharding_strategy {draft['sharding_strategy']}.",
-                why=f"its state has a number per {each} of the whole tensor, and a process has only a shard.",
+                why=f"its state has one value per {each} of the full tensor, but a process has only a shard.",
                 do="use --optimizer adamw, or --sharding_strategy ddp",
             )
         )
@@ -247,7 +247,11 @@ def _fit_optimizer(draft: Draft) -> None:
     if optimizer.endswith("_8bit") and (
         report.name in ("mps", "mlx") or EIGHT_BIT_OPTIMIZERS_FROM not in report.quantizers
     ):
-        draft.set("optimizer", "adamw", f"no 8-bit optimizer on {report.name} here; it needs bitsandbytes")
+        draft.set(
+            "optimizer",
+            "adamw",
+            f"no 8-bit optimizer for {report.name}; it needs bitsandbytes",
+        )
     elif optimizer == "paged_adamw_8bit" and report.is_torch_cpu:
         draft.set("optimizer", "adamw_8bit", "a CPU has nothing to page")
 
@@ -256,7 +260,7 @@ def _fit_attention(draft: Draft) -> None:
     """Turn off flash attention where it is missing, and limit the context."""
     shape = draft.facts.shape
     if draft["use_flash_attention"] and not draft.report.has_flash_attention:
-        draft.set("use_flash_attention", False, f"no flash attention on {draft.report.name} here")
+        draft.set("use_flash_attention", False, f"no flash attention for {draft.report.name}")
         if draft["context_length"] > CONTEXT_WITHOUT_FLASH:
             draft.set(
                 "context_length",
@@ -269,7 +273,7 @@ def _fit_attention(draft: Draft) -> None:
 
 def _warn_without_effect(draft: Draft, decided: ResolvedOptions) -> None:
     facts = draft.facts
-    # Options from the record of a folder of quantized weights were not set by the user.
+    # Options from the record of a quantized model folder were not set by the user.
     folder = facts.stored.source if facts.stored is not None else None
     for option in option_list():
         reason = idle_reason(option.needs, decided)
@@ -281,7 +285,7 @@ def _warn_without_effect(draft: Draft, decided: ResolvedOptions) -> None:
 
 
 def _check_values(draft: Draft, method: str) -> None:
-    """Add problems and warnings for values that do not fit together."""
+    """Add problems and warnings for incompatible values."""
     if draft["max_steps"] != -1 and not draft.is_asked("num_epochs"):
         draft.values["num_epochs"] = 0  # max_steps alone decides when to stop
     if draft["num_epochs"] == 0 and draft["max_steps"] == -1:
@@ -308,6 +312,7 @@ def _check_values(draft: Draft, method: str) -> None:
     if method == "llama_pro" and draft["base_adapter"]:
         draft.problems.append(
             UserError(
-                "base_adapter does not work with llama_pro.", why="llama_pro trains blocks, not adapters."
+                "base_adapter cannot be combined with llama_pro.",
+                why="llama_pro trains blocks, not adapters.",
             )
         )

@@ -1,4 +1,4 @@
-"""Shuffle the examples of an epoch by the seed, from one source or from several with weights."""
+"""Shuffle the examples of an epoch by the seed, from one source or from several weighted sources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SOURCE_KEY = 2**40
 class Mixture:
     """Consecutive sources of a corpus, and their weights.
 
-    An epoch has as many rows as all sources together, divided by weight. A source is reshuffled when it is used up, also
+    An epoch has as many rows as all sources together, divided by weight. A source is reshuffled when it is exhausted, even
     in the middle of an epoch: no row repeats before every row of its source has been used.
     """
 
@@ -37,7 +37,7 @@ class Mixture:
         return tuple(weight / sum(self.weights) for weight in self.weights)
 
     def counts(self) -> list[int]:
-        """Return how many rows of an epoch come from each source: the shares, rounded by largest remainder."""
+        """Return how many rows of an epoch come from each source: the fractions, rounded by largest remainder."""
         exact = [share * self.num_rows for share in self.shares]
         counts = [int(value) for value in exact]
         by_remainder = sorted(range(len(exact)), key=lambda place: (counts[place] - exact[place], place))

@@ -23,9 +23,9 @@ class RowOrder:
     max_steps: int
     """-1 for no limit."""
     packed: PackedOrder | None = None
-    """Set when rows hold several examples."""
+    """Set when rows contain multiple examples."""
     mixture: Mixture | None = None
-    """Set when several sources have weights."""
+    """Set when sources are weighted."""
 
     @classmethod
     def from_config(
@@ -77,7 +77,7 @@ class RowOrder:
         return {"rows_done": done, "epoch": epoch, "row_in_epoch": row}
 
     def identity(self) -> Mapping[str, Any]:
-        """Return everything, except the examples, that decides which examples a step has."""
+        """Return everything besides the examples that determines which examples a step has."""
         found = {
             "seed": self.seed,
             "rows_per_step": self.rows_per_step,
@@ -94,12 +94,12 @@ class RowOrder:
 
 
 def rows_per_evaluation(config: Config, *, at_least: int = 1) -> int:
-    """Return how many rows are evaluated at a time; `at_least` holds unless --eval_batch_size is set."""
+    """Return how many rows are evaluated at a time; `at_least` applies unless --eval_batch_size is set."""
     return config.eval_batch_size or max(at_least, config.batch_size)
 
 
 def rows_per_step(config: Config) -> int:
-    """Return the number of rows of an optimizer step, over all ranks."""
+    """Return the number of rows of an optimizer step, across all ranks."""
     return config.rows_per_step or (
         config.batch_size * config.gradient_accumulation_steps * max(1, config.world_size)
     )

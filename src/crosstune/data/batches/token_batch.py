@@ -19,7 +19,7 @@ IntArray = NDArray[np.int32]
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One tokenized document. `supervised[i]` is true when token i is to be predicted."""
+    """One tokenized document. `supervised[i]` is true if token i carries loss."""
 
     tokens: IntArray
     supervised: NDArray[np.bool_]
@@ -48,7 +48,7 @@ class TokenBatch:
 
     @property
     def is_packed(self) -> bool:
-        """True if a row holds more than one document."""
+        """True if a row contains more than one document."""
         return bool(self.segments.max() > 1)
 
     @property
@@ -85,7 +85,7 @@ def pad_rows(examples: Sequence[Example], *, pad_id: int) -> TokenBatch:
 
 
 def pack_rows(rows: Sequence[Sequence[Example]], *, pad_id: int) -> TokenBatch:
-    """Make rows of several examples each. Positions restart at each example and at the padding."""
+    """Make rows of multiple examples each. Positions restart at each example and at the padding."""
     longest = max(sum(len(example.tokens) for example in row) for row in rows)
     width = -(-longest // LENGTH_STEP) * LENGTH_STEP
     shape = (len(rows), width)

@@ -1,1 +1,1 @@
-"""Data sets that are generated here, found by name."""
+"""Generated datasets, found by name."""

@@ -1,4 +1,4 @@
-"""List the datasets with a short name: bundled, generated, and some of the hub."""
+"""List the datasets with a short name: bundled, generated, and some from the hub."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Rows = Callable[[str], list[dict[str, Any]]]
 """Returns the rows of a split."""
 
 JUDGED: dict[str, Rows] = {"judge_translations": make_translations, "judge_pairs": make_pairs}
-"""Bundled data for the recipe judge, with the splits train, val and test."""
+"""Bundled data for the judge recipe, with the splits train, val and test."""
 BUNDLED: dict[str, Rows] = {"commands": make_commands, **JUDGED}
 HUB_NAMES = {
     "alpaca": HubName(repo="yahma/alpaca-cleaned", form="alpaca"),

@@ -1,6 +1,6 @@
-"""Generate the bundled datasets `judge_translations` and `judge_pairs`: translations with counted errors of several kinds.
+"""Generate the bundled datasets `judge_translations` and `judge_pairs`: translations with counted errors of various kinds.
 
-The score is ten minus the penalties of the errors that were put in, so it is right by construction. All translations of
+The score is ten minus the penalties of the errors that were put in, so it is correct by construction. All translations of
 a sentence are in one split.
 """
 
@@ -122,7 +122,7 @@ class Sentence:
 
 
 def make_translations(split: str) -> list[dict[str, Any]]:
-    """Return the rows of a split: a task, a translation, the right one, a score from 0 to 10, and its errors."""
+    """Return the rows of a split: a task, a translation, the reference, a score from 0 to 10, and its errors."""
     rows = []
     for number, sentence in _sentences(split):
         draw = random.Random(f"{_SEED} {split} {number}")
@@ -165,7 +165,7 @@ def make_pairs(split: str) -> list[dict[str, Any]]:
 
 
 def _sentences(split: str) -> list[tuple[int, Sentence]]:
-    """Return the sentences of a split. No sentence is in two splits, not even in another language."""
+    """Return the sentences of a split. No sentence is in two splits, not even in a different language."""
     draw = random.Random(_SEED)
     total, seen, found = sum(NUM_SENTENCES.values()), set[Any](), list[Sentence]()
     while len(found) < total:

@@ -1,1 +1,1 @@
-"""Check and describe a data set before training."""
+"""Check and describe a dataset before training."""

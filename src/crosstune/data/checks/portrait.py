@@ -14,7 +14,7 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 
 MOST_BINS = 24
 MOST_CHARACTERS = 4000
-"""The most characters of the example; the middle of a longer one is omitted."""
+"""Maximum characters of the example; the middle of longer examples is omitted."""
 
 
 def portrait(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def portrait(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def length_histogram(lengths: NDArray[np.int64]) -> dict[str, Any]:
-    """Return the number of examples in bins of equal, round width: bin i holds the lengths from first + i * width on."""
+    """Return the number of examples in bins of equal, round width: bin i counts the lengths from first + i * width on."""
     low, high = int(lengths.min()), int(lengths.max())
     width = _round_width((high - low + 1) / MOST_BINS)
     first = low // width * width

@@ -23,7 +23,7 @@ from crosstune.data.tokens.encode import Encoder, check_any_answer, located
 from crosstune.data.tokens.tokenizer import Tokenizer
 
 LOW_SUPERVISED_SHARE = 0.01
-"""Below this share of supervised tokens, most of the compute is spent on prompts."""
+"""Below this fraction of supervised tokens, most of the compute is spent on prompts."""
 MOST_BYTES = 64 << 20
 """Rows beyond this are not checked before training reads them."""
 # Special tokens in a template: <|im_start|>, <end_of_turn>, [INST].
@@ -36,7 +36,7 @@ def leave_out_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]
     if not len(supervised):
         raise UserError(
             f"No token of {source} is supervised: there is nothing to learn.",
-            why="no row has an assistant's answer within the context.",
+            why="no row has an assistant answer within the context.",
             do="check the roles of the messages, raise --context_length, or pass --train_on_prompt",
         )
     return corpus.part(supervised), len(corpus) - len(supervised)
@@ -55,26 +55,26 @@ def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Seque
     rows = (
         (
             not plain and not tokenizer.chat_template,
-            "this model has no chat template: turns are written as lines `User: ...` and `Assistant: ...`, "
+            "this model lacks a chat template: turns are written as lines `User: ...` and `Assistant: ...`, "
             "and the template for this is saved with the result",
         ),
         (
             not tokenizer.eos_token and (plain or not tokenizer.chat_template),
-            f"this model has no end token: nothing teaches it where {'a text' if plain else 'an answer'} ends",
+            f"this model has no end token: nothing teaches it where {'a document' if plain else 'an answer'} ends",
         ),
         (
             bool(missing := [] if plain or not config.chat_template else _missing_tokens(tokenizer)),
-            f"the chat template writes {', '.join(missing)}, which this model has no tokens for: they are learned as "
+            f"the chat template writes {', '.join(missing)}, which are not in this model's vocabulary: they are learned as "
             "ordinary text, and may not end an answer",
         ),
         (
             bool(last := "" if plain or missing else _unending(tokenizer)),
             f"the chat template ends an answer with {last!r}, which is not an end token of this model: it will not stop",
         ),
-        (plain and config.train_on_prompt, "train_on_prompt has no effect: a plain text has no prompt"),
+        (plain and config.train_on_prompt, "train_on_prompt has no effect: plain text has no prompt"),
         (
             plain and config.eval_metric == "exact_match",
-            "eval_metric exact_match has no effect: a plain text has no answer to compare with",
+            "eval_metric exact_match has no effect: plain text has no answer to compare with",
         ),
     )
     return [f"{sentence}." for holds, sentence in rows if holds]
@@ -109,7 +109,7 @@ def _last_token(tokenizer: Tokenizer) -> int | None:
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good morning"}]
     try:
         example = encode_conversation(turns, tokenizer, index=0, whole=False)
-    except UserError:  # the template expects other turns; the rows of the data show their own errors
+    except UserError:  # the template expects different turns; the data rows report their own errors
         return None
     learned = example.tokens[example.supervised]
     return int(learned[-1]) if len(learned) else None
@@ -119,10 +119,10 @@ def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
     """Return the warnings that the statistics of the training data call for."""
     examples = train["examples"]
     rows = (
-        (train["empty_answers"], f"{train['empty_answers']:,} rows have an empty answer and are left out"),
+        (train["empty_answers"], f"{train['empty_answers']:,} rows have an empty answer and are skipped"),
         (
             train["without_answer"],
-            f"{train['without_answer']:,} rows have no answer within the context and are left out",
+            f"{train['without_answer']:,} rows have no answer within the context and are skipped",
         ),
         (
             train["unlocated_answers"],
@@ -135,11 +135,11 @@ def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
         ),
         (
             train["dropped_examples"],
-            f"{train['dropped_examples']:,} examples are longer than the context and are left out",
+            f"{train['dropped_examples']:,} examples are longer than the context and are skipped",
         ),
         (
             train["duplicates"],
-            f"{train['duplicates']:,} of {examples:,} examples are copies of another one",
+            f"{train['duplicates']:,} of {examples:,} examples are duplicates",
         ),
         (
             train["unused_columns"],
@@ -147,7 +147,7 @@ def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
         ),
         (
             train["ignored_by_template"],
-            f"the chat template of this model leaves out {', '.join(train['ignored_by_template'])}: nothing is learned "
+            f"this model's chat template ignores {', '.join(train['ignored_by_template'])}: nothing is learned "
             "from it",
         ),
         (num_shared, f"{num_shared:,} held-out examples are also in the training data"),
@@ -161,7 +161,7 @@ def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowChecker:
-    """Check rows as a training would read them.
+    """Check rows as a run would read them.
 
     Without a tokenizer, rows are not rendered. `whole` skips locating the answers.
     """
@@ -172,13 +172,13 @@ class RowChecker:
     whole: bool
 
     def check(self, name: str, *, limit: int, training: bool = True) -> list[str]:
-        """Raise a UserError for a row that does not fit the format or cannot be rendered; return what was not checked.
+        """Raise a UserError for a row that does not match the format or cannot be rendered; return the skipped checks.
 
         At most `limit` rows of each source are read, all if it is -1. `training` is false for evaluation data.
         """
         entries = parse_dataset(name) if training else unweighted(name, option="eval_dataset")
         names = [entry.name for entry in entries]
-        # Bundled rows are good, but the template of the model may refuse them.
+        # Bundled rows are valid, but the model's template may reject them.
         known = (DUMMY,) if self.tokenizer is not None else (*BUNDLED, DUMMY)
         local = [one for one in names if _is_here(one) and one not in known]
         sources = [open_source(one, needs_training=training) for one in local]

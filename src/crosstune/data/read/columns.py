@@ -16,7 +16,7 @@ from crosstune.data.read.sources import Part, Source, rename
 TARGETS = tuple(dict.fromkeys([*(name for names in COLUMNS.values() for name in names), *OPTIONAL_COLUMNS]))
 """The columns that a format reads."""
 
-# Other names of the question and of the answer. They are used only if a row has exactly one of each.
+# Other names for question and answer. They are used only if a row has exactly one of each.
 _QUESTIONS = ("prompt", "question", "instruction", "input", "query", "problem")
 _ANSWERS = ("completion", "answer", "output", "response", "reply", "solution")
 _CONVERSATIONS = ("conversation", "dialogue", "dialog", "chat")
@@ -27,7 +27,7 @@ Columns = Mapping[str, str]
 
 
 def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict[str, str]:
-    """Parse `query=prompt,reply=completion`. Names of columns may contain commas and equals signs.
+    """Parse `query=prompt,reply=completion`. Column names may contain commas and equals signs.
 
     `targets` are the columns that a recipe reads.
     """
@@ -42,7 +42,7 @@ def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict
         if target not in targets and source in targets:
             raise UserError(
                 f"--columns cannot map {source} to '{target}'.",
-                why=f"the column of the file comes first, and {source} is a name of ours.",
+                why=f"the file's column comes first, and {source} is a crosstune column.",
                 do=f"write it the other way round: {target}={source}",
             )
         if target not in targets:
@@ -55,7 +55,7 @@ def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict
             raise UserError(
                 f"--columns cannot be '{text}'.",
                 why=f"{source} or {target} occurs twice." if source else "a column has no name.",
-                do="name each column once, as in --columns query=prompt,reply=completion",
+                do="list each column once, as in --columns query=prompt,reply=completion",
             )
         found[source] = target
     if held:
@@ -70,7 +70,7 @@ def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict
 def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Source]:
     """Divide a source into sources of one format each, in the order of their first parts, and set the columns to rename.
 
-    The format is the requested one, or follows from the source's name or from each part's first row.
+    The format is as requested, or follows from the source's name or each part's first row.
     """
     if asked == "auto":
         asked = source.form
@@ -83,7 +83,7 @@ def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Sou
             splits = isinstance(part, FilePart) and part.is_text
             groups.setdefault((form, tuple(used.items()), splits), []).append(part)
     if not groups:
-        raise UserError(f"The dataset {source.name} is empty.", do="give it at least one row")
+        raise UserError(f"The dataset {source.name} is empty.", do="add at least one row")
     return [
         replace(source, parts=tuple(parts), held_out=(), form=form, columns=tuple(renames), splits=splits)
         for (form, renames, splits), parts in groups.items()
@@ -91,7 +91,7 @@ def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Sou
 
 
 def pick_rows(sources: Sequence[Source], indices: Collection[int]) -> list[tuple[FileRow, str]]:
-    """Return the rows with these indices, counted over all sources, and their formats. Stop after the last of them."""
+    """Return the rows with these indices, counted across all sources, and their formats. Stop after the last."""
     wanted, last = set(indices), max(indices, default=-1)
     picked: list[tuple[FileRow, str]] = []
     index = 0
@@ -139,7 +139,7 @@ def check_mapped(sources: Sequence[Source], columns: Columns) -> None:
 
 def _read_part(part: Part, *, asked: str, columns: Columns, source: str) -> tuple[str, Columns] | None:
     """Return the format of a part and the columns to rename; None for a part without rows."""
-    # The first row decides the format, but it may lack an optional column of --columns.
+    # The first row determines the format, but it may lack an optional column of --columns.
     rows = [found.row for found in islice(part.rows(), _ROWS_LOOKED_AT if columns else 1)]
     if not rows:
         return None
@@ -162,7 +162,7 @@ def _describe_columns(columns: Columns) -> str:
 
 
 def _format_of_targets(first: Row, used: Columns, *, source: str) -> str:
-    """Return the format that reads a column of --columns; it takes precedence over other fitting formats."""
+    """Return the format that reads a column of --columns; it takes precedence over other matching formats."""
     fitting = fitting_formats(first)
     for form in fitting:
         if any(target in COLUMNS[form] for target in used.values()):
@@ -175,8 +175,8 @@ def _format_of_targets(first: Row, used: Columns, *, source: str) -> str:
         if any(target in names for target in used.values())
     ]
     raise UserError(
-        f"--columns does not give all columns of a format: {_describe_columns(used)}.",
-        why=f"{'; '.join(needs) or 'no format can be recognised'}. The columns of {source} are then: "
+        f"--columns does not provide all columns of a format: {_describe_columns(used)}.",
+        why=f"{'; '.join(needs) or 'no format can be recognized'}. The columns of {source} are then: "
         f"{', '.join(map(str, first))}.",
         do="map the missing column too",
     )

@@ -1,4 +1,4 @@
-"""Parse --dataset: one source, or several with or without weights."""
+"""Parse --dataset: one source, or several, with or without weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def unweighted(text: str, *, option: str) -> list[DatasetEntry]:
     entries = parse_dataset(text)
     if weighted := [entry for entry in entries if entry.weight is not None]:
         raise UserError(
-            f"--{option} accepts no weights, but {weighted[0].name} has one.",
+            f"--{option} does not accept weights, but {weighted[0].name} has a weight.",
             why="all of its rows are read once.",
             do=f"use --{option} {','.join(entry.name for entry in entries)}",
         )
@@ -91,19 +91,19 @@ def _check_weights(entries: Sequence[DatasetEntry], text: str) -> None:
         return
     if empty := [entry for entry in entries if not entry.name]:
         raise UserError(
-            f"The dataset '{text}' has an empty name in it.", do=f"remove one of the {len(empty)} commas"
+            f"The dataset '{text}' contains an empty name.", do=f"remove one of the {len(empty)} commas"
         )
     missing = [entry.name for entry in entries if entry.weight is None]
     if missing and len(missing) < len(entries):
         raise UserError(
-            f"{', '.join(missing)} of --dataset has no weight, but others have one.",
-            do="give every source a weight, or none",
+            f"{', '.join(missing)} in --dataset has no weight, but others do.",
+            do="specify a weight for every source, or for none",
         )
     names = [entry.name for entry in entries]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(
-            f"--dataset names {twice[0]} twice.",
-            do="give it once, with a larger weight if it should count more",
+            f"--dataset lists {twice[0]} twice.",
+            do="list it once, with a larger weight if it should count more",
         )
 
 

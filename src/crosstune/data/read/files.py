@@ -1,4 +1,4 @@
-"""Read the rows of JSON, JSON Lines, CSV, TSV, Parquet and text files one by one. Errors name the line or row."""
+"""Read the rows of JSON, JSON Lines, CSV, TSV, Parquet and text files one by one. Errors report the line or row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 20
 _QUOTED = re.compile(rb'"(?:[^"]|"")*"')
 _PARQUET_ROWS = 512
 TEXT_CHARACTERS = 1 << 20
-"""A longer text file is read as several documents of about this size, so that it need not fit into memory."""
+"""A longer text file is read as multiple documents of about this size, so that it need not fit into memory."""
 
 
 class Found(NamedTuple):
@@ -94,7 +94,7 @@ def file_part(path: Path) -> FilePart:
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(
             f"{path} is not a supported data file.",
-            do=f"use one that ends in {' or '.join(SUFFIXES)}",
+            do=f"use a file that ends in {' or '.join(SUFFIXES)}",
         )
     return FilePart(path=path)
 
@@ -128,9 +128,9 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[Found]:
 
 def _hint(path: Path, number: int) -> str:
     if path.suffix.lower() == ".json":
-        return "a .json file holds an array of rows, or one row per line"
+        return "a .json file contains an array of rows, or one row per line"
     return (
-        "a .jsonl file holds one row per line; an array of rows belongs in a .json file"
+        "a .jsonl file contains one row per line; an array of rows belongs in a .json file"
         if number == 1
         else ""
     )
@@ -223,8 +223,8 @@ def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
             if len(values) != len(header):
                 raise UserError(
                     f"{path}, line {start} has {len(values)} fields instead of {len(header)}.",
-                    why=f"the first line names the columns {', '.join(header)}.",
-                    do="put quotes around fields that hold a separator or a line break",
+                    why=f"the header lists the columns {', '.join(header)}.",
+                    do="quote fields that contain a separator or a line break",
                 )
             yield Found(dict(zip(header, values, strict=True)), start, file.tell())
     except csv.Error as error:
@@ -246,7 +246,7 @@ def _has_bare_quotes(path: Path) -> bool:
 
 
 def _read_documents(path: Path, file: BinaryIO) -> Iterator[Found]:
-    """Read a text file as one document, or as several that end at a blank line if it is a large one."""
+    """Read a text file as one document, or, if it is large, as several that end at a blank line."""
     number, lines, characters = 0, list[str](), 0
     for line in _decoded_lines(path, file):
         lines.append(line.replace("\r\n", "\n"))
@@ -261,7 +261,7 @@ def _read_documents(path: Path, file: BinaryIO) -> Iterator[Found]:
 
 
 def _decoded_lines(path: Path, file: BinaryIO) -> Iterator[str]:
-    """Yield the decoded lines. Each is checked by itself, since the decoder reads ahead and would name another line."""
+    """Yield the decoded lines. Each is checked by itself, since the decoder reads ahead and would report a different line."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     for number, line in enumerate(text, start=1):
         try:
@@ -279,7 +279,7 @@ def _check_header(path: Path, names: list[str]) -> list[str]:
     names = [name.strip() for name in names]
     if not all(names) or len(set(names)) < len(names):
         raise UserError(
-            f"{path}, line 1 does not name the columns.",
+            f"{path}, line 1 does not list the columns.",
             why=f"every column needs a unique name; found {', '.join(map(repr, names))}.",
         )
     return names
@@ -313,5 +313,5 @@ def _too_large(place: str) -> UserError:
     return UserError(
         f"{place} is larger than {LARGEST_ROW_BYTES >> 20} MiB.",
         why="rows are read one at a time, and each must fit into memory.",
-        do="split it into several rows",
+        do="split it into smaller rows",
     )

@@ -23,7 +23,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "question_answer": ("question", "answer"),
     "text": ("text",),
 }
-# Used only on request: another format has the same columns.
+# Used only on request: a different format has the same columns.
 HIDDEN_COLUMNS: Mapping[str, tuple[str, ...]] = {"guanaco": ("text",)}
 # Optional columns of every format.
 SYSTEM_COLUMNS = ("system", "system_prompt")
@@ -35,9 +35,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TURN_KEYS = (
     "tool_calls", "tool_call_id", "tool_plan", "name", "reasoning_content", "reasoning", "thinking"
 )  # fmt: skip
-"""Extra keys of a message; the chat template decides how to render them."""
+"""Extra keys of a message; the chat template determines how they are rendered."""
 
-# Names that other tools give the roles, in any case, -> ours.
+# Role names of other tools, in any case -> ours.
 ROLE_ALIASES: Mapping[str, str] = {
     "human": "user",
     "prompter": "user",
@@ -51,7 +51,7 @@ ROLE_ALIASES: Mapping[str, str] = {
     "observation": "tool",
 }
 _IMAGE_COLUMNS = ("image", "images", "pixel_values", "video", "audio")
-_NAME_COLUMNS = "name the columns to read with --columns, as in --columns query=prompt,reply=completion"
+_NAME_COLUMNS = "specify the columns to read with --columns, as in --columns query=prompt,reply=completion"
 _GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
 
 
@@ -63,14 +63,14 @@ def recognise(first: Row, *, asked: str, source: str) -> str:
     found = fitting_formats(first)
     if not found:
         raise UserError(
-            f"The columns of {source} fit no known format: {', '.join(map(str, first)) or 'none'}.",
+            f"The columns of {source} match no known format: {', '.join(map(str, first)) or 'none'}.",
             **_how_to_read(first),
         )
     return found[0]
 
 
 def to_conversation(row: Row, form: str) -> Conversation:
-    """Return the messages of a row, or its text for the format without turns. A missing answer is an empty one."""
+    """Return the messages of a row, or its text for the format without turns. A missing answer becomes an empty answer."""
     _check_media(row, what="It")
     _check_columns(row, form)
     if form in WITHOUT_TURNS:
@@ -86,7 +86,7 @@ def tools_of(row: Row) -> list[Any] | None:
     """Return the tools that the model may call in this conversation, in the form that chat templates expect."""
     tools = _parsed(row.get(TOOLS_COLUMN) or None)
     if tools is not None and not isinstance(tools, list):
-        raise UserError(f"The column {TOOLS_COLUMN} must hold a list.", why=f"found {_short(tools)}")
+        raise UserError(f"The {TOOLS_COLUMN} column must contain a list.", why=f"found {_short(tools)}")
     return tools
 
 
@@ -204,7 +204,7 @@ def _check_columns(row: Row, form: str) -> None:
     others = [name for name in fitting_formats(row) if name != form]
     mixed = f" This row looks like {others[0]}: formats cannot be mixed in one file." if others else ""
     raise UserError(
-        f"It has no column {' or '.join(missing)}.",
+        f"Missing column {' or '.join(missing)}.",
         why=f"rows of the format {form} need {', '.join(needed)}; it has {', '.join(map(str, row)) or 'none'}.{mixed}",
         do="" if others else _NAME_COLUMNS,
     )
@@ -229,16 +229,16 @@ def _check_media(row: Row, *, what: str) -> None:
 
 
 def _how_to_read(row: Row) -> dict[str, str]:
-    """Return why no format fits the columns of a row, if known, and what to do."""
+    """Return why no format matches a row's columns, if known, and what to do."""
     names = [str(name) for name in row]
     if len(names) == 1 and any(mark in names[0] for mark in ";|\t"):
         return {
-            "why": "the only column name looks like several names with another separator than a comma.",
+            "why": "the only column name looks like several names with a separator other than a comma.",
             "do": "save the file with commas, or with tabs as .tsv",
         }
     if {"chosen", "rejected"} <= row.keys():
         return {
-            "why": "these are preferences, and crosstune has no preference training.",
+            "why": "these are preferences, and crosstune does not support preference training.",
             "do": "train on the chosen answers with --columns chosen=completion",
         }
     lower = {name.lower(): name for name in names}
@@ -250,7 +250,7 @@ def _how_to_read(row: Row) -> dict[str, str]:
 
 
 def fitting_formats(row: Row) -> list[str]:
-    """Return the formats whose columns the row has, the preferred one first."""
+    """Return the formats whose columns the row has, preferred first."""
     return [name for name, columns in COLUMNS.items() if all(column in row for column in columns)]
 
 
@@ -259,7 +259,7 @@ def _one_turn(prompt: str, answer: str) -> list[Turn]:
 
 
 def _prompt_and_completion(row: Row) -> list[Turn]:
-    """Return the turns of a prompt and its completion, each a text or a list of messages. Only the completion carries
+    """Return the turns of a prompt and its completion, each a string or a list of messages. Only the completion carries
     loss, not the answers in the prompt."""
     prompt, completion = _listed(row["prompt"]), _listed(row["completion"])
     if not isinstance(prompt, list) and not isinstance(completion, list):
@@ -270,7 +270,7 @@ def _prompt_and_completion(row: Row) -> list[Turn]:
         completion = [{"role": "assistant", "content": _answer(row, "completion")}]
     turns = as_messages([*prompt, *completion])
     if not any(turn["role"] == "assistant" for turn in turns[len(prompt) :]):
-        raise UserError("The completion has no message of the assistant.")
+        raise UserError("The completion has no assistant message.")
     return [
         {**turn, NO_LOSS: True} if turn["role"] == "assistant" and place < len(prompt) else turn
         for place, turn in enumerate(turns)
@@ -303,19 +303,19 @@ def _guanaco_turns(text: str) -> list[Turn]:
 
 
 def _parsed(value: Any) -> Any:
-    """Parse a list given as JSON text, since CSV has no lists."""
+    """Parse a list given as JSON text, since CSV does not support lists."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return parse_json(value, foreign=True)
         except ValueError as error:
-            raise UserError("A conversation written as text must be JSON.", why=str(error)) from error
+            raise UserError("A conversation stored as a string must be JSON.", why=str(error)) from error
     return value
 
 
 def _text(row: Row, column: str) -> str:
     value = row[column]
     if not isinstance(value, str):
-        raise UserError(f"The column {column} must hold text.", why=f"found {type(value).__name__}.")
+        raise UserError(f"The {column} column must contain text.", why=f"found {type(value).__name__}.")
     return value
 
 

@@ -83,21 +83,21 @@ def _load(repo: str, *, known: str) -> DatasetDict:
         raise _missing(repo, error, known=known) from error
     except (OfflineModeIsEnabled, ConnectionError, OSError) as error:
         raise UserError(
-            f"The dataset '{repo}' cannot be fetched from the hub, and it is not on this machine.",
+            f"The dataset '{repo}' cannot be fetched from the hub, and it is not available locally.",
             why=f"{unreached}." if unreached else _line(error),
-            do="check the connection, or download it elsewhere and give the path of its files",
+            do="check the connection, or download it elsewhere and pass the path of its files",
         ) from error
     except (HfHubHTTPError, DatasetsError, ValueError, RuntimeError) as error:
         raise UserError(
             f"The dataset '{repo}' cannot be read.",
             why=_line(error),
-            do="download its files and give their path; datasets that need their own code are not supported",
+            do="download its files and pass their path; datasets that need their own code are not supported",
         ) from error
 
 
 @contextlib.contextmanager
 def _offline_if_unreachable() -> Iterator[str | None]:
-    """Restrict `datasets` to its cache inside the block if the hub cannot be reached; yield why."""
+    """Restrict `datasets` to its cache within the context if the hub cannot be reached; yield why."""
     import datasets
 
     with offline_if_unreachable() as reason:
@@ -117,9 +117,9 @@ def _missing(repo: str, error: Exception, *, known: str) -> UserError:
             do=f"accept its terms at https://huggingface.co/datasets/{repo}, then run: hf auth login",
         )
     return UserError(
-        f"There is no dataset '{repo}'.",
-        why=f"it is neither a file here nor on the hub, or it is private: {_line(error)}",
-        do=f"give the path of a file or folder, a hub id, or a known name: {known}",
+        f"No dataset '{repo}'.",
+        why=f"it is neither a local file nor on the hub, or it is private: {_line(error)}",
+        do=f"pass the path of a file or folder, a hub id, or a known name: {known}",
     )
 
 

@@ -1,6 +1,6 @@
-"""Write rows that a program holds in memory to JSON Lines files in the cache, named by their contents.
+"""Write a program's in-memory rows to JSON Lines files in the cache, named by their contents.
 
-A run over them is a run over a file: it has the same tokens, identity and order, and can be planned, resumed and moved.
+A run on them is a run on a file: it has the same tokens, identity and order, and can be planned, resumed and moved.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from crosstune.files.atomic_files import put_in_place, staging_folder
 _NAME_CHARS = 16
 _SHAPES = (
     "pass a list of rows, each a dict with the columns of a data file; a datasets.Dataset or DatasetDict; "
-    "or the path or name of a data set"
+    "or the path or name of a dataset"
 )
 
 
@@ -42,7 +42,7 @@ def write_in_memory(data: object, *, option: str, cache: Path | None) -> Path:
         raise UserError(
             f"The rows of {option} cannot be written to {root}.",
             why=str(error),
-            do="free some space, or set the environment variable CROSSTUNE_CACHE to a folder on a larger disk",
+            do="free some space, or set CROSSTUNE_CACHE to a folder on a larger disk",
         ) from error
 
 
@@ -84,7 +84,7 @@ def _to_json(row: Any, place: str) -> str:
         raise UserError(
             f"{place} cannot be written as JSON.",
             why=f"{error}.",
-            do="use strings, numbers, lists and dicts; leave out columns with other values, such as images",
+            do="use strings, numbers, lists and dicts; remove columns with other values, such as images",
         ) from error
 
 
@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
     for method in ("tolist", "isoformat"):
         if callable(convert := getattr(value, method, None)):
             return convert()
-    raise TypeError(f"a column holds a {type(value).__module__}.{type(value).__qualname__}")
+    raise TypeError(f"a column contains a {type(value).__module__}.{type(value).__qualname__}")
 
 
 def _are_rows(data: object) -> bool:
@@ -128,5 +128,5 @@ def _refused(data: object, *, option: str) -> UserError:
         do = f"pass its rows: {option}=frame.to_dict('records')"
     elif hasattr(data, "__iter__") or hasattr(data, "__getitem__"):
         why = f"it is a {kind}, and only a list is sure to have the same rows in the same order each time."
-        do = f"pass its rows as a list: {option}=list(rows), of a streamed data set list(rows.take(1000))"
-    return UserError(f"{option} cannot be used as a data set.", why=why, do=do)
+        do = f"pass its rows as a list: {option}=list(rows), for a streamed dataset list(rows.take(1000))"
+    return UserError(f"{option} cannot be used as a dataset.", why=why, do=do)

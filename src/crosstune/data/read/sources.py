@@ -17,7 +17,7 @@ from crosstune.data.read.files import SUFFIXES, FilePart, Found, file_part
 from crosstune.data.read.hub import HELD_OUT_SPLITS, HubPart, open_hub
 from crosstune.files.paths import near_paths
 
-# The number of a file among several of one split, as in `test-00000-of-00002` or `val_1`.
+# The shard number of a file in a split, as in `test-00000-of-00002` or `val_1`.
 _SHARD = re.compile(r"([-_. ]\d+([-_. ]of[-_. ]\d+)?)+$")
 _NAME_ENDS = re.compile(r"[-_. ]+")
 _TRAINING_WORDS = ("train", "training")
@@ -25,7 +25,7 @@ _ABOUT_DATA = ("readme", "license", "licence", "notice", "copying", "citation", 
 _SYSTEM_FOLDER = "lost+found"
 """In the root of a disk, readable only by the administrator."""
 MOST_FILES = 50_000
-"""The most files and folders below a folder of data."""
+"""Maximum number of files and folders below a data folder."""
 
 
 class Part(Protocol):
@@ -36,7 +36,7 @@ class Part(Protocol):
 
     @property
     def form(self) -> str:
-        """The format of the rows if it is known without looking at them, or else auto."""
+        """The row format if known without reading the rows, otherwise auto."""
         ...
 
     @property
@@ -104,7 +104,7 @@ def open_source(name: str, *, needs_training: bool = True) -> Source:
             raise UserError(
                 f"'{name}' cannot be read.",
                 why=f"{error.filename}: {error.strerror}.",
-                do="give a file, or a folder with data files alone, that you may read",
+                do="pass a readable file, or a folder that contains only data files",
             ) from error
 
 
@@ -167,8 +167,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
         num_found += len(folders) + len(names)
         if num_found > MOST_FILES:
             raise UserError(
-                f"The folder {folder} has more than {MOST_FILES:,} files and folders.",
-                do="give a folder with the data files alone, or one file",
+                f"The folder {folder} contains more than {MOST_FILES:,} files and folders.",
+                do="pass a folder that contains only data files, or one file",
             )
         yield from (Path(place) / name for name in names)
 
@@ -178,14 +178,15 @@ def _open_folder(name: str, folder: Path, *, needs_training: bool) -> Source:
     files = sorted(path for path in _files_below(folder) if _is_data(path, folder) and path.is_file())
     if not files:
         raise UserError(
-            f"The folder {folder} holds no data.", do=f"put files into it that end in {', '.join(SUFFIXES)}"
+            f"The folder {folder} contains no data.",
+            do=f"put files into it that end in {', '.join(SUFFIXES)}",
         )
     by_split: dict[str, list[FilePart]] = {}
     for path in files:
         by_split.setdefault(split_of(path.relative_to(folder)), []).append(file_part(path))
     if "train" not in by_split and needs_training:
         raise UserError(
-            f"The folder {folder} holds no training data.",
+            f"The folder {folder} contains no training data.",
             why=f"all of its files are named after a held-out split: {', '.join(sorted(by_split))}.",
         )
     used = next((split for split in HELD_OUT_SPLITS if split in by_split), "")
@@ -210,7 +211,7 @@ def split_of(path: Path) -> str:
 
 
 def _is_data(path: Path, folder: Path) -> bool:
-    """Return whether a file of a folder is data: neither hidden nor a text that comes with data."""
+    """Return whether a file of a folder is data: neither hidden nor documentation."""
     if _is_hidden(path, folder):
         return False
     if path.suffix.lower() == ".txt" and _NAME_ENDS.split(path.stem.lower())[0] in _ABOUT_DATA:
@@ -227,9 +228,9 @@ def _unknown(name: str) -> UserError:
     close = [*near_paths(name), *nearest(name, names)]
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     return UserError(
-        f"There is no dataset '{name}'.",
-        why="it is neither a known name nor a file or folder here.",
-        do=f"{hint}Give the path of a {', '.join(SUFFIXES)} file or of a folder, a hub id (org/name), "
+        f"No dataset '{name}'.",
+        why="it is neither a known name nor a local file or folder.",
+        do=f"{hint}Pass the path of a {', '.join(SUFFIXES)} file or of a folder, a hub id (org/name), "
         f"or a known name: {', '.join(names)}.",
     )
 

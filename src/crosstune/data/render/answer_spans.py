@@ -65,7 +65,7 @@ def locate_answers(
     spans = [span for answer in found for span in answer]
     if places and not spans:
         raise UserError(
-            "The answers cannot be found in the text that the chat template renders.",
+            "Cannot locate the assistant's answers in the rendered chat template.",
             why="the template changes the answers or the text around them.",
             do="pass --train_on_prompt, or mark the answers in the template with {% generation %}",
         )
@@ -82,7 +82,7 @@ def effective_extras(
         left_out = REASONING_KEYS if extra in REASONING_KEYS else (extra,)
         without = [{key: value for key, value in turn.items() if key not in left_out} for turn in messages]
         fewer = None if extra == "tools" else tools
-        # Without the key, the template may refuse the conversation, such as the result of a tool that was not called.
+        # Without the key, the template may reject the conversation, such as the result of a tool that was not called.
         if text != _render_part(without, tokenizer, add_generation_prompt=False, tools=fewer)[0]:
             found.add(extra)
     return frozenset(found)
@@ -100,7 +100,7 @@ def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> list[Span
         return list(marked)
     if len(marked) != len(answers):
         raise UserError(
-            "The completion cannot be told from the answers in its prompt.",
+            "The completion cannot be distinguished from the answers in its prompt.",
             why=f"the chat template marks {len(marked)} parts for {len(answers)} answers.",
         )
     return [span for span, message in zip(marked, answers, strict=True) if _is_answer(message)]
@@ -155,11 +155,11 @@ def _header(messages: Sequence[Message], place: int, block: str, tokenizer: Chat
 
 @lru_cache(maxsize=8)
 def _usual_header(tokenizer: ChatTokens) -> str | None:
-    """Return the header of an answer to a single question, or None if the template refuses such a conversation."""
+    """Return the header of an answer to a single question, or None if the template rejects such a conversation."""
     prompt = _prompt([_QUESTION], tokenizer, None)
     if prompt:
         return prompt
-    # Without a generation prompt, the template may still name the speaker.
+    # Without a generation prompt, the template may still write the role.
     text, turn = _probe(tokenizer)
     if turn is None:
         return None
@@ -197,7 +197,7 @@ def _prompt(messages: Sequence[Message], tokenizer: ChatTokens, tools: Tools) ->
 def _render_part(
     messages: Sequence[Message], tokenizer: ChatTokens, *, add_generation_prompt: bool, tools: Tools
 ) -> tuple[str, Marks]:
-    """Render part of a conversation; return an empty text if the template refuses it."""
+    """Render part of a conversation; return an empty string if the template rejects it."""
     try:
         return render_text(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
     except UserError:

@@ -63,25 +63,25 @@ TEMPLATES = {
         "{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
     ),
 }
-"""Name -> template. `leading_bos` is the BOS token of a tokenizer that puts one before a text, otherwise empty."""
+"""Name -> template. `leading_bos` is the BOS token of a tokenizer that prepends it, otherwise empty."""
 
 
 def plain_template(*, leading_bos: bool) -> str:
-    """Return the template for models without one, readable by other tools."""
+    """Return the template for models that lack one, readable by other tools."""
     return _for_other_tools(PLAIN_TEMPLATE, leading_bos=leading_bos)
 
 
 def read_template(value: str, *, adds_bos: bool = False) -> str:
-    """Return the template of a file, after a trial, or a built-in one."""
+    """Return a built-in template, or a file's template after a trial."""
     path = Path(value).expanduser()
     if value in TEMPLATES and not path.is_file():
         return _for_other_tools(TEMPLATES[value], leading_bos=adds_bos)
     if not path.is_file():
         hint = did_you_mean(value, TEMPLATES)
         raise UserError(
-            f"There is no chat template '{value}'.",
-            why="it is neither a file here nor the name of a built-in template.",
-            do=f"{hint}Give the path of a Jinja file, or one of: {', '.join(TEMPLATES)}.",
+            f"No chat template '{value}'.",
+            why="it is neither a local file nor a built-in template.",
+            do=f"{hint}Pass the path of a Jinja file, or one of: {', '.join(TEMPLATES)}.",
         )
     try:
         text = read_plain_text(path, limit=TEMPLATE_LIMIT)

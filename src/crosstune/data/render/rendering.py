@@ -77,13 +77,13 @@ def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: T
 
 
 def check_characters(text: str) -> None:
-    """Raise a UserError for half of a surrogate pair: no tokenizer can encode it."""
+    """Raise a UserError for an unpaired surrogate: no tokenizer can encode it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            "The text has half of a character.",
-            why=f"{text[error.start]!a} is a surrogate without its other half.",
+            "The text contains an unpaired surrogate.",
+            why=f"{text[error.start]!a} cannot be encoded as UTF-8.",
             do="write the row again from its source, or correct the chat template if it adds the character",
         ) from error
 
@@ -98,7 +98,7 @@ def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
         last = _token_at(encoding, range(end - 1, start - 1, -1))
         if first is None or last is None:
             continue
-        # One character can be several tokens, one for each of its bytes.
+        # One character can be multiple tokens, one for each byte.
         while last + 1 < len(mask) and _starts_before(encoding, last + 1, end):
             last += 1
         mask[first : last + 1] = True
@@ -120,7 +120,7 @@ def _starts_before(encoding: Encoding, token: int, end: int) -> bool:
 
 
 def _plain(values: list[Any]) -> Any:
-    """Convert values to JSON's types, others (such as dates from Parquet) to text: a template gets no Python objects."""
+    """Convert values to JSON's types, others (such as dates from Parquet) to strings: a template gets no Python objects."""
     try:
         return json.loads(json.dumps(values, ensure_ascii=False, default=str))
     except RecursionError as error:

@@ -19,7 +19,7 @@ LONGEST_TEMPLATE = 256 << 10
 DAY = datetime(2025, 1, 1)
 """The date for templates: the tokens of a run must not depend on the day."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""The names under which data sets keep the reasoning of an answer; most templates read the first one."""
+"""The names under which datasets store an answer's reasoning; most templates read the first."""
 # Errors of jinja and of the code in a template.
 FAULTS = (
     TemplateError,

@@ -16,7 +16,7 @@ from jinja2.visitor import NodeTransformer
 
 from crosstune.data.render.types import Span
 
-# Unicode noncharacters, reserved for internal use; a text that contains some of them gets other ones as marks.
+# Unicode noncharacters, reserved for internal use; text that contains some of them gets different marks.
 _FIRST_NONCHARACTER, _NUM_SETS = 0xFDD0, 8
 _TURN, _CLOSE = "_mark_turn", "_mark_close"
 
@@ -98,7 +98,7 @@ class Marker(threading.local):
 
 
 class _Turns:
-    """Assign text to messages. Loops can be nested, and text belongs to the message of the innermost one."""
+    """Assign text to messages. Loops can be nested, and text belongs to the message of the innermost loop."""
 
     def __init__(self) -> None:
         self.spans: dict[int, list[Span]] = {}

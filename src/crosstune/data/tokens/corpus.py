@@ -35,11 +35,11 @@ class Corpus:
     limit: int
     form: str
     identity: str
-    """sha256 of everything that decides the examples: contents, tokenizer, template, format, context, truncation."""
+    """sha256 of everything that determines the examples: contents, tokenizer, template, format, context, truncation."""
     dropped: int = 0
-    """Examples left out because they are longer than the limit."""
+    """Examples skipped because they are longer than the limit."""
     pieces: NDArray[np.int64] | None = None
-    """The first token of each piece of a split text, -1 for an example that is not split; None if none is."""
+    """The first token of each piece of a split document, -1 for an example that is not split; None if none is."""
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -92,7 +92,7 @@ class Corpus:
     def num_supervised(self) -> NDArray[np.int64]:
         """The number of supervised tokens in each example."""
         counts = self.store.num_supervised_within(self.limit)[self.kept]
-        # Texts carry loss everywhere, except on the first token of each piece.
+        # Documents carry loss everywhere, except on the first token of each piece.
         return counts if self.pieces is None else np.where(self.pieces < 0, counts, self.lengths() - 1)
 
     def hashes(self) -> NDArray[np.uint64]:
@@ -123,7 +123,7 @@ def open_corpus(
 ) -> Corpus:
     """Tokenize a source, or its first `limit` rows unless that is -1. `cache` is crosstune's cache folder.
 
-    The files of a source may have several formats; `model_limit` is the context of the model, for the error about a
+    The files of a source may have different formats; `model_limit` is the model's context, for the error about a
     long example.
     """
     corpora: list[Corpus] = []
@@ -155,7 +155,7 @@ def open_corpus(
 
 
 def join_corpora(corpora: Sequence[Corpus]) -> Corpus:
-    """Join several corpora in order."""
+    """Join corpora in order."""
     if len(corpora) == 1:
         return corpora[0]
     starts = np.cumsum([0, *(len(corpus.store) for corpus in corpora)])
@@ -184,7 +184,7 @@ def fit_context(
     identity: str,
     model_limit: int | None = None,
 ) -> Corpus:
-    """Return the examples of a store within the context. Longer ones raise a UserError, or are cut, dropped or split."""
+    """Return the examples of a store within the context. Longer examples raise a UserError, or are cut, dropped or split."""
     lengths = store.lengths()
     long = np.flatnonzero(lengths > context_length)
     kept = np.arange(len(store), dtype=np.int64)
@@ -219,15 +219,13 @@ def fit_context(
 def _how_to_fit(needed: int, model_limit: int | None, *, form: str) -> str:
     ways = "--truncation cut, drop or split" if form in WITHOUT_TURNS else "--truncation cut or drop"
     if model_limit and needed > model_limit:
-        return (
-            f"pass {ways}: --context_length cannot be above {model_limit}, the longest context of this model"
-        )
+        return f"pass {ways}: --context_length cannot be above {model_limit}, this model's maximum context length"
     return f"raise --context_length to {needed}, or pass {ways}"
 
 
 def _split(lengths: NDArray[np.int64], context_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the example and the first token of each piece. A piece begins with the last token of the one before, so that
-    every token but the first of a text is predicted once."""
+    """Return the example and the first token of each piece. A piece begins with the last token of the previous piece, so that
+    every token except a document's first is predicted once."""
     step = context_length - 1
     counts = np.where(lengths > context_length, -(-(lengths - 1) // step), 1)
     kept = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)

@@ -98,7 +98,7 @@ def located(error: UserError, part: Part, number: int) -> UserError:
 
 @dataclass
 class _Pass:
-    """One pass over a source. While a batch is tokenized, the rows of the next one are read and rendered."""
+    """One pass over a source. While a batch is tokenized, the next batch's rows are read and rendered."""
 
     writer: StoreWriter
     encoder: Encoder
@@ -200,7 +200,7 @@ def check_any_answer(source: str, form: str, *, num_rows: int, num_empty: int) -
         raise UserError(
             f"All {num_rows} rows of {source} have an empty answer.",
             why=f"read as {form}, there is nothing to learn from.",
-            do="check the columns, or choose another --dataset_format",
+            do="check the columns, or choose a different --dataset_format",
         )
 
 
@@ -213,7 +213,7 @@ def tokenize_source(
     in_memory_bytes: int,
     progress: OnProgress | None,
 ) -> tuple[TokenStore, dict[str, Any]]:
-    """Tokenize a source of one format, or open its cached tokens; return them with everything that decides them."""
+    """Tokenize a source of one format, or open its cached tokens; return them with everything that determines them."""
     tokenizer = encoder.tokenizer
     decides = {
         "layout": LAYOUT,
@@ -251,7 +251,7 @@ def _cached_store(
         with FileLock(root / f".{key[:32]}.lock"):
             facts = _read_facts(folder)
             if facts is None:
-                # We hold the lock, so a staged folder is the leftover of a killed process.
+                # This process holds the lock, so a staged folder was left by a killed process.
                 clear_leftovers(root, of=folder.name.__eq__)
                 with staging_folder(folder) as staging:
                     store = staging / "store"
@@ -264,7 +264,7 @@ def _cached_store(
         raise UserError(
             f"The tokens of {source.name} cannot be cached in {root}.",
             why=f"{error.strerror}; they need about {source.size_bytes * 3 // 2 >> 20:,} MiB.",
-            do="free some space, or set the environment variable CROSSTUNE_CACHE to a folder on a larger disk",
+            do="free some space, or set CROSSTUNE_CACHE to a folder on a larger disk",
         ) from error
     return open_store(folder, facts)
 

@@ -55,7 +55,7 @@ class TokenStore:
     num_supervised: NDArray[np.int32]
     """Supervised tokens of each example, without its first token, which is never predicted."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Counts from writing: rows read, rows left out."""
+    """Counts from writing: rows read, rows skipped."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -87,7 +87,7 @@ class TokenStore:
 
 
 class JoinedStore:
-    """Several stores, read as one."""
+    """Multiple stores, read as one."""
 
     def __init__(self, stores: Sequence[TokenStore | JoinedStore]) -> None:
         self.stores = tuple(stores)

@@ -62,7 +62,7 @@ class Tokenizer:
     stop_ids: frozenset[int]
     """Tokens that end an answer."""
     special: tuple[str, ...] = ()
-    """The texts of the special tokens."""
+    """The special tokens as strings."""
     adds_bos: bool = False
     """True if the tokenizer prepends the BOS token to plain text."""
     other_named: tuple[tuple[str, str], ...] = ()
@@ -70,9 +70,9 @@ class Tokenizer:
     digest: str = ""
     """sha256 of tokenizer.json."""
     template_file: str = ""
-    """The file that holds the chat template."""
+    """The file that contains the chat template."""
     num_rows: int | None = None
-    """The number of embeddings of the model, if its config.json is in the same folder."""
+    """The model's number of embeddings, if its config.json is in the same folder."""
 
     @classmethod
     def from_folder(cls, folder: Path, *, model: Path | None = None) -> Tokenizer:
@@ -108,11 +108,11 @@ class Tokenizer:
         )
 
     def check_fits(self, vocab_size: int, *, source: str) -> None:
-        """Raise a UserError when a token has no embedding in the model; `source` names the tokenizer."""
+        """Raise a UserError when a token has no embedding in the model; `source` is the tokenizer's name."""
         highest = max(self.rust.get_vocab(with_added_tokens=True).values())
         if highest >= vocab_size:
             raise UserError(
-                f"The tokenizer {source} does not fit the model.",
+                f"The tokenizer {source} does not match the model.",
                 why=f"its highest token id is {highest}, and the model has embeddings for {vocab_size} tokens.",
                 do="use a tokenizer without added tokens, or save the model with more embeddings (resize_token_embeddings)",
             )
@@ -143,18 +143,18 @@ class Tokenizer:
 
     def encode(self, text: str) -> Encoding:
         """Return token ids with their offsets. Adds no special tokens, since templates write their own."""
-        with _readable_panics("The tokenizer of the model"):
+        with _readable_panics("The model's tokenizer"):
             found = self.rust.encode(text, add_special_tokens=False)
         self.check_largest(max(found.ids, default=0))
         return found
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
-        """Encode several texts on all cores. The caller checks the largest id."""
-        with _readable_panics("The tokenizer of the model"):
+        """Encode multiple strings on all cores. The caller checks the largest id."""
+        with _readable_panics("The model's tokenizer"):
             return self.rust.encode_batch(list(texts), add_special_tokens=False)
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of plain texts, each with one BOS token if the tokenizer adds it, and one EOS token.
+        """Return the token ids of plain-text documents, each with one BOS token if the tokenizer adds it, and one EOS token.
 
         The library adds the BOS token: some tokenizers mark the first word, and a BOS token written as text would move it
         from the first place.
@@ -162,7 +162,7 @@ class Tokenizer:
         bos, eos = (
             self.rust.token_to_id(text) if text else None for text in (self.bos_token, self.eos_token)
         )
-        with _readable_panics("The tokenizer of the model"):
+        with _readable_panics("The model's tokenizer"):
             encodings = self.rust.encode_batch_fast(list(texts), add_special_tokens=True)
         found = []
         for encoding in encodings:
@@ -181,13 +181,13 @@ class Tokenizer:
         """Raise a UserError when the model has no embedding for the largest id in a text."""
         if self.num_rows is not None and largest >= self.num_rows:
             raise UserError(
-                f"The tokenizer and the model do not fit: token {largest} is {shown(self.rust.id_to_token(largest))}.",
+                f"The tokenizer and the model do not match: token {largest} is {shown(self.rust.id_to_token(largest))}.",
                 why=f"vocab_size in config.json is {self.num_rows}, so the model has no embedding for it.",
                 do="use the tokenizer of this model, or resize the model's embeddings",
             )
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        with _readable_panics("The tokenizer of the model"):
+        with _readable_panics("The model's tokenizer"):
             return str(self.rust.decode(list(ids), skip_special_tokens=not keep_special))
 
 
@@ -198,9 +198,9 @@ def _read_tokenizer(folder: Path) -> bytes:
         raw = read_plain(path, limit=TOKENIZER_LIMIT)
     except MissingFile as error:
         raise UserError(
-            f"{folder} has no tokenizer.json.",
+            f"{folder} does not contain tokenizer.json.",
             why="crosstune reads fast tokenizers only.",
-            do="make one with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+            do="create it with: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
         ) from error
     tokenizer = object_of(raw, path, foreign=True)
     check_fields(tokenizer, _STRUCTURE, source=path, required=("model",))
@@ -213,7 +213,7 @@ def _read_tokenizer(folder: Path) -> bytes:
 
 
 def _may_be_slow(value: Any) -> bool:
-    """Return whether a stage has a regex, a table or a replacement that lengthens a text."""
+    """Return whether a stage has a regex, a table or a replacement that lengthens text."""
     if isinstance(value, list):
         return any(map(_may_be_slow, value))
     if not isinstance(value, dict):
@@ -246,7 +246,7 @@ def _readable_panics(what: str) -> Iterator[None]:
         raise UserError(
             f"{what} cannot be used.",
             why=f"the tokenizers library fails: {shown(str(error))}.",
-            do="download or copy tokenizer.json again, or use another tokenizer",
+            do="download or copy tokenizer.json again, or use a different tokenizer",
         ) from error
 
 

@@ -18,7 +18,7 @@ _LENGTH = 3000
 
 
 def try_tokenizer(raw: bytes, *, path: Path, cache: Path | None) -> None:
-    """Raise a UserError unless the tokenizer loads and encodes a few long texts in time."""
+    """Raise a UserError unless the tokenizer loads and encodes a few long strings in time."""
     _try("tokenizers", raw, path=path, cache=cache, cpu_seconds=10, memory_bytes=4 << 30)
 
 
@@ -56,7 +56,7 @@ def _verdict(kind: str, digest: str, cache: Path | None) -> Path | None:
 
 
 def trial_texts() -> list[str]:
-    """Return texts on which patterns are slow: long runs of one kind of character, with and without a different end."""
+    """Return strings on which patterns are slow: long runs of one kind of character, with and without a different end."""
     words = "The quick brown fox, 12 times; isn't it?\n\tNaïve café — 東京タワー 🙂 "
     runs = [
         (run * _LENGTH)[:_LENGTH]
