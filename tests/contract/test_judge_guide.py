@@ -146,7 +146,7 @@ def test_an_entry_says_that_its_device_is_missing(
     words = adopt.entry_words(entry, ["--epochs", "1"])
     assert words[words.index("--backend") + 1] == "cpu"
     said = capsys.readouterr().err
-    assert said.count("warning") == 1 and f"no {entry.backends[0].upper()} device here" in " ".join(
+    assert said.count("warning") == 1 and f"no {entry.backends[0].upper()} device found" in " ".join(
         said.split()
     )
     monkeypatch.setattr(adopt, "_available", lambda backends: backends[0])

@@ -26,7 +26,7 @@ def data(model: Path, path: Path | str, *words: str) -> int:
         ({"messages": [{"role": "assistant", "content": "a"}]}, ["line 3", "out of order"]),
         ({"messages": [{"role": "alien", "content": "a"}]}, ["line 3", "Unknown role 'alien'"]),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["line 3", "type image"]),
-        ({"message": []}, ["line 3", "no column messages"]),
+        ({"message": []}, ["line 3", "Missing column messages"]),
     ],
 )
 def test_a_bad_row_is_named(

@@ -160,9 +160,7 @@ def _memory(plan: Plan) -> str:
     learned = ""
     if plan.correction is not None:
         runs = plan.correction.num_runs
-        learned = (
-            f", corrected by {runs} run{'s' * (runs != 1)} on that machine (x {plan.correction.factor:.2f})"
-        )
+        learned = f", corrected by {runs} earlier run{'s' * (runs != 1)} (x {plan.correction.factor:.2f})"
     each = " on each device" if plan.world_size > 1 else ""
     return (
         f"about {size(plan.estimated_bytes)} for a full step{each} (estimated{learned}), of {size(plan.usable_bytes)} to "
