@@ -142,10 +142,10 @@ def cuda(kernels: str) -> BackendReport:
     ("kernels", "flash", "precision", "packing", "chosen", "why"),
     [
         ("with the package", None, "bf16", False, "flash_attn", "the package flash_attn"),
-        ("with the package", True, "fp32", False, "sdpa", "flash_attn has no fp32"),
+        ("with the package", True, "fp32", False, "sdpa", "flash_attn does not support fp32"),
         ("with the package", True, "bf16", True, "sdpa", "does not separate the documents of packed rows"),
         ("with the package", False, "bf16", False, "eager", "turned off"),
-        ("without it", None, "bf16", False, "sdpa", "the kernels that ran here: flash, efficient, math"),
+        ("without it", None, "bf16", False, "sdpa", "flash, efficient, math"),
         ("without it", True, "bf16", True, "sdpa", "torch's own"),
     ],
 )

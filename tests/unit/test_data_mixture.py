@@ -47,8 +47,8 @@ def test_sources_and_weights(
         ("a.jsonl:x,b.jsonl:1", "weight of a.jsonl .* cannot be 'x'"),
         ("a.jsonl:0,b.jsonl:1", "cannot be '0'"),
         ("a.jsonl:nan,b.jsonl:1", "cannot be 'nan'"),
-        ("a.jsonl:0.5,b.jsonl", "b.jsonl of --dataset has no weight"),
-        ("a.jsonl:1,a.jsonl:2", "names a.jsonl twice"),
+        ("a.jsonl:0.5,b.jsonl", "b.jsonl in --dataset has no weight"),
+        ("a.jsonl:1,a.jsonl:2", "lists a.jsonl twice"),
     ],
 )
 def test_lists_that_make_no_sense(

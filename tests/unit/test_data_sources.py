@@ -84,7 +84,7 @@ def test_a_json_array_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
         ("a.json", '[{"text": "a"}', "cannot be read"),
         ("a.csv", "text\nfine\none,two\n", "a.csv, line 3 has 2 fields"),
         ("a.csv", 'text\n"open\n', "a.csv, line 2 cannot be read"),
-        ("a.csv", "text,text\na,b\n", "does not name the columns"),
+        ("a.csv", "text,text\na,b\n", "does not list the columns"),
         ("a.parquet", "not parquet at all", "cannot be read as Parquet"),
         ("a.doc", "hello", "not a supported data file"),
     ],

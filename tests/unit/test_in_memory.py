@@ -82,7 +82,7 @@ class Streamed:
         ({"prompt": ["a"], "completion": ["b"]}, "Dataset.from_dict"),
         ([], "has no rows"),
         ([ROWS[0], {1: "a"}], "Row 2 of dataset is not a row"),
-        ([{"text": object()}], "a column holds a builtins.object"),
+        ([{"text": object()}], "a column contains a builtins.object"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, data: object, words: str) -> None:

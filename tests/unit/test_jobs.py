@@ -324,16 +324,16 @@ def test_no_secret_is_written(
     ("words", "expected"),
     [
         ("--on slurm --nnodes 0", "--nnodes cannot be '0'"),
-        ("--on slurm --nnodes 2 --backend cpu --gpus 2", "--gpus 2 does not go with --backend cpu"),
-        ("--on ssh --nnodes 1 --hosts a,b", "--nnodes is 1, but 2 machines are named"),
-        ("--on ssh --nnodes 1 --hosts 'a;b'", "is not a machine"),
+        ("--on slurm --nnodes 2 --backend cpu --gpus 2", "--gpus 2 cannot be combined with --backend cpu"),
+        ("--on ssh --nnodes 1 --hosts a,b", "--nnodes is 1, but 2 nodes"),
+        ("--on ssh --nnodes 1 --hosts 'a;b'", "is not a valid host"),
         ("--on kubernetes --nnodes 2 --image x", "needs --volume"),
         ("--on slurm --nnodes 2 --image x", "--image is an option of kubernetes"),
         ("--on slurm --nnodes 2 --partition 'a b'", "--partition cannot be"),
         ("--on slurm --nnodes 2 --gpus 1 --nproc_per_node 2", "--gpus 1 is too few"),
         ("--on slurm --nnodes 2 -- --lr fast", "lr"),
-        ("--on slurm --nnodes 2 --overwrite", "--overwrite does not go with launch"),
-        ("--on slurm --nnodes 2 --resume runs/x/checkpoints/step-00000020", "does not go with launch"),
+        ("--on slurm --nnodes 2 --overwrite", "--overwrite cannot be combined"),
+        ("--on slurm --nnodes 2 --resume runs/x/checkpoints/step-00000020", "cannot be combined with launch"),
     ],
 )
 def test_a_bad_request_is_refused_before_anything_is_submitted(
