@@ -206,7 +206,7 @@ def test_a_folder_is_trained_only_as_what_it_holds(hf_bnb: Path) -> None:
         (["--from", "hqq", "--to", "bnb"], "it holds bnb weights of 4 bits"),
         (["--from", "none", "--to", "bnb"], "does not hold what --from none says"),
         (["--to", "bnb", "--quant_type", "nf4"], "already quantized in exactly this way"),
-        (["--to", "hqq", "--group_size", "100"], "do not divide"),
+        (["--to", "hqq", "--group_size", "100"], "does not divide"),
         (["--to", "hqq", "--n_bits", "5"], "does not support 5-bit weights"),
     ],
 )

@@ -136,7 +136,7 @@ def test_nf4_is_dense_with_the_same_values(name: str) -> None:
 def test_fp8_products_on_tensor_cores_are_those_computed_in_fp32(quantizer: str) -> None:
     reason = why_no_fp8(torch.device("cuda"), torch.bfloat16)
     if reason is not None:
-        pytest.skip(f"does not support fp8 matmul on this GPU: {reason}")
+        pytest.skip(f"no fp8 matmul on this GPU: {reason}")
     spec = QuantSpec(quantizer=quantizer, bits=8 if quantizer == "fp8" else 4, group_size=64)
     # Weights as models start with: larger ones make the gradients of queries and keys chaotic, and rounding matters more.
     model, adapters = make("llama", torch.bfloat16, spec, initializer_range=0.02)

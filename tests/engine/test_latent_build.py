@@ -136,4 +136,4 @@ def test_fewer_texts_than_the_vectors_that_are_given(
     np.save(tmp_path / "vectors.npy", np.eye(2, 16, dtype=np.float32))
     asked = ["--max_texts=1", f"--vectors={tmp_path / 'vectors.npy'}"]
     assert build(tmp_path, unloadable, ["the cat", "a cat"], "--validation_share=0", *asked)[0] == 2
-    assert "--max_texts cannot be used with --vectors" in capsys.readouterr().err
+    assert "--max_texts cannot be combined with --vectors" in capsys.readouterr().err

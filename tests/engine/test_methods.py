@@ -92,8 +92,8 @@ def test_adapters_learn_over_every_quantized_base(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"quantization_backend": "hqq", "group_size": 100}, "do not divide"),
-        ({"quantization_backend": "quanto", "group_size": 48}, "do not divide"),
+        ({"quantization_backend": "hqq", "group_size": 100}, "does not divide"),
+        ({"quantization_backend": "quanto", "group_size": 48}, "does not divide"),
         ({"quantization_backend": "bnb", "group_size": 48}, "does not support block size 48"),
         ({"quantization_backend": "bnb", "quant_type": "float8"}, "does not support --quant_type float8"),
         ({"quantization_backend": "hqq", "n_bits": 5}, "5 bits"),

@@ -124,13 +124,13 @@ sys.exit(255)
 def test_it_gives_up_after_the_restarts(launch) -> None:  # type: ignore[no-untyped-def]
     code, out = launch("sys.exit(7)", "--restarts", "1").end()
     assert code == 7
-    assert out.count("node 0 of 2") == 2 and "(1 of 1 times)" in out
+    assert out.count("node 0 of 2 at") == 2 and "(1 of 1 times)" in out
 
 
 def test_a_wrong_request_is_not_tried_again(launch) -> None:  # type: ignore[no-untyped-def]
     code, out = launch("print('no such option', flush=True); sys.exit(2)").end()
     assert code == 2
-    assert out.count("node 0 of 2") == 1 and "no such option" in out
+    assert out.count("node 0 of 2 at") == 1 and "no such option" in out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])

@@ -75,7 +75,7 @@ def test_other_versions_are_refused() -> None:
     with pytest.raises(UserError, match="different versions") as caught:
         check_versions(Apart())
     assert "rank 1 of 2 (host h) has crosstune" in caught.value.why
-    assert "the first process has crosstune 0.0, torch 1.0" in caught.value.why
+    assert "rank 0 has crosstune 0.0, torch 1.0" in caught.value.why
 
 
 def test_a_number_of_processes_that_contradicts_the_variables_is_refused(
