@@ -75,7 +75,7 @@ def why_no_fast_layers(field: Callable[[str], Any]) -> str | None:
         if field(name):
             return f"its config sets {name}"
     activation = field("hidden_activation") or field("hidden_act")
-    if activation is not None and activation not in ACTIVATIONS:
+    if activation is not None and str(activation) not in ACTIVATIONS:
         return f"the fast layers do not support its activation {activation}"
     return None
 
