@@ -127,8 +127,8 @@ REFUSED = [
     ("apple-m1-16gb", "mps", {"method": M.HQQ, "compute_dtype": torch.bfloat16}, "bfloat16 does not work"),
     ("apple-m2-max-64gb", "mps", {"layer_configs": {"mlp": 8}}, "BNB_INT8 with 8 bits does not run on mps"),
     ("cpu-laptop", "cpu", {"method": M.BNB_NF4, "bits": 8}, "use BNB_INT8"),
-    ("cpu-laptop", "cpu", {"method": M.BNB_NF4, "block_size": 100}, "no blocks of 100"),
-    ("cpu-laptop", "cpu", {"method": M.HQQ, "quant_type": "fp4"}, "no kind fp4"),
+    ("cpu-laptop", "cpu", {"method": M.BNB_NF4, "block_size": 100}, "block size 100"),
+    ("cpu-laptop", "cpu", {"method": M.HQQ, "quant_type": "fp4"}, "--quant_type does not apply"),
 ]
 WITHOUT_EFFECT = [
     ({"method": M.BNB_NF4, "group_size": 128}, "group_size=128 has no effect with BNB_NF4: block_size"),

@@ -113,7 +113,7 @@ def test_torch_parts_that_read_weights_themselves_still_work() -> None:
 
 def test_a_group_that_does_not_divide_leaves_the_model_alone(block: Block) -> None:
     adapter = QuantoAdapter(QuantizationConfig(method=M.QUANTO_INT4, group_size=96))
-    with pytest.raises(UserError, match=r"enter: Groups of 96"):
+    with pytest.raises(UserError, match=r"enter: --group_size 96"):
         adapter.quantize_model(block)
     assert not quantized_names(block)
 

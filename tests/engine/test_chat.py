@@ -23,7 +23,7 @@ def test_commands_are_not_sent_to_the_model(
     assert main(["chat", str(tiny_model), *MODEL]) == 0
     said = capsys.readouterr().err
     assert "Unknown command /sav;" in said and "Unknown command /etc" in said
-    assert "/save needs the name of a file" in said and "/system TEXT" in said
+    assert "/save needs" in said and "/system TEXT" in said
     saved = json.loads((tmp_path / "chat.jsonl").read_text(encoding="utf-8"))["messages"]
     assert [(turn["role"], turn["content"]) for turn in saved if turn["role"] != "assistant"] == [
         ("system", "Be brief."),

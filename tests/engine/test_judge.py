@@ -319,7 +319,7 @@ def test_the_whole_test_split_is_judged_unless_limited(tiny_model: Path, data: P
         ({"train_on_prompt": True}, "--train_on_prompt"),
         ({"truncation": "cut"}, "--truncation cut"),
         ({"head": "scalar", "train_type": "dora"}, "--head scalar"),
-        ({"verdict": "winner"}, "does not fit the data"),
+        ({"verdict": "winner"}, "does not match the data"),
         ({"score_scale": "0-5"}, "outside the scale 0-5"),
         ({"backend": "mlx", "head": "scalar"}, "torch only"),
     ],

@@ -135,7 +135,7 @@ def test_groups_leave_fp8_until_predictions_are_near_those_of_the_folder(sharp_m
     assert general_loss(model, None).item() == pytest.approx(fast_loss(decoder, None).item(), rel=2e-2)
     [sentence] = describe_decoder(decoder, refused=None, left_out=found)
     assert (
-        sentence.startswith(f"base_precision: {len(found.names)} of {len(in_fp8)} groups")
+        sentence.startswith(f"base_precision: {len(found.names)} of {len(in_fp8)} layer groups")
         and name in sentence
     )
 

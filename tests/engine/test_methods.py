@@ -96,7 +96,7 @@ def test_adapters_learn_over_every_quantized_base(
         ({"quantization_backend": "quanto", "group_size": 48}, "does not divide"),
         ({"quantization_backend": "bnb", "group_size": 48}, "does not support block size 48"),
         ({"quantization_backend": "bnb", "quant_type": "float8"}, "does not support --quant_type float8"),
-        ({"quantization_backend": "hqq", "n_bits": 5}, "5 bits"),
+        ({"quantization_backend": "hqq", "n_bits": 5}, "5-bit"),
     ],
 )
 def test_what_a_quantizer_cannot_do_is_said(tiny_model: Path, options: dict[str, Any], words: str) -> None:

@@ -39,7 +39,7 @@ def data(write_jsonl: Any) -> Path:
         ("--model_name {empty}", "config.json"),
         ("--backend xpu", "Backend 'xpu' is not available"),
         ("--lr fast", "lr cannot be 'fast'"),
-        ("--dataset {empty}/none.jsonl", "no dataset"),
+        ("--dataset {empty}/none.jsonl", "No dataset"),
         ("--dataset {columns}", "subject, reply"),
         ("--dataset {data} --context_length 8", "longer than the context of 8 tokens"),
         ("--dataset {silent}", "No token"),
