@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.recipes.latent_diffusion.correction import CorrectOptions, correct_texts
+from crosstune.recipes.latent_diffusion.correction import correct_texts
 from crosstune.recipes.latent_diffusion.encoders import Encoder
 from crosstune.recipes.latent_diffusion.pair_folder import Pairs, open_pairs
 from crosstune.recipes.latent_diffusion.settings import DecodeOptions
@@ -65,7 +65,7 @@ def evaluate(
                 trained.vocabulary,
                 latents,
                 options=options,
-                correct=CorrectOptions(rounds=rounds),
+                rounds=rounds,
             )
             corrected = trained.vocabulary.decode_batch(best.tokens)
             result["corrected"] = text_scores(corrected, texts) | _embedded(opened, corrected, latents)
