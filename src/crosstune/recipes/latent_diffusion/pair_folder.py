@@ -117,10 +117,10 @@ def open_pairs(folder: Path) -> PairFolder:
     return PairFolder(folder=folder, manifest=manifest, splits=splits, vocabulary=vocabulary)
 
 
-def load_array(path: Path, *, mapped: bool = True) -> NDArray[Any]:
-    """Read an .npy file without pickle, by default memory-mapped."""
+def load_array(path: Path) -> NDArray[Any]:
+    """Map an .npy file into memory, without pickle."""
     try:
-        found = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         raise MissingFile(path, "it is missing", do="check the path") from error
     except (ValueError, EOFError, OSError) as error:  # raised by numpy for a damaged or pickled file
