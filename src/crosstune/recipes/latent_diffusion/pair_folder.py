@@ -92,6 +92,11 @@ class PairFolder:
     def max_tokens(self) -> int:
         return int(self.manifest["max_tokens"])
 
+    def rows_of(self, split: str, count: int) -> Pairs:
+        """Return the first `count` rows of a split, or all if it is negative; none if the split is missing."""
+        pairs = self.splits.get(split, self.splits["train"].part(0, 0))
+        return pairs.part(0, count if count >= 0 else len(pairs))
+
     def identity(self, split: str) -> str:
         """Return the hashes of the files of a split."""
         names = sorted(name for name in self.manifest["files"] if name.startswith(f"{split}/"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ _WORTH_SKIPPING = 0.25
 """Fraction of padding from which skipping it is faster on a GPU."""
 _ENCODED_ROWS = {"cpu": 256}
 """Texts embedded at a time, by device type; 2048 on GPUs."""
-_REPORT_S = 0.5
 
 
 class LatentDiffusionTask:
@@ -199,7 +197,7 @@ class SentenceEncoder:
         order = np.argsort(np.fromiter(map(len, texts), np.int64, len(texts)), kind="stable")
         order = order[tokens.lengths[order] > 0]
         vectors = np.zeros((len(texts), int(self._record["dim"])), np.float32)
-        reported, size = time.monotonic(), _ENCODED_ROWS.get(self.device.type, 2048)
+        size = _ENCODED_ROWS.get(self.device.type, 2048)
         for start in range(0, len(order), size):
             rows = order[start : start + size]
             batch = tokens.take(rows)
@@ -207,8 +205,7 @@ class SentenceEncoder:
             ids = batch.stack(width=width, dtype=np.int64)
             mask = (np.arange(width) < batch.lengths[:, None]).astype(np.int64)
             vectors[rows] = self._embed(ids, mask).cpu().numpy()
-            if self._on_text is not None and time.monotonic() - reported > _REPORT_S:
-                reported = time.monotonic()
+            if self._on_text is not None:
                 self._on_text(start + len(rows), len(order))
         return vectors
 

@@ -23,7 +23,7 @@ from crosstune.recipes.latent_diffusion.settings import (
     OnStep,
     load_settings,
 )
-from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, load_vocabulary
+from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, load_vocabulary, tokenize
 
 if TYPE_CHECKING:
     from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
@@ -85,7 +85,7 @@ class Trained:
 
     def tokens_of(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the token ids and lengths of texts; raise for a text that is empty or too long."""
-        rows = self.vocabulary.encode(texts)
+        rows = self.vocabulary.reduce(tokenize(self.vocabulary.tokenizer, texts))
         for text, length in zip(texts, rows.lengths.tolist(), strict=True):
             if not 1 <= length <= self.settings.max_tokens:
                 raise UserError(
