@@ -101,7 +101,7 @@ class Decoding:
 
     def correct(self, vectors: Any, options: Any) -> None:
         """Correct the texts in rounds until the time is over; keep what each round finds."""
-        from crosstune.recipes.latent_diffusion.correction import CorrectOptions, correct_texts
+        from crosstune.recipes.latent_diffusion.correction import correct_texts
 
         began = time.monotonic()
         ends: list[float] = []
@@ -112,7 +112,8 @@ class Decoding:
                 self.trained.vocabulary,
                 vectors,
                 options=options,
-                correct=CorrectOptions(rounds=self.rounds, candidates=self.candidates),
+                rounds=self.rounds,
+                candidates=self.candidates,
             )
         ):
             ends.append(time.monotonic())

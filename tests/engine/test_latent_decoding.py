@@ -12,7 +12,7 @@ from latent_sessions import grammar_pairs, opened
 
 from crosstune.recipes.latent_diffusion.batch import T_MIN
 from crosstune.recipes.latent_diffusion.corpora import GrammarEncoder
-from crosstune.recipes.latent_diffusion.correction import CorrectOptions, correct_texts
+from crosstune.recipes.latent_diffusion.correction import correct_texts
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder
 from crosstune.recipes.latent_diffusion.recipe import LatentDiffusionRecipe
 from crosstune.recipes.latent_diffusion.settings import DecodeOptions
@@ -176,7 +176,8 @@ def test_correction_comes_nearer_to_the_vector(overfit: LatentDiffusionRecipe) -
         vocabulary,
         np.asarray(held_out.latents),
         options=DecodeOptions(),
-        correct=CorrectOptions(rounds=9, candidates=6),
+        rounds=9,
+        candidates=6,
     )
     means = [float((found := each).cosine.mean()) for each in itertools.islice(rounds, 4)]
     assert means == sorted(means) and means[-1] > first + 0.05

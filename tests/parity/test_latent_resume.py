@@ -128,8 +128,8 @@ def test_a_run_decodes_encodes_and_is_evaluated(home: Path, capsys: pytest.Captu
     ("change", "why"),
     [
         (lambda a: a[:, :-1], "the model reads 96 dimensions"),
-        (lambda a: a * np.nan, "not finite"),
-        (lambda a: a * 0, "is zero"),
+        (lambda a: a * np.nan, "the norm of vector 0 is nan"),
+        (lambda a: a * 0, "the norm of vector 0 is 0"),
     ],
 )
 def test_vectors_that_cannot_be_decoded(

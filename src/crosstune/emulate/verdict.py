@@ -33,7 +33,7 @@ MOST_ROWS, MOST_EVALUATED, MOST_NEW_TOKENS = 2, 4, 8
 """The set of operators does not depend on the number of rows; two cover batching and gradient accumulation."""
 
 Row = dict[str, Any]
-"""A `Sighting` as JSON."""
+"""An operator: its name, the place of its first call, what the device does with it, and its number of calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +173,8 @@ def _judge(name: str, device: ModuleType, plan: Plan, watch: Any, tried: Tried) 
     odd = sorted(str(dtype) for dtype in seen.dtypes - device.TESTED - device.REFUSED)
     conditions += [f"{dtype} is not among the dtypes that torch tests on {device.TITLE}" for dtype in odd]
 
-    def rows(sightings: dict[Any, Any]) -> list[Row]:
-        return [s.to_json() for s in sorted(sightings.values(), key=lambda s: -s.calls)]
+    def rows(found: dict[Any, Row]) -> list[Row]:
+        return sorted(found.values(), key=lambda row: -row["calls"])
 
     return Verdict(
         emulated=name,
@@ -184,7 +184,7 @@ def _judge(name: str, device: ModuleType, plan: Plan, watch: Any, tried: Tried) 
         torch_version=version("torch"),
         num_operators=len(seen.operators),
         num_calls=sum(seen.operators.values()),
-        refused=[s.to_json() for s in seen.refused.values()],  # in order: the first may cause the others
+        refused=list(seen.refused.values()),  # in order: the first may cause the others
         failing=rows(seen.failing),
         fallen_back=rows(seen.fallen_back),
         custom=rows(seen.custom),

@@ -25,8 +25,6 @@ from crosstune.torch_engine.quantized import QuantLinear, dense_weight, quantize
 from crosstune.torch_engine.session.session import TorchSession
 
 _MARK = "crosstune.layer"
-
-
 _COMPOSITE_KEYS = (
     "CompositeExplicitAutogradNonFunctional",
     "CompositeExplicitAutograd",
@@ -38,29 +36,20 @@ Support = Literal["kernel", "composite", "view", "none"]
 """The device has a kernel; composed of other operators; composed and a view; or not supported."""
 
 
-@dataclass
-class Sighting:
-    """An operator that the device runs differently from the CPU: its number of calls and first location."""
-
-    operator: str
-    where: str
-    what: str = ""
-    calls: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self).copy()
+Row = dict[str, Any]
+"""An operator, where it was called first (`where`), what the device does with it (`what`), and its number of `calls`."""
 
 
 @dataclass
 class Sightings:
     """All recorded operators, each once."""
 
-    refused: dict[tuple[str, str], Sighting] = field(default_factory=dict)
+    refused: dict[tuple[str, str], Row] = field(default_factory=dict)
     """Results in a dtype that the device does not support."""
-    fallen_back: dict[str, Sighting] = field(default_factory=dict)
-    failing: dict[str, Sighting] = field(default_factory=dict)
+    fallen_back: dict[str, Row] = field(default_factory=dict)
+    failing: dict[str, Row] = field(default_factory=dict)
     """No kernel, and no fallback to the CPU."""
-    custom: dict[str, Sighting] = field(default_factory=dict)
+    custom: dict[str, Row] = field(default_factory=dict)
     """Operators of other libraries that have a kernel for the device."""
     dtypes: set[torch.dtype] = field(default_factory=set)
     operators: dict[str, int] = field(default_factory=dict)
@@ -257,13 +246,12 @@ def _numbers_as_tensors(func: Any, args: Any) -> Any:
     )
 
 
-def count(found: dict[Any, Sighting], key: Any, operator: str, where: Any, *, what: str = "") -> None:
+def count(found: dict[Any, Row], key: Any, operator: str, where: Any, *, what: str) -> None:
     """Count one more call; the location is computed only for the first."""
-    sighting = found.get(key)
-    if sighting is None:
+    if key not in found:
         place = where() if callable(where) else where
-        sighting = found[key] = Sighting(operator=operator, where=place, what=what)
-    sighting.calls += 1
+        found[key] = {"operator": operator, "where": place, "what": what, "calls": 0}
+    found[key]["calls"] += 1
 
 
 def _composite_key(name: str) -> str | None:

@@ -65,37 +65,29 @@ def make_request(config: Config, *, rungs: Sequence[str], steps: int, goal: str)
 
 def check_same_ladder(folder: Path, request: Mapping[str, Any]) -> None:
     """Write the request; raise a UserError if the folder contains trials of a different request."""
-    path = folder / REQUEST
+    path, again = folder / REQUEST, "use a different --name, or --overwrite true to begin again"
     if path.is_file():
         try:
             before = read_object(path)
         except UserError as error:
             raise UserError(
-                f"The ladder in {folder} is damaged: {path.name} cannot be read.",
-                why=error.why,
-                do="use a different --name, or --overwrite true to begin again",
+                f"The ladder in {folder} is damaged: {path.name} cannot be read.", why=error.why, do=again
             ) from error
         if before == dict(request):
             return
         if any((folder / "trials").glob("*/summary.json")):
+            old, new = ({**mapping(asked.get("options")), **asked} for asked in (before, request))
+            differing = sorted({*old, *new} - {"options"})
+            flags = ", ".join(f"--{key}" for key in differing if old.get(key) != new.get(key))
             raise UserError(
                 f"{folder} contains a ladder for a different request.",
-                why=f"these differ: {', '.join(_differing(before, request))}.",
-                do="use a different --name, or --overwrite true to begin again",
+                why=f"these differ: {flags}.",
+                do=again,
             )
     elif folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} exists and is not a ladder.", do="use a different --name")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, dict(request))
-
-
-def _differing(before: Mapping[str, Any], request: Mapping[str, Any]) -> list[str]:
-    """Return the flags that differ."""
-    old, new = mapping(before.get("options")), mapping(request.get("options"))
-    return [
-        *sorted(f"--{key}" for key in {*old, *new} if old.get(key) != new.get(key)),
-        *(f"--{key}" for key in ("rungs", "steps", "goal") if before.get(key) != request.get(key)),
-    ]
 
 
 Outcome = Literal["kept", "rolled back", "does not apply"]
@@ -209,22 +201,18 @@ class Ladder:
             note("does not apply", str(reason))
             return
         for place, change in enumerate(changes, start=1):
-            verdict, comparison = self._try_change(f"{name}-{place}", rung, change, left=left)
+            new, comparison = {**self._now(), **change}, None
+            try:
+                _plan(new)
+            except UserError as error:
+                verdict = Verdict(False, f"rejected: {error.message} {error.why}".strip())
+            else:
+                comparison = self._compare(f"{name}-{place}", base=self._now(), new=new, left=left)
+                verdict = judge(comparison, promise=rung.promise, gain=rung.gain, goal=self.goal)
             note("kept" if verdict.kept else "rolled back", verdict.why, change=change, comparison=comparison)
             if not verdict.kept:
                 break
             self.kept.update(change)
-
-    def _try_change(
-        self, name: str, rung: Rung, change: Change, *, left: int
-    ) -> tuple[Verdict, Comparison | None]:
-        new = {**self._now(), **change}
-        try:
-            _plan(new)
-        except UserError as error:
-            return Verdict(False, f"rejected: {error.message} {error.why}".strip()), None
-        comparison = self._compare(name, base=self._now(), new=new, left=left)
-        return judge(comparison, promise=rung.promise, gain=rung.gain, goal=self.goal), comparison
 
     def _compare(
         self, name: str, *, base: Mapping[str, Any], new: Mapping[str, Any], left: int

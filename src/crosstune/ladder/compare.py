@@ -44,32 +44,34 @@ class Comparison:
         """The speed of the change relative to the baseline."""
         return _ratio([self.rate(t) for t in self.new], [self.rate(t) for t in self.base])
 
+    @property
+    def memory(self) -> float:
+        """The peak memory of the change relative to the baseline."""
+        return _ratio([float(t.peak_bytes) for t in self.new], [float(t.peak_bytes) for t in self.base])
+
     def rate(self, trial: Trial) -> float:
         return trial.tokens_per_cpu_s if self.by_cpu_time else trial.tokens_per_s
 
     @property
     def by_cpu_time(self) -> bool:
         """Whether to compare CPU time: on a busy CPU, where it varies less than wall time."""
-        trials = [*self.base, *self.new]
-        if self.time_spread <= UNSTEADY or not all(trial.tokens_per_cpu_s for trial in trials):
+        if self.time_spread <= UNSTEADY or not all(t.tokens_per_cpu_s for t in [*self.base, *self.new]):
             return False
-        spread = max(_spread([t.tokens_per_cpu_s for t in side]) for side in (self.base, self.new))
-        return spread < self.time_spread
-
-    @property
-    def memory(self) -> float:
-        """The peak memory of the change relative to the baseline."""
-        return _ratio([float(t.peak_bytes) for t in self.new], [float(t.peak_bytes) for t in self.base])
+        return self._spread(lambda trial: trial.tokens_per_cpu_s) < self.time_spread
 
     @property
     def spread(self) -> float:
         """The largest relative difference of speed between trials of the same options."""
-        return max(_spread([self.rate(trial) for trial in side]) for side in (self.base, self.new))
+        return self._spread(self.rate)
 
     @property
     def time_spread(self) -> float:
-        """The largest relative difference of wall-time speed between trials of the same options."""
-        return max(_spread([trial.tokens_per_s for trial in side]) for side in (self.base, self.new))
+        """The same by wall time."""
+        return self._spread(lambda trial: trial.tokens_per_s)
+
+    def _spread(self, rate: Callable[[Trial], float]) -> float:
+        sides = [[rate(trial) for trial in side] for side in (self.base, self.new)]
+        return max((max(side) - min(side)) / max(middle(side), 1e-12) for side in sides if side)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -201,10 +203,6 @@ def _ratio(new: Sequence[float], base: Sequence[float]) -> float:
     return middle(new) / over if over and not math.isnan(over) else math.nan
 
 
-def _spread(values: Sequence[float]) -> float:
-    return (max(values) - min(values)) / max(middle(values), 1e-12) if len(values) > 1 else 0.0
-
-
 @dataclass(frozen=True)
 class Criterion:
     """A criterion, the measurement, and whether it is met."""
@@ -217,8 +215,7 @@ class Criterion:
 def check_criteria(ends: Comparison | None, validation: Trial, *, validated: Path) -> list[Criterion]:
     """Measure the criteria of the optimization guide."""
     return [
-        _speed(ends),
-        _memory(ends),
+        *_gains(ends),
         _finite(ends, validation),
         _falling(validation),
         _processes(validation, validated),
@@ -226,21 +223,21 @@ def check_criteria(ends: Comparison | None, validation: Trial, *, validated: Pat
     ]
 
 
-def _speed(ends: Comparison | None) -> Criterion:
-    what = f"speed at least {SPEED_WANTED:.0%} higher"
+def _gains(ends: Comparison | None) -> list[Criterion]:
+    faster, smaller = (
+        f"speed at least {SPEED_WANTED:.0%} higher",
+        f"memory at least {MEMORY_WANTED:.0%} lower",
+    )
     if ends is None or ends.failed is not None:
-        return Criterion(what, "nothing was kept" if ends is None else "failed", "no")
+        measured = "nothing was kept" if ends is None else "failed"
+        return [Criterion(what, measured, "no") for what in (faster, smaller)]
     is_sure = ends.spread < abs(ends.speed - 1 - SPEED_WANTED)
     by = " by CPU time" if ends.by_cpu_time else ""
-    measured = f"{_change(ends.speed)}{by} (trials differ by {ends.spread:.0%})"
-    return Criterion(what, measured, _answer(ends.speed >= 1 + SPEED_WANTED) if is_sure else "cannot say")
-
-
-def _memory(ends: Comparison | None) -> Criterion:
-    what = f"memory at least {MEMORY_WANTED:.0%} lower"
-    if ends is None or ends.failed is not None or math.isnan(ends.memory):
-        return Criterion(what, "nothing was kept" if ends is None else "failed", "no")
-    return Criterion(what, _change(ends.memory), _answer(ends.memory <= 1 - MEMORY_WANTED))
+    speed = f"{_change(ends.speed)}{by} (trials differ by {ends.spread:.0%})"
+    return [
+        Criterion(faster, speed, _answer(ends.speed >= 1 + SPEED_WANTED) if is_sure else "cannot say"),
+        Criterion(smaller, _change(ends.memory), _answer(ends.memory <= 1 - MEMORY_WANTED)),
+    ]
 
 
 def _answer(is_met: bool) -> Answer:
@@ -248,6 +245,8 @@ def _answer(is_met: bool) -> Answer:
 
 
 def _change(ratio: float) -> str:
+    if math.isnan(ratio):
+        return "unknown"
     return f"{ratio - 1:+.0%}" if round(100 * (ratio - 1)) else "no change"
 
 

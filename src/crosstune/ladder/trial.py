@@ -183,13 +183,13 @@ class Trials:
         folder, run = self.folder / name, RunFiles(folder=self.folder / name)
         with contextlib.suppress(UserError):  # it failed before it had a folder
             run = load_run(folder)
-        finished = code == 0 and len(run.metrics) >= self.steps
         if code == EXIT_STOPPED and self.should_stop():
             raise KeyboardInterrupt
+        status, error = self._judge(code, log, run)
         return Trial(
             name=name,
-            status="finished" if finished else _failure(code, run),
-            error="" if finished else self._why(code, log, run),
+            status=status,
+            error=error,
             seconds=seconds,
             warmup=self.warmup,
             rows=run.metrics,
@@ -198,21 +198,19 @@ class Trials:
             on_one_cpu=run.plan.get("backend") == "cpu" and run.plan.get("world_size") == 1,
         )
 
-    def _why(self, code: int | None, log: Path, run: RunFiles) -> str:
+    def _judge(self, code: int | None, log: Path, run: RunFiles) -> tuple[Status, str]:
+        """Return the status of a trial, and why it did not finish."""
         if code is None:
-            return f"it ran longer than {self.limit_s:g} s and was stopped"
+            return "too_slow", f"it ran longer than {self.limit_s:g} s and was stopped"
         if code == 0:
-            return f"it ended after {len(run.metrics)} of {self.steps} steps"
+            if len(run.metrics) >= self.steps:
+                return "finished", ""
+            return "failed", f"it ended after {len(run.metrics)} of {self.steps} steps"
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
         said = [line.strip() for line in lines if line.strip()][-TAIL_LINES:]
-        return f"exit code {code}: {' / '.join(said)}"
-
-
-def _failure(code: int | None, run: RunFiles) -> Status:
-    if code is None:
-        return "too_slow"
-    ended = " ".join(str(event.get("error", "")) for event in run.events if event.get("kind") == "failed")
-    return "out_of_memory" if "memory" in ended.lower() else "failed"
+        ended = " ".join(str(event.get("error", "")) for event in run.events if event.get("kind") == "failed")
+        status: Status = "out_of_memory" if "memory" in ended.lower() else "failed"
+        return status, f"exit code {code}: {' / '.join(said)}"
 
 
 def middle(values: Sequence[float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -122,52 +122,32 @@ def recommend(machine: Machine) -> list[str]:
         return ["No engine is installed yet. Install one:", "  pip install 'crosstune[torch]'"]
     reports = {name: report for name, report in machine.backends.items() if report.available}
     best = reports[fastest_backend(machine)]
+    command = f"  crosstune train --backend {best.name} --train_type"
     if "mps" in reports or (best.name == "mlx" and best.unified_memory):
-        return _recommend_apple(reports)
+        lines = ["Best speed on Apple silicon: MLX."]
+        if "mlx" not in reports:
+            lines.append("  pip install 'crosstune[mlx]'")
+        lines.append("  crosstune train --backend mlx --train_type qlora")
+        if "mps" in reports:
+            lines.append("If you need the PyTorch ecosystem: MPS.")
+            lines.append("  crosstune train --backend mps --train_type lora")
+        return lines
     if best.name == "cpu" or best.device == "cpu":
-        return _recommend_processor(best, num_cores=machine.num_cores)
-    return _recommend_gpu(best)
-
-
-def _recommend_gpu(report: BackendReport) -> list[str]:
-    size = (
-        f"{report.devices[0].name} with {report.memory_total_bytes / GIB:.0f} GiB"
-        if report.devices
-        else report.name
-    )
-    command = f"  crosstune train --backend {report.name}"
-    if report.memory_total_bytes > ROOMY_GPU_BYTES:
+        cores = machine.num_cores
         return [
-            f"{size}: enough memory for a 16-bit base. Train LoRA on it:",
-            f"{command} --train_type lora",
+            "Only the CPU is available: expect it to be 10 to 100 times slower than a GPU. For tests:",
+            f"{command} lora",
+            "For production runs, use every core:",
+            f"  OMP_NUM_THREADS={cores} MKL_NUM_THREADS={cores} {command.strip()} lora",
         ]
+    name = best.devices[0].name if best.devices else best.name
+    size = f"{name} with {best.memory_total_bytes / GIB:.0f} GiB"
+    if best.memory_total_bytes > ROOMY_GPU_BYTES:
+        return [f"{size}: enough memory for a 16-bit base. Train LoRA on it:", f"{command} lora"]
     lines = [f"{size}: keep the base in 4 bits so that larger models fit. Train QLoRA with bitsandbytes:"]
-    if 4 not in report.quantizers.get("bnb", ()):
+    if 4 not in best.quantizers.get("bnb", ()):
         lines.append("  pip install 'crosstune[bnb]'")
-    return [*lines, f"{command} --train_type qlora --quantization_backend bnb"]
-
-
-def _recommend_apple(reports: Mapping[str, BackendReport]) -> list[str]:
-    lines = ["Best speed on Apple silicon: MLX."]
-    if "mlx" not in reports:
-        lines.append("  pip install 'crosstune[mlx]'")
-    lines.append("  crosstune train --backend mlx --train_type qlora")
-    if "mps" in reports:
-        lines += [
-            "If you need the PyTorch ecosystem: MPS.",
-            "  crosstune train --backend mps --train_type lora",
-        ]
-    return lines
-
-
-def _recommend_processor(report: BackendReport, *, num_cores: int) -> list[str]:
-    command = f"crosstune train --backend {report.name} --train_type lora"
-    return [
-        "Only the CPU is available: expect it to be 10 to 100 times slower than a GPU. For tests:",
-        f"  {command}",
-        "For production runs, use every core:",
-        f"  OMP_NUM_THREADS={num_cores} MKL_NUM_THREADS={num_cores} {command}",
-    ]
+    return [*lines, f"{command} qlora --quantization_backend bnb"]
 
 
 def _versions() -> dict[str, str]:

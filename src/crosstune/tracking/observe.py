@@ -155,8 +155,8 @@ class Worker:
 
     def _log_earlier(self, folder: Path | None, *, until: int) -> None:
         """Log the values in the files of a run up to a step."""
-        for earlier in earlier_values(folder or self._folder, until=until):
-            self._log(earlier.kind, earlier.values, step=earlier.step, tables=earlier.tables)
+        for kind, step, values, tables in earlier_values(folder or self._folder, until=until):
+            self._log(kind, values, step=step, tables=tables)
 
     def _log(self, kind: str, values: dict[str, float], *, step: int, tables: Mapping[str, Any]) -> None:
         """Log values and tables of a step, unless the tracker has them already."""

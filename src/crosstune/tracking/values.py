@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,17 +39,10 @@ _DATA_FIELDS = ("dataset", "format", "context_length", "train", "eval", "identit
 def numbers(kind: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among the metrics under names such as `train/loss`; omit missing ones."""
     return {
-        f"{kind}/{name}": _number(value)
+        f"{kind}/{name}": int(value) if isinstance(value, bool) else value
         for name, value in metrics.items()
-        if name != "step" and isinstance(value, (bool, int, float))
+        if name != "step" and isinstance(value, (int, float))
     }
-
-
-def _number(value: float) -> float:
-    """Convert a number to one that fits into 64 bits."""
-    if isinstance(value, float):
-        return value
-    return int(value) if value.bit_length() < 64 else float(value)
 
 
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -60,14 +54,11 @@ def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def tracked_config(described: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of plan.json for trackers: options, model, data, backend and versions, but not the machine's name, the
     command or the environment."""
-    model = described.get("model") or {}
-    data = described.get("data") or {}
-    machine = described.get("machine") or {}
+    model, data, machine = (described.get(name) or {} for name in ("model", "data", "machine"))
     chosen = {name: described.get(name) for name in _PLAN_FIELDS}
-    chosen["model"] = {name: model.get(name) for name in ("name", "source") if name in model}
+    chosen["model"] = {name: model[name] for name in ("name", "source") if name in model}
     chosen["data"] = {name: data[name] for name in _DATA_FIELDS if name in data}
-    chosen["versions"] = machine.get("versions")
-    return plain(chosen)
+    return plain(chosen | {"versions": machine.get("versions")})
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,9 +82,8 @@ def _cell(value: Any) -> Any:
         return value
     if isinstance(value, list):  # such as the intermediate states of a denoised text
         value = "\n".join(map(str, value))
-    text = str(value)
     # Cut before the slow search for secrets, but leave a margin so as not to cut through one.
-    text = redact(text[: LONGEST_CELL + 500])
+    text = redact(str(value)[: LONGEST_CELL + 500])
     if len(text) > LONGEST_CELL:
         text = f"{text[:LONGEST_CELL]} ..."
     return _encodable(text)
@@ -119,14 +109,14 @@ class Logged:
     @classmethod
     def open(cls, run: Path, tracker: str, *, target: str, in_place: bool) -> Logged:
         """Read the record of a tracker; make a new one for a run that does not continue in its folder."""
-        path = run / FOLDER / f"{tracker}.json"
-        known = _read(path) if in_place else {}
-        if known.get("target") == target and isinstance(known.get("id"), str):
-            steps = known.get("steps")
-            found = steps if isinstance(steps, dict) else {}
-            steps = {str(kind): step for kind, step in found.items() if isinstance(step, int)}
-            return cls(path=path, id=known["id"], target=target, continues=True, steps=steps)
-        return cls(path=path, id=uuid.uuid4().hex[:16], target=target)
+        path, known = run / FOLDER / f"{tracker}.json", {}
+        with contextlib.suppress(UserError):
+            known = read_json(path) if in_place else {}
+        if known.get("target") != target or not isinstance(known.get("id"), str):
+            return cls(path=path, id=uuid.uuid4().hex[:16], target=target)
+        found = known["steps"] if isinstance(known.get("steps"), dict) else {}
+        steps = {str(kind): step for kind, step in found.items() if isinstance(step, int)}
+        return cls(path=path, id=known["id"], target=target, continues=True, steps=steps)
 
     def rewind(self, step: int) -> None:
         """Forget later steps, to log them again."""
@@ -147,44 +137,22 @@ class Logged:
         self._written = time.monotonic()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Earlier:
-    """Values of one step, read from the files of a run."""
-
-    kind: str
-    step: int
-    values: dict[str, float]
-    tables: Mapping[str, Any]
-
-
-def earlier_values(run: Path, *, until: int) -> Iterator[Earlier]:
-    """Yield the values of a run up to a step, in order; an evaluation follows its step."""
-    evaluations: dict[int, Mapping[str, Any]] = {}
-    for row in _rows(run / "events.jsonl"):
-        if row.get("kind") == Evaluated.kind and isinstance(row.get("step"), int):
-            evaluations[row["step"]] = row
-    steps = {row["step"]: row for row in _rows(run / "metrics.jsonl") if isinstance(row.get("step"), int)}
-    for step in sorted({*steps, *evaluations}):
-        if step > until:
-            return
+def earlier_values(run: Path, *, until: int) -> Iterator[tuple[str, int, dict[str, float], dict[str, Any]]]:
+    """Yield kind, step, values and tables of a run up to a step, in order; an evaluation follows its step."""
+    steps = _by_step(run / "metrics.jsonl")
+    evaluations = _by_step(run / "events.jsonl", kind=Evaluated.kind)
+    for step in sorted(step for step in {*steps, *evaluations} if step <= until):
         if step in steps:
-            yield Earlier(kind=TRAIN, step=step, values=numbers(TRAIN, steps[step]), tables={})
+            yield TRAIN, step, numbers(TRAIN, steps[step]), {}
         if (found := evaluations.get(step)) is not None:
             tables = {"samples": table_rows(found.get("samples") or [])}
-            values = numbers(EVAL, found.get("metrics") or {})
-            yield Earlier(kind=EVAL, step=step, values=values, tables=tables)
+            yield EVAL, step, numbers(EVAL, found.get("metrics") or {}), tables
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a log; none if it is damaged, since the run itself reports that."""
+def _by_step(path: Path, *, kind: str | None = None) -> dict[int, dict[str, Any]]:
+    """Return the last row of each step in a log; none if it is damaged, since the run itself reports that."""
     try:
-        return read_jsonl(path)
-    except UserError:
-        return []
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
+        rows = read_jsonl(path)
     except UserError:
         return {}
+    return {row["step"]: row for row in rows if isinstance(row.get("step"), int) and row.get("kind") == kind}

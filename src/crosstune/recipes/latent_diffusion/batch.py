@@ -37,12 +37,6 @@ class Drawn:
     without_latent: NDArray[np.bool_]
     """Rows whose latent is replaced by the null latent, for classifier-free guidance."""
 
-    def predicts_text(self) -> NDArray[np.bool_]:
-        return self.mode != T2L
-
-    def predicts_latent(self) -> NDArray[np.bool_]:
-        return self.mode != L2T
-
 
 def draw(
     lengths: NDArray[np.int32],
@@ -94,15 +88,9 @@ def _spread(random: np.random.Generator, rows: int) -> NDArray[np.float32]:
     return spread
 
 
-def alpha_sigma(time: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the factors of the clean vector and of the noise at a time: alpha^2 + sigma^2 = 1."""
-    angle = 0.5 * np.pi * time
-    return np.cos(angle), np.sin(angle)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PairBatch:
-    """Rows of a step. The factors turn sums over rows into weighted means over the whole step, even across several batches."""
+    """Rows of a step. The factors turn sums over rows into weighted means over the whole step, across micro-batches."""
 
     tokens: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -144,7 +132,7 @@ def make_batch(
     dim = pairs.latents.shape[1]
     latents = np.asarray(pairs.latents[rows], np.float32) * np.float32(dim**0.5)
     count = len(rows)
-    text, latent = drawn.predicts_text(), drawn.predicts_latent()
+    text, latent = drawn.mode != T2L, drawn.mode != L2T
     num_masked = int(drawn.masked[text].sum())
     return PairBatch(
         tokens=np.asarray(pairs.tokens[rows], np.int64),
@@ -169,11 +157,14 @@ def divide_batch(batch: PairBatch, *, size: int) -> Iterator[PairBatch]:
 
 
 def _noisy(latents: NDArray[np.float32], drawn: Drawn) -> NDArray[np.float32]:
-    if not drawn.predicts_latent().any() and not drawn.latent_noise:
+    """Return alpha times the vectors plus sigma times the noise, with alpha^2 + sigma^2 = 1 at the drawn times."""
+    predicted = drawn.mode != L2T
+    if not predicted.any() and not drawn.latent_noise:
         return latents
-    alpha, sigma = alpha_sigma(drawn.latent_time)
+    angle = 0.5 * np.pi * drawn.latent_time
+    alpha, sigma = np.cos(angle), np.sin(angle)
     if drawn.latent_noise:
-        sigma = np.where(drawn.predicts_latent(), sigma, np.float32(drawn.latent_noise))
+        sigma = np.where(predicted, sigma, np.float32(drawn.latent_noise))
     noisy: NDArray[np.float32] = alpha[:, None] * latents + sigma[:, None] * drawn.noise
     return noisy.astype(np.float32)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from crosstune.recipes.latent_diffusion.encoders import (
 )
 from crosstune.recipes.latent_diffusion.layouts import Imported, find_layout, read_layout
 from crosstune.recipes.latent_diffusion.pair_folder import (
+    Made,
     check_counts,
     check_out,
     is_pair_folder,
@@ -46,7 +47,6 @@ from crosstune.recipes.latent_diffusion.pair_folder import (
 )
 from crosstune.recipes.latent_diffusion.texts import (
     Chosen,
-    Divided,
     WriteOptions,
     add_made_texts,
     choose_rows,
@@ -94,47 +94,14 @@ def build(request: BuildRequest) -> dict[str, Any]:
     has_layout = folder.is_dir() and find_layout(folder) is not None
     _check_use(request, has_layout=has_layout)
     check_out(request.out)
-    if request.source == GRAMMAR:
-        return _build_grammar(request)
-    if has_layout:
-        return _import_layout(request, read_layout(folder))
-    name = request.source if request.vectors is None else f"{request.source} with {request.vectors}"
-    texts = [clean(text) for text in _read_texts(request)]
-    if not any(texts):
-        raise UserError(f"{request.source} contains no text.")
-    divided = _divide(request, texts)
-    if request.crops or request.mixes:
-        texts = add_made_texts(texts, divided, crops=request.crops, mixes=request.mixes)
-    if request.vectors is not None:
-        latents = load_array(request.vectors)
-        check_counts(texts, latents, source=name)
-    encoder_folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
-    tokenizer = Tokenizer.from_folder(encoder_folder)
-    tokens = tokenize(tokenizer, texts, on_count=_of_stage(request, "tokenizing"))
-    chosen = choose_rows(tokens, divided, tokenizer=tokenizer, options=request.options)
-    if request.vectors is not None:
-        dim = int(latents.shape[1])
-        record = {"name": request.vectors.name, "kind": "given", "dim": dim, "sha256": "given"}
-    else:
-        _check_room(chosen, longest_text(encoder_folder, tokenizer), encoder=request.encoder)
-        encoder = open_encoder(
-            request.encoder,
-            cache=request.cache,
-            device=request.device,
-            on_text=_of_stage(request, "embedding"),
-        )
-        texts, chosen = [texts[row] for row in chosen.rows().tolist()], chosen.renumbered()
-        latents, record = encoder.encode(texts), encoder.record()
-    return write_pairs(
-        request.out,
-        texts,
-        latents,
-        chosen=chosen,
-        tokenizer_folder=encoder_folder,
-        encoder=record,
-        options=request.options,
-        source=name,
-    )
+    with tempfile.TemporaryDirectory() as scratch:
+        if request.source == GRAMMAR:
+            made = _make_grammar(request, Path(scratch))
+        elif has_layout:
+            made = _import_layout(request, read_layout(folder))
+        else:
+            made = _embed(request)
+        return write_pairs(request.out, made, options=request.options)
 
 
 def grammar_pairs(cache: Path | None = None) -> Path:
@@ -146,17 +113,28 @@ def grammar_pairs(cache: Path | None = None) -> Path:
     return folder
 
 
-def _divide(request: BuildRequest, texts: list[str], *, given: Any = None) -> Divided:
-    return divide(
-        texts,
-        validation_share=request.validation_share,
-        most_validation=request.most_validation,
-        given=given,
-    )
+def _choose(
+    request: BuildRequest,
+    texts: list[str],
+    folder: Path,
+    *,
+    tokens: TokenRows | None = None,
+    given: Mapping[str, Sequence[int]] | None = None,
+) -> tuple[list[str], Chosen]:
+    """Split the texts, add texts made from them, and tokenize them with the tokenizer in `folder`; drop some."""
+    tokenizer = Tokenizer.from_folder(folder)
+    share, most = request.validation_share, request.most_validation
+    divided = divide(texts, validation_share=share, most_validation=most, given=given)
+    if request.crops or request.mixes:
+        texts = add_made_texts(texts, divided, crops=request.crops, mixes=request.mixes)
+    if tokens is None:
+        tokens = tokenize(tokenizer, texts, on_count=_of_stage(request, "tokenizing"))
+    return texts, choose_rows(tokens, divided, tokenizer=tokenizer, options=request.options)
 
 
-def _check_room(chosen: Chosen, most: int, *, encoder: str) -> None:
+def _check_room(chosen: Chosen, folder: Path, *, encoder: str) -> None:
     """Raise if the encoder would truncate a text."""
+    most = longest_text(folder, chosen.vocabulary.tokenizer)
     lengths = np.concatenate([rows.lengths for rows in chosen.tokens.values()])
     if count := int((lengths > most).sum()):
         raise UserError(
@@ -191,52 +169,55 @@ def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
     )
 
 
-def _build_grammar(request: BuildRequest) -> dict[str, Any]:
-    count = request.most_texts if request.most_texts > 0 else GRAMMAR_TEXTS
-    texts, encoder = make_grammar_texts(count), GrammarEncoder()
-    with tempfile.TemporaryDirectory() as scratch:
-        write_grammar_tokenizer(Path(scratch))
-        tokenizer = Tokenizer.from_folder(Path(scratch))
-        tokens, divided = tokenize(tokenizer, texts), _divide(request, texts)
-        return write_pairs(
-            request.out,
-            texts,
-            encoder.encode(texts),
-            chosen=choose_rows(tokens, divided, tokenizer=tokenizer, options=request.options),
-            tokenizer_folder=Path(scratch),
-            encoder=encoder.record(),
-            options=request.options,
-            source=request.source,
-        )
+def _make_grammar(request: BuildRequest, folder: Path) -> Made:
+    texts = make_grammar_texts(request.most_texts if request.most_texts > 0 else GRAMMAR_TEXTS)
+    write_grammar_tokenizer(folder)
+    encoder = GrammarEncoder()
+    texts, chosen = _choose(request, texts, folder)
+    return Made(texts, encoder.encode(texts), chosen, folder, encoder.record(), GRAMMAR)
 
 
-def _import_layout(request: BuildRequest, found: Imported) -> dict[str, Any]:
-    """Write the pairs of an original layout. Its token ids belong to BERT's WordPiece, MiniLM's tokenizer."""
+def _import_layout(request: BuildRequest, found: Imported) -> Made:
+    """Return the pairs of an original layout. Its token ids belong to BERT's WordPiece, MiniLM's tokenizer."""
     folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
-    tokenizer = Tokenizer.from_folder(folder)
+    texts, tokens = found.texts, None
     if found.token_ids:
+        tokenizer = Tokenizer.from_folder(folder)
         added = {tokenizer.rust.token_to_id(text) for text in tokenizer.special}
-        tokens = TokenRows.from_lists(
-            [[i for i in ids.tolist() if i not in added] for ids in found.token_ids]
-        )
-        found.texts = tokenizer.rust.decode_batch(tokens.tolists())
-    else:
-        tokens = tokenize(tokenizer, found.texts)
-    divided = _divide(request, found.texts, given=found.splits if "validation" in found.splits else None)
+        tokens = TokenRows.from_lists([i for i in ids.tolist() if i not in added] for ids in found.token_ids)
+        texts = tokenizer.rust.decode_batch(tokens.tolists())
+    given = found.splits if "validation" in found.splits else None
+    texts, chosen = _choose(request, texts, folder, tokens=tokens, given=given)
     dim = int(found.latents.shape[1])
     record = {"name": request.source, "kind": "imported", "dim": dim, "sha256": "unknown"}
     if encoder_record(request.encoder, folder)["dim"] == dim:
         record["may_be"] = request.encoder
-    return write_pairs(
-        request.out,
-        found.texts,
-        found.latents,
-        chosen=choose_rows(tokens, divided, tokenizer=tokenizer, options=request.options),
-        tokenizer_folder=folder,
-        encoder=record,
-        options=request.options,
-        source=request.source,
+    return Made(texts, found.latents, chosen, folder, record, request.source)
+
+
+def _embed(request: BuildRequest) -> Made:
+    """Return texts with the vectors of --vectors, or with their embeddings."""
+    texts, vectors = [clean(text) for text in _read_texts(request)], request.vectors
+    if not any(texts):
+        raise UserError(f"{request.source} contains no text.")
+    if vectors is not None:
+        latents, source = load_array(vectors), f"{request.source} with {vectors}"
+        check_counts(texts, latents, source=source)
+    folder = find_encoder(request.encoder, cache=request.cache, progress=request.progress)
+    texts, chosen = _choose(request, texts, folder)
+    if vectors is not None:
+        dim = int(latents.shape[1])
+        record = {"name": vectors.name, "kind": "given", "dim": dim, "sha256": "given"}
+        return Made(texts, latents, chosen, folder, record, source)
+    _check_room(chosen, folder, encoder=request.encoder)
+    encoder = open_encoder(
+        request.encoder,
+        cache=request.cache,
+        device=request.device,
+        on_text=_of_stage(request, "embedding"),
     )
+    texts, chosen = [texts[row] for row in chosen.rows().tolist()], chosen.renumbered()
+    return Made(texts, encoder.encode(texts), chosen, folder, encoder.record(), request.source)
 
 
 def _read_texts(request: BuildRequest) -> list[str]:
@@ -268,10 +249,9 @@ def _read_lines(path: Path, limit: int) -> list[str]:
                     do="put each text on a separate line",
                 )
             try:
-                text = line.decode("utf-8").strip()
+                texts.append(line.decode("utf-8"))
             except UnicodeDecodeError as error:
                 raise UserError(
                     f"Line {len(texts) + 1} of {path} is not UTF-8.", why=f"{error.reason}."
                 ) from error
-            texts.append(text)
     return texts

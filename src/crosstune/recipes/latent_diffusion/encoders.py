@@ -47,9 +47,6 @@ UNRECORDED = ("given", "imported")
 class Encoder(Protocol):
     """Turn texts into vectors of norm 1."""
 
-    @property
-    def dim(self) -> int: ...
-
     def record(self) -> dict[str, Any]: ...
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]: ...
@@ -66,7 +63,16 @@ def find_encoder(name: str, *, cache: Path | None = None, progress: Progress = s
             cache=cache,
             progress=progress,
         )
-    return _check_encoder(Path(name).expanduser())
+    folder = Path(name).expanduser()
+    for part in (_WEIGHTS, "tokenizer.json", "config.json"):
+        if not (folder / part).is_file():
+            raise UserError(
+                f"No sentence encoder at {folder}.",
+                why=f"{part} is missing.",
+                do=f"pass a folder of sentence-transformers with these files, or {MINILM} to download it",
+            )
+    pooling_of(folder)
+    return folder
 
 
 def open_encoder(
@@ -92,9 +98,9 @@ def open_encoder(
 
 
 def open_encoder_of(manifest: Mapping[str, Any], *, encoder: str | None = None, **options: Any) -> Encoder:
-    """Open the encoder of a manifest's vectors: the folder `encoder`, or the recorded name.
+    """Open the folder `encoder`, or the encoder recorded in a manifest; raise if it did not make the vectors.
 
-    Raise for a different encoder. The encoder of existing or imported vectors is not recorded: check only its dimension.
+    For existing or imported vectors, only the dimension is checked.
     """
     made_by = manifest["encoder"]
     is_known = made_by.get("kind") not in UNRECORDED
@@ -106,20 +112,18 @@ def open_encoder_of(manifest: Mapping[str, Any], *, encoder: str | None = None, 
         )
     found = open_encoder(encoder or str(made_by.get("name")), **options)
     record = found.record()
-    if record["dim"] != made_by.get("dim"):
+    if record["dim"] != made_by.get("dim") or (is_known and record["sha256"] != made_by.get("sha256")):
         raise UserError(
             f"The encoder {record['name']} did not make these vectors.",
-            why=f"they have {made_by.get('dim')} dimensions, its vectors {record['dim']}.",
-            do="pass their encoder's folder with --encoder",
-        )
-    if is_known and record["sha256"] != made_by.get("sha256"):
-        raise UserError(
-            f"The encoder {record['name']} did not make these vectors.",
-            why=f"they come from {made_by.get('name')} (sha256 {str(made_by.get('sha256'))[:12]}), "
-            f"this one has {record['sha256'][:12]}; vectors of two encoders cannot be compared.",
-            do="pass that encoder's folder with --encoder, or build the pairs again with this encoder",
+            why=f"they come from {_identity(made_by)}, but this encoder is {_identity(record)}.",
+            do="pass their encoder's folder with --encoder, or build the pairs again with this encoder",
         )
     return found
+
+
+def _identity(record: Mapping[str, Any]) -> str:
+    sha256 = str(record.get("sha256"))[:12]
+    return f"{record.get('name')} ({record.get('dim')} dimensions, sha256 {sha256})"
 
 
 def encoder_record(name: str, folder: Path) -> dict[str, Any]:
@@ -148,45 +152,24 @@ def longest_text(folder: Path, tokenizer: Tokenizer) -> int:
     return longest_input(folder) - int(tokenizer.rust.num_special_tokens_to_add(False))
 
 
-def _check_encoder(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise UserError(
-            f"No encoder at {folder}.",
-            do=f"pass a sentence-transformers folder, or {MINILM} to download it",
-        )
-    missing = [name for name in (_WEIGHTS, "tokenizer.json", "config.json") if not (folder / name).is_file()]
-    if missing:
-        raise UserError(
-            f"{folder} is not a sentence encoder.",
-            why=f"{missing[0]} is missing.",
-            do="pass a folder that sentence-transformers saved, with safetensors and a fast tokenizer",
-        )
-    pooling_of(folder)
-    return folder
-
-
 def pooling_of(folder: Path) -> str:
     """Return the pooling of an encoder, mean or cls; raise for other poolings and for other modules."""
-    path = folder / "modules.json"
+    path, kinds = folder / "modules.json", []
     if path.is_file():
         modules = parse_json(read_plain(path, limit=_JSON_LIMIT), foreign=True)
         listed = [item for item in modules if isinstance(item, dict)] if isinstance(modules, list) else []
         kinds = [str(module.get("type", "")).rpartition(".")[2] for module in listed]
-        if unknown := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
-            raise UserError(
-                f"The encoder {folder} cannot be used.",
-                why=f"it has a module {unknown[0]}, and only Transformer, Pooling and Normalize are supported.",
-            )
     settings = read_json(folder / "1_Pooling" / "config.json", foreign=True)
-    ways = {"mean": settings.get("pooling_mode_mean_tokens"), "cls": settings.get("pooling_mode_cls_token")}
-    others = [key for key, value in settings.items() if key.startswith("pooling_mode_") and value is True]
-    asked = [way for way, on in ways.items() if on] or ([] if others else ["mean"])
-    if len(asked) != 1 or len(others) > 1:
+    ways = {key for key, value in settings.items() if key.startswith("pooling_mode_") and value is True}
+    found = {"mean_tokens": "mean", "cls_token": "cls"}
+    pooling = found.get((ways.pop() if ways else "pooling_mode_mean_tokens").removeprefix("pooling_mode_"))
+    if ways or pooling is None or not {"Transformer", "Pooling", "Normalize"}.issuperset(kinds):
         raise UserError(
             f"The encoder {folder} cannot be used.",
-            why="its pooling is neither the mean nor the first token.",
+            why="only the modules Transformer, Pooling and Normalize are supported, "
+            "with the mean or the first token as pooling.",
         )
-    return asked[0]
+    return pooling
 
 
 def _build_minilm(folder: Path, scratch: Path, progress: Progress) -> dict[str, Any]:

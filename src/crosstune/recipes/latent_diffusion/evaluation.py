@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.recipes.latent_diffusion.correction import CorrectOptions, correct_texts
+from crosstune.recipes.latent_diffusion.correction import correct_texts
 from crosstune.recipes.latent_diffusion.encoders import Encoder
 from crosstune.recipes.latent_diffusion.pair_folder import Pairs, open_pairs
 from crosstune.recipes.latent_diffusion.settings import DecodeOptions
@@ -44,9 +44,10 @@ def evaluate(
     folder = open_pairs(data)
     trained.check_data(folder)
     opened = trained.encoder(encoder, device=device) if trained.can_embed(encoder) else None
-    pairs = folder.splits.get("validation", folder.splits["train"].part(0, 0)).part(0, samples)
-    require_sacrebleu()
+    pairs = folder.rows_of("validation", samples)
     latents = np.asarray(pairs.latents, np.float32)
+    if not has_sacrebleu():
+        raise UserError("BLEU and chrF need sacrebleu.", do="pip install 'crosstune[latents]'")
     if not len(latents):
         raise UserError(
             "There are no held-out pairs to evaluate on.", do="build them with a larger --validation_share"
@@ -65,7 +66,7 @@ def evaluate(
                 trained.vocabulary,
                 latents,
                 options=options,
-                correct=CorrectOptions(rounds=rounds),
+                rounds=rounds,
             )
             corrected = trained.vocabulary.decode_batch(best.tokens)
             result["corrected"] = text_scores(corrected, texts) | _embedded(opened, corrected, latents)
@@ -151,14 +152,8 @@ def has_sacrebleu() -> bool:
     return importlib.util.find_spec("sacrebleu") is not None
 
 
-def require_sacrebleu() -> None:
-    if not has_sacrebleu():
-        raise UserError("BLEU and chrF need sacrebleu.", do="pip install 'crosstune[latents]'")
-
-
 def text_scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """Return BLEU and chrF, from 0 to 100, and the fraction of texts that equal their reference."""
-    require_sacrebleu()
     import sacrebleu
 
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.files.json_fields import TEXT, check_fields, whole
-from crosstune.files.json_files import parse_json, to_json, write_json
-from crosstune.files.plain_files import MissingFile, UnreadableFile, open_plain
+from crosstune.files.json_files import object_of, to_json, write_json
+from crosstune.files.plain_files import UnreadableFile, open_plain
 from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, load_array
 
 SHARD_ROWS = 100_000
@@ -81,8 +81,6 @@ def _read_tokens(path: Path) -> NDArray[np.int32]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             ids, mask = (np.asarray(arrays[name]).reshape(-1) for name in ("input_ids", "attention_mask"))
-    except FileNotFoundError as error:
-        raise MissingFile(path, "it is missing", do="check the path") from error
     except (KeyError, ValueError, EOFError, OSError) as error:
         why = f"it is not an .npz file with input_ids and attention_mask ({str(error)[:200]})"
         raise UnreadableFile(path, why) from error
@@ -92,7 +90,7 @@ def _read_tokens(path: Path) -> NDArray[np.int32]:
 
 
 def _read_vector(path: Path) -> NDArray[Any]:
-    vector = load_array(path, mapped=False)
+    vector = load_array(path)
     if vector.dtype.kind != "f" or vector.size != vector.shape[-1]:
         raise UnreadableFile(path, f"it contains {vector.dtype} {list(vector.shape)}, not one vector")
     return vector.reshape(-1).astype(np.float32)
@@ -110,52 +108,36 @@ def _stack(vectors: Sequence[NDArray[Any]], folder: Path) -> NDArray[Any]:
 
 def _read_shards(folder: Path) -> Imported:
     """Read train_data.jsonl, validation_data.jsonl {text, shard, idx} and latent_shards/*.npy."""
-    texts: list[str] = []
-    places: list[tuple[str, int]] = []
-    splits: dict[str, list[int]] = {}
-    for split, name in _SPLIT_FILES.items():
-        if not (folder / name).is_file():
-            continue
-        for row in _read_rows(folder / name):
-            splits.setdefault(split, []).append(len(texts))
-            texts.append(row["text"])
-            shard = row["shard"]
-            places.append((f"shard_{shard:04d}.npy" if isinstance(shard, int) else shard, row["idx"]))
-    shards = {name: load_array(_shard_path(folder, name)) for name in sorted({shard for shard, _ in places})}
+    found = Imported(latents=np.zeros((0, 1), np.float32))
+    shards: dict[str, NDArray[Any]] = {}
     vectors = []
-    for name, place in places:
-        if shards[name].ndim != 2 or place >= len(shards[name]):
-            raise UserError(
-                f"A row of {folder} refers to vector {place} of {name}.",
-                why=f"that shard has the shape {list(shards[name].shape)}.",
-            )
-        vectors.append(np.asarray(shards[name][place], np.float32))
-    return Imported(latents=_stack(vectors, folder), texts=texts, splits=splits)
+    for split, file in _SPLIT_FILES.items():
+        for place, row in _read_rows(folder / file):
+            found.splits.setdefault(split, []).append(len(found.texts))
+            found.texts.append(row["text"])
+            name = row["shard"] if isinstance(row["shard"], str) else f"shard_{row['shard']:04d}.npy"
+            if Path(name).name != name:
+                raise UnreadableFile(place, f"{name} is not a file in latent_shards/")
+            if name not in shards:
+                shards[name] = load_array(folder / "latent_shards" / name)
+            if shards[name].ndim != 2 or row["idx"] >= len(shards[name]):
+                shape = list(shards[name].shape)
+                raise UnreadableFile(place, f"it refers to vector {row['idx']} of {name}, of shape {shape}")
+            vectors.append(np.asarray(shards[name][row["idx"]], np.float32))
+    found.latents = _stack(vectors, folder)
+    return found
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    rows = []
+def _read_rows(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the rows of a file, if it exists, each with its place for errors."""
+    if not path.is_file():
+        return
     with open_plain(path) as file:
-        number = 0
-        while line := file.readline(_LONGEST_LINE):
-            number += 1
-            try:
-                row = parse_json(line)
-            except ValueError as error:
-                raise UnreadableFile(path, f"line {number} is not JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise UnreadableFile(path, f"line {number} is not an object")
-            check_fields(row, _ROW, source=path, required=tuple(_ROW), place=f"line {number}: ")
-            rows.append(row)
-    return rows
-
-
-def _shard_path(folder: Path, name: str) -> Path:
-    if Path(name).name != name:
-        raise UserError(
-            f"{folder} refers to the latent shard {name}.", why="a shard is a file in latent_shards/."
-        )
-    return folder / "latent_shards" / name
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+            place = Path(f"{path}, line {number}")
+            row = object_of(line, place)
+            check_fields(row, _ROW, source=place, required=tuple(_ROW))
+            yield place, row
 
 
 def write_layout(pairs: PairFolder, folder: Path, *, layout: str) -> int:

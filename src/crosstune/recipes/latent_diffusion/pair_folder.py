@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,29 +52,27 @@ class Pairs:
     """(rows, dim), each of norm 1."""
     text_file: Path
     first: int = 0
-    """Index of the first row in the split, for a part of it."""
-    is_part: bool = False
+    """Index of the first row in the split."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def part(self, start: int, stop: int) -> Pairs:
+        rows = slice(start, stop)
         return Pairs(
-            tokens=self.tokens[start:stop],
-            lengths=self.lengths[start:stop],
-            latents=self.latents[start:stop],
+            tokens=self.tokens[rows],
+            lengths=self.lengths[rows],
+            latents=self.latents[rows],
             text_file=self.text_file,
             first=self.first + start,
-            is_part=True,
         )
 
     @cached_property
     def texts(self) -> list[str]:
         """The original texts, one for each row."""
         lines = read_plain(self.text_file, limit=TEXTS_LIMIT).decode("utf-8").splitlines()
-        if self.is_part:
-            lines = lines[self.first : self.first + len(self)]
-        if len(lines) != len(self):
+        lines = lines[self.first : self.first + len(self)]
+        if len(lines) < len(self):
             raise UnreadableFile(self.text_file, f"it has {len(lines):,} texts for {len(self):,} vectors")
         return lines
 
@@ -93,6 +91,11 @@ class PairFolder:
     @property
     def max_tokens(self) -> int:
         return int(self.manifest["max_tokens"])
+
+    def rows_of(self, split: str, count: int) -> Pairs:
+        """Return the first `count` rows of a split, or all if it is negative; none if the split is missing."""
+        pairs = self.splits.get(split, self.splits["train"].part(0, 0))
+        return pairs.part(0, count if count >= 0 else len(pairs))
 
     def identity(self, split: str) -> str:
         """Return the hashes of the files of a split."""
@@ -119,10 +122,10 @@ def open_pairs(folder: Path) -> PairFolder:
     return PairFolder(folder=folder, manifest=manifest, splits=splits, vocabulary=vocabulary)
 
 
-def load_array(path: Path, *, mapped: bool = True) -> NDArray[Any]:
-    """Read an .npy file without pickle, by default memory-mapped."""
+def load_array(path: Path) -> NDArray[Any]:
+    """Map an .npy file into memory, without pickle."""
     try:
-        found = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         raise MissingFile(path, "it is missing", do="check the path") from error
     except (ValueError, EOFError, OSError) as error:  # raised by numpy for a damaged or pickled file
@@ -143,39 +146,24 @@ def check_vectors(latents: NDArray[Any], *, source: str) -> None:
         )
 
 
-def vector_norms(latents: NDArray[Any], *, source: str) -> NDArray[Any]:
+def vector_norms(latents: NDArray[Any], *, source: str) -> NDArray[np.float32]:
     """Return the norms as a column; raise for a vector that is zero or not finite."""
     norms = np.zeros((len(latents), 1), np.float32)
     with np.errstate(over="ignore"):
         for part in _parts(len(latents)):
             norms[part] = np.linalg.norm(np.asarray(latents[part], np.float32), axis=1, keepdims=True)
-    extreme = ~np.isfinite(norms[:, 0]) | (norms[:, 0] == 0)
-    if extreme.any():  # the squares may overflow or underflow in fp32
-        norms = norms.astype(np.float64)
-        with np.errstate(over="ignore"):
-            vectors = np.asarray(latents[extreme], np.float32)
-        norms[extreme] = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
-    for bad, why in ((~np.isfinite(norms), "contains a value that is not finite"), (norms == 0, "is zero")):
-        if bad.any():
-            raise UserError(
-                f"The vectors of {source} cannot be used.",
-                why=f"vector {bad[:, 0].argmax()} {why}.",
-                do="embed the texts again: crosstune latents build",
-            )
+    bad = ~np.isfinite(norms[:, 0]) | (norms[:, 0] == 0)
+    if bad.any():
+        raise UserError(
+            f"The vectors of {source} cannot be used.",
+            why=f"the norm of vector {bad.argmax()} is {norms[bad.argmax(), 0]:g}.",
+            do="embed the texts again: crosstune latents build",
+        )
     return norms
 
 
-def normalise_vectors(latents: NDArray[Any], *, source: str) -> tuple[NDArray[np.float32], int]:
-    """Return the vectors with norm 1, and the number whose norm was not 1."""
-    norms = vector_norms(latents, source=source)
-    return _divide(latents, norms), _count_changed(norms)
-
-
-def _divide(latents: NDArray[Any], norms: NDArray[Any]) -> NDArray[np.float32]:
-    return (np.asarray(latents, np.float32) / norms).astype(np.float32)
-
-
-def _count_changed(norms: NDArray[Any]) -> int:
+def count_changed(norms: NDArray[np.float32]) -> int:
+    """Return the number of norms that are not 1."""
     return int((np.abs(norms - 1) > 1e-3).sum())
 
 
@@ -215,29 +203,32 @@ def check_out(folder: Path) -> None:
         ) from error
 
 
-def write_pairs(
-    folder: Path,
-    texts: Sequence[str],
-    latents: NDArray[Any],
-    *,
-    chosen: Chosen,
-    tokenizer_folder: Path,
-    encoder: Mapping[str, Any],
-    options: WriteOptions,
-    source: str,
-) -> dict[str, Any]:
+class Made(NamedTuple):
+    """Texts with their vectors, before they are written."""
+
+    texts: Sequence[str]
+    latents: NDArray[Any]
+    chosen: Chosen
+    tokenizer_folder: Path
+    encoder: Mapping[str, Any]
+    source: str
+    """The data's name in errors."""
+
+
+def write_pairs(folder: Path, made: Made, *, options: WriteOptions) -> dict[str, Any]:
     """Write the chosen pairs of each split; return the manifest.
 
-    An existing folder of pairs is replaced only by a complete new one. `source` is the data's name in errors.
+    An existing folder of pairs is replaced only by a complete new one.
     """
-    check_counts(texts, latents, source=source)
+    texts, latents, chosen = made.texts, made.latents, made.chosen
+    check_counts(texts, latents, source=made.source)
     check_out(folder)
-    norms, vocabulary = vector_norms(latents, source=source), chosen.vocabulary
+    norms, vocabulary = vector_norms(latents, source=made.source), chosen.vocabulary
     folder.parent.mkdir(parents=True, exist_ok=True)
     with staging_folder(folder) as stage:
         new = stage / "pairs"
         new.mkdir()
-        vocabulary.save(new, tokenizer_folder=tokenizer_folder)
+        vocabulary.save(new, tokenizer_folder=made.tokenizer_folder)
         for split, rows in chosen.splits.items():
             target = new / split
             target.mkdir()
@@ -249,7 +240,7 @@ def write_pairs(
                 target / "latents.npy", "w+", DTYPES[options.dtype], (len(rows), latents.shape[1])
             )
             for part in _parts(len(rows)):
-                vectors[part] = _divide(latents[rows[part]], norms[rows[part]])
+                vectors[part] = np.asarray(latents[rows[part]], np.float32) / norms[rows[part]]
             vectors.flush()
             lines = "".join(f"{clean(texts[row])}\n" for row in rows.tolist())
             (target / "texts.txt").write_text(lines, encoding="utf-8")
@@ -261,10 +252,10 @@ def write_pairs(
             "max_tokens": options.max_tokens,
             "splits": {split: len(rows) for split, rows in chosen.splits.items()},
             "vocabulary": vocabulary.size,
-            "encoder": dict(encoder),
+            "encoder": dict(made.encoder),
             "tokenizer_sha256": vocabulary.digest,
             "normalised": True,
-            "vectors_normalised_here": _count_changed(norms),
+            "vectors_normalised_here": count_changed(norms),
             "left_out": dict(chosen.left_out),
             "files": {
                 path.relative_to(new).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
@@ -278,11 +269,6 @@ def write_pairs(
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
-    if not folder.is_dir():
-        raise UserError(
-            f"No pairs folder at {folder}.",
-            do="make one: crosstune latents build TEXTS --out FOLDER",
-        )
     try:
         manifest = read_object(path)
     except MissingFile as error:

@@ -41,8 +41,8 @@ class LatentDiffusionRecipe:
     def __init__(self, config: Config, pairs: PairFolder) -> None:
         self.config, self.pairs = config, pairs
         self.modes = make_modes(config)
-        self.train = _limited(pairs.splits["train"], config.dataset_samples)
-        self.held_out = _limited(pairs.splits.get("validation"), config.eval_samples)
+        self.train = pairs.rows_of("train", config.dataset_samples)
+        self.held_out = pairs.rows_of("validation", config.eval_samples)
         self.settings = make_settings(
             config, vocabulary=pairs.vocabulary.size, max_tokens=pairs.max_tokens, latent_dim=pairs.dim
         )
@@ -221,10 +221,3 @@ class LatentDiffusionRecipe:
         facts = {name: self.pairs.manifest[name] for name in ("encoder", "tokenizer_sha256")}
         settings.save(folder, **facts, modes=sorted(self.modes.all()))
         self.pairs.vocabulary.save(folder, tokenizer_folder=self.pairs.folder)
-
-
-def _limited(pairs: Pairs | None, count: int) -> Pairs:
-    if pairs is None:
-        empty = np.zeros((0, 1))
-        return Pairs(tokens=empty, lengths=np.zeros(0, np.int32), latents=empty, text_file=Path())
-    return pairs if count < 0 or count >= len(pairs) else pairs.part(0, count)

@@ -1,4 +1,4 @@
-"""Define the settings of a model (its shape and prediction), its training modes, and the options of decoding."""
+"""Define the model settings (shape and prediction target), the training modes, and the decoding options."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from crosstune.config.options.latent import MODES, read_schedule, read_shares
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
+from crosstune.files.json_fields import TEXT, check_fields, real, whole
 from crosstune.files.json_files import read_object, write_json
 from crosstune.files.plain_files import UnreadableFile
 
@@ -82,21 +83,17 @@ def load_settings(folder: Path) -> tuple[ModelSettings, dict[str, Any]]:
     """Return the settings of a trained folder, and the other fields of its config.json."""
     path = folder / SETTINGS
     found = read_object(path)
-    names = {item.name: item for item in fields(ModelSettings)}
     if found.get("model_type") != "latent_diffusion":
         raise UnreadableFile(
             path,
             "it does not describe a latent-diffusion model",
             do="pass a run of --recipe latent_diffusion",
         )
-    for name, item in names.items():
-        kinds: tuple[type, ...] = {"int": (int,), "float": (int, float), "str": (str,)}[str(item.type)]
-        if isinstance(found.get(name), bool) or not isinstance(found.get(name), kinds):
-            raise UnreadableFile(path, f"{name} is missing or not a {item.type}")
-        if kinds == (int,) and not 0 < found[name] < 2**24:
-            raise UnreadableFile(path, f"{name} cannot be {found[name]}")
-    settings = ModelSettings(**{name: found[name] for name in names})
-    return settings, {name: value for name, value in found.items() if name not in names}
+    kinds = {"int": whole(1, 2**24 - 1), "float": real(), "str": TEXT}
+    rules = {item.name: kinds[str(item.type)] for item in fields(ModelSettings)}
+    check_fields(found, rules, source=path, required=tuple(rules))
+    settings = ModelSettings(**{name: found[name] for name in rules})
+    return settings, {name: value for name, value in found.items() if name not in rules}
 
 
 @dataclass(frozen=True)

@@ -200,12 +200,12 @@ def choose_rows(
     fitting = {
         split: found[(lengths[found] > 0) & (lengths[found] <= limit)] for split, found in rows.items()
     }
-    if not len(fitting.get("train", ())):
-        raise UserError(f"No text has 1 to {limit} tokens.", do="use a larger --max_tokens, or other texts")
     splits = _without_same_ids(tokens, fitting)
     if not len(splits["train"]):
         raise UserError(
-            "There is no text to train on.", why="every text has the same tokens as a held-out one."
+            "There is no text to train on.",
+            why=f"no training text has 1 to {limit} tokens and differs in them from the held-out texts.",
+            do="use a larger --max_tokens, or other texts",
         )
     chosen = {split: tokens.take(found) for split, found in splits.items()}
     return Chosen(
@@ -226,12 +226,9 @@ def _without_same_ids(tokens: TokenRows, splits: Mapping[str, Rows]) -> dict[str
     seen: set[bytes] = set()
     kept: dict[str, Rows] = {}
     for split in sorted(splits, key=lambda name: name == "train"):  # held-out splits first
-        is_new = np.ones(len(splits[split]), bool)
-        for place, row in enumerate(splits[split].tolist()):
-            ids = tokens[row].tobytes()
-            is_new[place] = ids not in seen
-            seen.add(ids)
-        kept[split] = splits[split][is_new]
+        found = {tokens[row].tobytes(): row for row in splits[split][::-1].tolist()}
+        kept[split] = np.sort([row for ids, row in found.items() if ids not in seen]).astype(np.int64)
+        seen |= found.keys()
     return kept
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ _WORTH_SKIPPING = 0.25
 """Fraction of padding from which skipping it is faster on a GPU."""
 _ENCODED_ROWS = {"cpu": 256}
 """Texts embedded at a time, by device type; 2048 on GPUs."""
-_REPORT_S = 0.5
 
 
 class LatentDiffusionTask:
@@ -137,14 +135,22 @@ class LatentDiffusionTask:
         return (each * factor).sum()
 
     def _latent(self, predicted: torch.Tensor, tensors: Tensors, metrics: dict[str, Any]) -> torch.Tensor:
-        target = _target(self.settings.latent_parameterization, tensors)
-        each = latent_losses(predicted, target, kind=self.latent_loss)
+        kind, clean = self.settings.latent_parameterization, tensors["latents"]
+        if kind == "x0":
+            target = clean
+        elif kind == "epsilon":
+            target = tensors["noise"]
+        else:
+            alpha, sigma = signal_noise(tensors["latent_time"])
+            target = alpha * tensors["noise"] - sigma * clean
+        if self.latent_loss == "cosine":
+            each = 1.0 - functional.cosine_similarity(predicted, target, dim=-1)
+        else:
+            each = (predicted - target).square().mean(-1)
         factor = tensors["latent_factor"]
         counts = factor > 0
-        clean = to_clean(
-            predicted, tensors["noisy"], tensors["latent_time"], self.settings.latent_parameterization
-        )
-        cosine = functional.cosine_similarity(clean, tensors["latents"], dim=-1)
+        found = to_clean(predicted, tensors["noisy"], tensors["latent_time"], kind)
+        cosine = functional.cosine_similarity(found, clean, dim=-1)
         metrics["latent_loss"] = ((each.detach() * counts).sum(), counts.sum())
         metrics["latent_cosine"] = ((cosine.detach() * counts).sum(), counts.sum())
         return (each * factor).sum()
@@ -159,22 +165,6 @@ class LatentDiffusionTask:
         tensors = {**model.state_dict(), **trained}
         export.save_tensors(folder, ((name, tensor.float()) for name, tensor in tensors.items()))
         self.settings.save(folder)
-
-
-def latent_losses(predicted: torch.Tensor, target: torch.Tensor, *, kind: str) -> torch.Tensor:
-    """Return the loss of each row: 1 - cosine, or the mean squared error over the columns."""
-    if kind == "cosine":
-        return 1.0 - functional.cosine_similarity(predicted, target, dim=-1)
-    return (predicted - target).square().mean(-1)
-
-
-def _target(kind: str, tensors: Tensors) -> torch.Tensor:
-    if kind == "x0":
-        return tensors["latents"]
-    if kind == "epsilon":
-        return tensors["noise"]
-    alpha, sigma = signal_noise(tensors["latent_time"])
-    return alpha * tensors["noise"] - sigma * tensors["latents"]
 
 
 class SentenceEncoder:
@@ -195,10 +185,6 @@ class SentenceEncoder:
         self._tokenizer = Tokenizer.from_folder(folder)
         self._tokenizer.rust.enable_truncation(longest)
 
-    @property
-    def dim(self) -> int:
-        return int(self._record["dim"])
-
     def record(self) -> dict[str, Any]:
         return self._record
 
@@ -210,8 +196,8 @@ class SentenceEncoder:
         tokens = tokenize(self._tokenizer, texts, special_tokens=True)
         order = np.argsort(np.fromiter(map(len, texts), np.int64, len(texts)), kind="stable")
         order = order[tokens.lengths[order] > 0]
-        vectors = np.zeros((len(texts), self.dim), np.float32)
-        reported, size = time.monotonic(), _ENCODED_ROWS.get(self.device.type, 2048)
+        vectors = np.zeros((len(texts), int(self._record["dim"])), np.float32)
+        size = _ENCODED_ROWS.get(self.device.type, 2048)
         for start in range(0, len(order), size):
             rows = order[start : start + size]
             batch = tokens.take(rows)
@@ -219,8 +205,7 @@ class SentenceEncoder:
             ids = batch.stack(width=width, dtype=np.int64)
             mask = (np.arange(width) < batch.lengths[:, None]).astype(np.int64)
             vectors[rows] = self._embed(ids, mask).cpu().numpy()
-            if self._on_text is not None and time.monotonic() - reported > _REPORT_S:
-                reported = time.monotonic()
+            if self._on_text is not None:
                 self._on_text(start + len(rows), len(order))
         return vectors
 

@@ -23,86 +23,40 @@ _ALIGNED = 64
 class Layout(NamedTuple):
     """Map the flat list of real tokens to padded rows and back, so that only attention computes padding.
 
-    Conversions and their gradients are gathers, so results are deterministic.
+    No gradient adds several values to one place in arbitrary order, so results are deterministic.
     """
 
     row: torch.Tensor
     """(tokens,): the row of each token."""
     place: torch.Tensor
     """(tokens,): the flat index of each token in the padded rows."""
-    token: torch.Tensor
-    """(rows, width): the token at each position; any token at padding."""
-    real: torch.Tensor
-    """(rows, width): False at padding."""
+    padded: torch.Tensor
+    """(rows, width): the padded tokens; only the shape is used."""
 
 
-def make_layout(row: torch.Tensor, place: torch.Tensor, lengths: torch.Tensor, *, width: int) -> Layout:
-    """Return the layout of rows of these lengths."""
-    columns = torch.arange(width, device=lengths.device)
-    first = lengths.cumsum(0) - lengths
-    token = (first[:, None] + columns).clamp(max=row.shape[0] - 1)
-    return Layout(row, place, token, columns < lengths[:, None])
-
-
-def to_rows(tokens: torch.Tensor, layout: Layout) -> torch.Tensor:
+def to_rows(tokens: torch.Tensor, place: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
     """Return (tokens, columns) as (rows, width, columns), with zeros for padding."""
-    found: torch.Tensor = _ToRows.apply(tokens, *layout)
-    return found
+    rows = tokens.new_zeros(padded.numel(), tokens.shape[-1]).index_copy(0, place, tokens)
+    return rows.view(*padded.shape, -1)
 
 
-def to_tokens(padded: torch.Tensor, layout: Layout) -> torch.Tensor:
+def to_tokens(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Return (rows, width, columns) as (tokens, columns)."""
-    found: torch.Tensor = _ToTokens.apply(padded, *layout)
-    return found
+    return rows.flatten(0, 1).index_select(0, layout.place)
 
 
-def for_tokens(per_row: torch.Tensor, layout: Layout) -> torch.Tensor:
+class ForTokens(torch.autograd.Function):
     """Return (rows, columns) as (tokens, columns): repeat each row for its tokens."""
-    found: torch.Tensor = _ForTokens.apply(per_row, *layout)
-    return found
 
-
-def _pad(tokens: torch.Tensor, token: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    return torch.where(real[..., None], tokens[token], 0.0)
-
-
-class _ToRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, *layout: torch.Tensor) -> torch.Tensor:
-        _, place, token, real = layout
-        ctx.save_for_backward(place)
-        return _pad(tokens, token, real)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (place,) = ctx.saved_tensors
-        return grads[0].flatten(0, 1).index_select(0, place), None, None, None, None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, padded: torch.Tensor, *layout: torch.Tensor) -> torch.Tensor:
-        _, place, token, real = layout
-        ctx.save_for_backward(token, real)
-        return padded.flatten(0, 1).index_select(0, place)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        token, real = ctx.saved_tensors
-        return _pad(grads[0], token, real), None, None, None, None
-
-
-class _ForTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, per_row: torch.Tensor, *layout: torch.Tensor) -> torch.Tensor:
-        row, _, token, real = layout
-        ctx.save_for_backward(token, real)
+        row, place, padded = layout
+        ctx.save_for_backward(place, padded)
         return per_row.index_select(0, row)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        token, real = ctx.saved_tensors
-        return _pad(grads[0], token, real).sum(1), None, None, None, None
+        return to_rows(grads[0], *ctx.saved_tensors).sum(1), None, None, None
 
 
 class Linear(nn.Linear):
@@ -157,7 +111,9 @@ class Stream(nn.Module):
         k = functional.rms_norm(k, (columns,), self.k_norm.to(k.dtype))
         mixed = torch.stack([q, k, v], dim=-3)
         if layout is not None:
-            mixed = to_rows(mixed.flatten(1), layout).unflatten(-1, (3, self.heads, columns))
+            mixed = to_rows(mixed.flatten(1), layout.place, layout.padded).unflatten(
+                -1, (3, self.heads, columns)
+            )
         return mixed.permute(2, 0, 3, 1, 4)
 
     def finish(
@@ -288,7 +244,7 @@ class LatentDiffusionModel(nn.Module):
         """
         with torch.autocast(tokens.device.type, enabled=False):
             dtype, width = self.compute_dtype, tokens.shape[1]
-            layout = make_layout(*real, lengths, width=width) if real is not None else None
+            layout = Layout(*real, tokens) if real is not None else None
             positions = torch.arange(width, device=tokens.device)
             text = (self.token_embedding(tokens) + self.position_embedding(positions)).to(dtype)
             if layout is not None:
@@ -376,7 +332,10 @@ def attend_plainly(
 
 def per_token(per_row: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     """Return per-row values in a shape that broadcasts over the tokens of each row."""
-    return per_row[:, None] if layout is None else for_tokens(per_row, layout)
+    if layout is None:
+        return per_row[:, None]
+    found: torch.Tensor = ForTokens.apply(per_row, *layout)
+    return found
 
 
 def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

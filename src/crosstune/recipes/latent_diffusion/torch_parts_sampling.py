@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from crosstune.recipes.latent_diffusion.vocabulary import MASK, NUM_SPECIAL, PAD
 from crosstune.torch_engine.device import evaluating
 from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BATCH = 512
 _NATS_ROWS = 1024
 """Fewest masked rows for an estimate of the bound."""
@@ -45,9 +43,8 @@ class Sampler:
 
     def length_scores(self, latents: NDArray[Any]) -> NDArray[np.float32]:
         """Return the probability of each number of tokens, from 1, for each vector."""
-        with self._evaluating():
-            found = [self._length_chances(self._scaled(latents[part])) for part in self._parts(len(latents))]
-        return torch.cat(found).cpu().numpy()
+        [found] = self._in_batches(lambda part: [self._length_chances(part)], self._scaled(latents))
+        return found
 
     def decode(
         self,
@@ -57,20 +54,27 @@ class Sampler:
         lengths: NDArray[Any] | None = None,
         on_step: OnStep | None = None,
     ) -> Decoded:
-        """Decode vectors of norm 1 from fully masked text, of the likeliest lengths or the given ones."""
+        """Decode vectors of norm 1 from fully masked text, of the likeliest lengths or the given ones.
+
+        Of several lengths, keep the text with the highest mean log probability of its tokens.
+        """
         if lengths is None:
             order = np.argsort(-self.length_scores(latents), axis=1, kind="stable")[:, : options.num_lengths]
-            tried = list(order.T + 1)
+            tried = order.T + 1
         else:
-            tried = [np.asarray(lengths)]
-        best: Decoded | None = None
-        for length in tried:
-            real = np.arange(int(length.max(initial=1))) < length[:, None]
-            shown = on_step if best is None else None
-            found = self.fill(np.where(real, MASK, PAD), length, latents, options=options, on_step=shown)
-            best = found if best is None else _more_confident(best, found)
-        assert best is not None
-        return best
+            tried = np.asarray(lengths)[None]
+        masked = np.where(np.arange(int(tried.max(initial=1))) < tried[..., None], MASK, PAD)
+        found = [
+            self.fill(tokens, length, latents, options=options, on_step=None if number else on_step)
+            for number, (tokens, length) in enumerate(zip(masked, tried, strict=True))
+        ]
+        sure = [np.log(np.maximum(each.scores, 1e-9)).sum(1) / each.lengths for each in found]
+        best, rows = np.argmax(sure, axis=0), np.arange(len(latents))
+        return Decoded(
+            tokens=np.stack([each.tokens for each in found])[best, rows],
+            lengths=tried[best, rows],
+            scores=np.stack([each.scores for each in found])[best, rows],
+        )
 
     def nats_per_token(
         self, tokens: NDArray[Any], lengths: NDArray[Any], latents: NDArray[Any], *, seed: int = 0
@@ -80,24 +84,20 @@ class Sampler:
         Small sets are masked several times for a better estimate.
         """
         draws = -(-_NATS_ROWS // max(1, len(tokens)))
+        inputs = (self._ids(tokens), self._ids(lengths), self._scaled(latents))
+        batches = enumerate(zip(*(tensor.split(self.batch_size) for tensor in inputs), strict=True))
         total = 0.0
-        with self._evaluating():
-            for turn, (number, part) in itertools.product(range(draws), enumerate(self._parts(len(tokens)))):
-                total += self.sum_of_nats(
-                    self._ids(tokens[part]),
-                    self._ids(lengths[part]),
-                    self._scaled(latents[part]),
-                    key=(seed, turn, number),
-                )
+        with evaluating(self.model), torch.no_grad():
+            for turn, (number, batch) in itertools.product(range(draws), batches):
+                total += self.sum_of_nats(*batch, key=(seed, turn, number))
         return total / draws / max(1, int(np.sum(lengths)))
 
     def sum_of_nats(
         self, tokens: torch.Tensor, lengths: torch.Tensor, latents: torch.Tensor, *, key: tuple[int, ...]
     ) -> float:
-        """Return an unbiased estimate of the bound, summed over texts.
+        """Return an unbiased estimate of the bound, summed over texts; `latents` have unit variance.
 
-        It is the cross entropy of masked tokens divided by the masked fraction, at one time per text. `latents` have unit
-        variance.
+        It is the cross entropy of masked tokens divided by the masked fraction, at one time per text.
         """
         drawn = draw(
             lengths.cpu().numpy().astype(np.int32),
@@ -126,22 +126,24 @@ class Sampler:
         on_step: OnStep | None = None,
     ) -> Decoded:
         """Fill in the masked tokens; return all tokens, each with its probability when it was chosen."""
-        filled, scores, seeded = [], [], self._seeded(options.seed)
-        with self._evaluating():
-            for part in self._parts(len(tokens)):
-                done = self._fill(
-                    self._ids(tokens[part]),
-                    self._ids(lengths[part]),
-                    self._scaled(latents[part]),
-                    options=options,
-                    seeded=seeded,
-                    on_step=on_step,
+        seeded = self._seeded(options.seed)
+
+        def fill(tokens: torch.Tensor, lengths: torch.Tensor, latents: torch.Tensor) -> list[torch.Tensor]:
+            at_first = (tokens == MASK).sum(1)
+            scores = torch.ones(tokens.shape, device=self.device)
+            for step in range(options.steps):
+                logits = self._guided(tokens, lengths, latents, options.guidance)
+                left = (at_first * (options.steps - 1 - step)) // options.steps
+                tokens, opened, sure = unmask(
+                    tokens, logits, left=left, temperature=options.temperature, seeded=seeded
                 )
-                filled.append(done[0].cpu().numpy())
-                scores.append(done[1].cpu().numpy())
-        return Decoded(
-            tokens=np.concatenate(filled), lengths=np.asarray(lengths), scores=np.concatenate(scores)
-        )
+                scores = torch.where(opened, sure, scores)
+                if on_step is not None:
+                    on_step(step + 1, options.steps, tokens.cpu().numpy())
+            return [tokens, scores]
+
+        filled, scores = self._in_batches(fill, self._ids(tokens), self._ids(lengths), self._scaled(latents))
+        return Decoded(tokens=filled, lengths=np.asarray(lengths), scores=scores)
 
     def encode(
         self,
@@ -153,82 +155,55 @@ class Sampler:
         seed: int = 0,
     ) -> NDArray[np.float32]:
         """Return a vector of norm 1 for each text, by deterministic DDIM from noise."""
-        found, seeded = [], self._seeded(seed)
-        with self._evaluating():
-            for part in self._parts(len(tokens)):
-                rows, size = self._ids(tokens[part]), self._ids(lengths[part])
-                clean = self._ddim(rows, size, steps=steps, guidance=guidance, seeded=seeded)
-                found.append(functional.normalize(clean, dim=-1).cpu().numpy())
-        return np.concatenate(found)
+        seeded = self._seeded(seed)
+
+        def encode(tokens: torch.Tensor, lengths: torch.Tensor) -> list[torch.Tensor]:
+            clean = noisy = self._noise(len(tokens), seeded)
+            hidden = torch.where(tokens == PAD, PAD, MASK)
+            for now, after in self._times(steps, rows=len(tokens)):
+                clean = self._clean_of(self._predict(tokens, lengths, noisy, latent_time=now), noisy, now)
+                if guidance != 1.0:
+                    free = self._clean_of(self._predict(hidden, lengths, noisy, latent_time=now), noisy, now)
+                    clean = free + guidance * (clean - free)
+                clean, noisy = ddim_step(noisy, clean, now=now, after=after)
+            return [functional.normalize(clean, dim=-1)]
+
+        [found] = self._in_batches(encode, self._ids(tokens), self._ids(lengths))
+        return found
 
     def generate(self, count: int, *, options: DecodeOptions, on_step: OnStep | None = None) -> Generated:
         """Generate texts and vectors together from noise. Lengths are drawn from the prediction of the length head."""
-        tokens, lengths, vectors = [], [], []
         seeded = self._seeded(options.seed)
-        with self._evaluating():
-            for part in self._parts(count):
-                noise = self._noise(len(range(count)[part]), seeded)
-                size, _ = choose(self._length_chances(noise).log(), temperature=1.0, seeded=seeded)
-                found = self._generate(noise, size + 1, options=options, seeded=seeded, on_step=on_step)
-                tokens.append(
-                    functional.pad(found[0], (0, self.settings.max_tokens - found[0].shape[1]), value=PAD)
+
+        def generate(rows: torch.Tensor) -> list[torch.Tensor]:
+            clean = noisy = self._noise(len(rows), seeded)
+            size, _ = choose(self._length_chances(noisy).log(), temperature=1.0, seeded=seeded)
+            lengths = size + 1
+            places = torch.arange(int(lengths.max()), device=self.device)
+            tokens = torch.where(places < lengths[:, None], MASK, PAD)
+            for step, (now, after) in enumerate(self._times(options.steps, rows=len(rows))):
+                output = self._predict(tokens, lengths, noisy, latent_time=now)
+                clean, noisy = ddim_step(noisy, self._clean_of(output, noisy, now), now=now, after=after)
+                left = (lengths * (options.steps - 1 - step)) // options.steps
+                tokens, _, _ = unmask(
+                    tokens, _logits_of(output), left=left, temperature=options.temperature, seeded=seeded
                 )
-                lengths.append(size + 1)
-                vectors.append(functional.normalize(found[1], dim=-1))
-        return Generated(
-            tokens=torch.cat(tokens).cpu().numpy(),
-            lengths=torch.cat(lengths).cpu().numpy(),
-            vectors=torch.cat(vectors).cpu().numpy(),
-        )
+                if on_step is not None:
+                    on_step(step + 1, options.steps, tokens.cpu().numpy())
+            tokens = functional.pad(tokens, (0, self.settings.max_tokens - tokens.shape[1]), value=PAD)
+            return [tokens, lengths, functional.normalize(clean, dim=-1)]
 
-    def _fill(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        latents: torch.Tensor,
-        *,
-        options: DecodeOptions,
-        seeded: torch.Generator,
-        on_step: OnStep | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unmask about the same number of tokens in each step."""
-        at_first = (tokens == MASK).sum(1)
-        scores = torch.ones(tokens.shape, device=self.device)
-        for step in range(options.steps):
-            logits = self._guided(tokens, lengths, latents, options.guidance)
-            left = (at_first * (options.steps - 1 - step)) // options.steps
-            tokens, opened, sure = unmask(
-                tokens, logits, left=left, temperature=options.temperature, seeded=seeded
-            )
-            scores = torch.where(opened, sure, scores)
-            if on_step is not None:
-                on_step(step + 1, options.steps, tokens.cpu().numpy())
-        return tokens, scores
+        tokens, lengths, vectors = self._in_batches(generate, torch.arange(count))
+        return Generated(tokens=tokens, lengths=lengths, vectors=vectors)
 
-    def _generate(
-        self,
-        noisy: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        options: DecodeOptions,
-        seeded: torch.Generator,
-        on_step: OnStep | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        places = torch.arange(int(lengths.max()), device=self.device)
-        tokens = torch.where(places < lengths[:, None], MASK, PAD)
-        clean = noisy
-        for step, (now, after) in enumerate(itertools.pairwise(self._times(options.steps))):
-            time = now.expand(len(tokens))
-            output = self._predict(tokens, lengths, noisy, latent_time=time)
-            clean = at_data_norm(self._clean_of(output, noisy, time))
-            noisy = ddim_step(noisy, clean, now=time, after=after.expand(len(tokens)))
-            left = (lengths * (options.steps - 1 - step)) // options.steps
-            tokens, _, _ = unmask(
-                tokens, _logits_of(output), left=left, temperature=options.temperature, seeded=seeded
-            )
-            if on_step is not None:
-                on_step(step + 1, options.steps, tokens.cpu().numpy())
-        return tokens, clean
+    def _in_batches(
+        self, run: Callable[..., list[torch.Tensor]], *inputs: torch.Tensor
+    ) -> list[NDArray[Any]]:
+        """Call `run` with batches of the inputs, and return its concatenated results."""
+        with evaluating(self.model), torch.no_grad():
+            batches = zip(*(tensor.split(self.batch_size) for tensor in inputs), strict=True)
+            found = [run(*batch) for batch in batches]
+        return [torch.cat(parts).cpu().numpy() for parts in zip(*found, strict=True)]
 
     def _guided(
         self, tokens: torch.Tensor, lengths: torch.Tensor, latents: torch.Tensor, guidance: float
@@ -240,27 +215,6 @@ class Sampler:
             logits = free + guidance * (logits - free)
             logits[..., :NUM_SPECIAL] = special
         return logits
-
-    def _ddim(
-        self,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        *,
-        steps: int,
-        guidance: float,
-        seeded: torch.Generator,
-    ) -> torch.Tensor:
-        clean = noisy = self._noise(len(tokens), seeded)
-        hidden = torch.where(tokens == PAD, PAD, MASK)
-        for now, after in itertools.pairwise(self._times(steps)):
-            time = now.expand(len(tokens))
-            clean = self._clean_of(self._predict(tokens, lengths, noisy, latent_time=time), noisy, time)
-            if guidance != 1.0:
-                free = self._clean_of(self._predict(hidden, lengths, noisy, latent_time=time), noisy, time)
-                clean = free + guidance * (clean - free)
-            clean = at_data_norm(clean)
-            noisy = ddim_step(noisy, clean, now=time, after=after.expand(len(tokens)))
-        return clean
 
     def _predict(
         self,
@@ -289,8 +243,9 @@ class Sampler:
         assert logits is not None, "the model was trained without predicting text"
         return logits.softmax(-1)
 
-    def _times(self, steps: int) -> torch.Tensor:
-        return torch.linspace(1 - T_MIN, 0.0, steps + 1, device=self.device)
+    def _times(self, steps: int, *, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        times = torch.linspace(1 - T_MIN, 0.0, steps + 1, device=self.device)
+        return itertools.pairwise(times[:, None].expand(-1, rows))
 
     def _noise(self, rows: int, seeded: torch.Generator) -> torch.Tensor:
         return torch.randn(rows, self.settings.latent_dim, generator=seeded, device=self.device)
@@ -305,36 +260,11 @@ class Sampler:
         scaled = np.asarray(latents, np.float32) * np.float32(self.settings.latent_dim**0.5)
         return torch.from_numpy(scaled).to(self.device)
 
-    def _parts(self, rows: int) -> Iterator[slice]:
-        yield from (slice(start, start + self.batch_size) for start in range(0, rows, self.batch_size))
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        with evaluating(self.model), torch.no_grad():
-            yield
-
-
-def _more_confident(one: Decoded, other: Decoded) -> Decoded:
-    """Return, for each row, the text with the higher mean log probability of its tokens."""
-    width = max(one.tokens.shape[1], other.tokens.shape[1])
-    tokens, scores, sure = [], [], []
-    for found in (one, other):
-        missing = ((0, 0), (0, width - found.tokens.shape[1]))
-        tokens.append(np.pad(found.tokens, missing, constant_values=PAD))
-        scores.append(np.pad(found.scores, missing, constant_values=1.0))
-        sure.append(np.log(np.maximum(scores[-1], 1e-9)).sum(1) / found.lengths)
-    second = sure[1] > sure[0]
-    return Decoded(
-        tokens=np.where(second[:, None], tokens[1], tokens[0]),
-        lengths=np.where(second, other.lengths, one.lengths),
-        scores=np.where(second[:, None], scores[1], scores[0]),
-    )
-
-
-def load_sampler(folder: Path, settings: ModelSettings, *, device: torch.device, dtype: str) -> Sampler:
-    """Load a sampler from a model folder."""
+def load_sampler(folder: Path, settings: ModelSettings, *, device: torch.device) -> Sampler:
+    """Load a sampler from a model folder, in fp32."""
     with torch.device("meta"):
-        model = LatentDiffusionModel(settings, compute_dtype=DTYPES[dtype])
+        model = LatentDiffusionModel(settings)
     try:
         tensors = {name: read_tensor(place) for name, place in find_tensors(folder).items()}
     except SafetensorError as error:
@@ -344,7 +274,7 @@ def load_sampler(folder: Path, settings: ModelSettings, *, device: torch.device,
         {name: tensor.numpy() for name, tensor in tensors.items()},
     )
     model.load_state_dict(tensors, assign=True)
-    return Sampler(model.to(device, DTYPES[dtype]).eval().requires_grad_(False))
+    return Sampler(model.to(device, torch.float32).eval().requires_grad_(False))
 
 
 def _logits_of(output: Output) -> torch.Tensor:
@@ -388,16 +318,13 @@ def choose(
 
 def ddim_step(
     noisy: torch.Tensor, clean: torch.Tensor, *, now: torch.Tensor, after: torch.Tensor
-) -> torch.Tensor:
-    """Move noisy vectors from time `now` to time `after`, towards the predicted clean vectors."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale predicted clean vectors to the norm of the training vectors inside the model, and move the noisy vectors
+    towards them from time `now` to time `after`. Return both."""
+    clean = functional.normalize(clean, dim=-1) * clean.shape[-1] ** 0.5
     alpha, sigma = signal_noise(now)
     next_alpha, next_sigma = signal_noise(after)
-    return next_alpha * clean + next_sigma * (noisy - alpha * clean) / sigma
-
-
-def at_data_norm(vectors: torch.Tensor) -> torch.Tensor:
-    """Scale vectors to the norm of the training vectors inside the model."""
-    return functional.normalize(vectors, dim=-1) * vectors.shape[-1] ** 0.5
+    return clean, next_alpha * clean + next_sigma * (noisy - alpha * clean) / sigma
 
 
 def signal_noise(time: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
 from crosstune.files.paths import missing_run
-from crosstune.recipes.latent_diffusion.correction import CorrectOptions, correct_texts
+from crosstune.recipes.latent_diffusion.correction import correct_texts
 from crosstune.recipes.latent_diffusion.encoders import UNRECORDED, Encoder, open_encoder_of
-from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, load_array, normalise_vectors
+from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, count_changed, load_array, vector_norms
 from crosstune.recipes.latent_diffusion.settings import (
     SETTINGS,
     DecodeOptions,
@@ -23,7 +23,7 @@ from crosstune.recipes.latent_diffusion.settings import (
     OnStep,
     load_settings,
 )
-from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, load_vocabulary
+from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, load_vocabulary, tokenize
 
 if TYPE_CHECKING:
     from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
@@ -35,7 +35,7 @@ _CANNOT = {
 }
 
 
-def open_trained(path: Path, *, device: str | None = None, dtype: str = "fp32") -> Trained:
+def open_trained(path: Path, *, device: str | None = None) -> Trained:
     """Open a run of the recipe, or the model folder in it."""
     if not path.exists():
         raise missing_run(path)
@@ -59,7 +59,7 @@ def open_trained(path: Path, *, device: str | None = None, dtype: str = "fp32") 
         settings=settings,
         facts=facts,
         vocabulary=load_vocabulary(folder),
-        sampler=load_sampler(folder, settings, device=choose_device(device), dtype=dtype),
+        sampler=load_sampler(folder, settings, device=choose_device(device)),
     )
 
 
@@ -85,7 +85,7 @@ class Trained:
 
     def tokens_of(self, texts: list[str]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the token ids and lengths of texts; raise for a text that is empty or too long."""
-        rows = self.vocabulary.encode(texts)
+        rows = self.vocabulary.reduce(tokenize(self.vocabulary.tokenizer, texts))
         for text, length in zip(texts, rows.lengths.tolist(), strict=True):
             if not 1 <= length <= self.settings.max_tokens:
                 raise UserError(
@@ -101,7 +101,8 @@ class Trained:
         if vectors.ndim == 1:
             vectors = vectors[None]
         _check_dim(vectors, self.settings.latent_dim, source=str(path))
-        return normalise_vectors(vectors, source=str(path))
+        norms = vector_norms(vectors, source=str(path))
+        return np.asarray(vectors, np.float32) / norms, count_changed(norms)
 
     def encoder(self, name: str | None = None, *, device: str | None = None) -> Encoder:
         """Open the encoder that the model was trained with."""
@@ -169,7 +170,7 @@ def decode(
                 trained.vocabulary,
                 latents,
                 options=options,
-                correct=CorrectOptions(rounds=rounds),
+                rounds=rounds,
                 on_step=on_step,
             )
         ):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,12 @@ class TokenRows:
     ends: NDArray[np.int64]
 
     @classmethod
-    def from_lists(cls, rows: Sequence[Sequence[int] | Ids]) -> TokenRows:
-        ends = np.cumsum(np.fromiter(map(len, rows), np.int64, len(rows)))
-        total = int(ends[-1]) if len(ends) else 0
-        return cls(ids=np.fromiter(chain.from_iterable(rows), np.int32, total), ends=ends)
-
-    @classmethod
-    def join(cls, parts: Sequence[TokenRows]) -> TokenRows:
-        before = np.cumsum([0, *(len(part.ids) for part in parts)])
-        return cls(
-            ids=np.concatenate([np.zeros(0, np.int32), *(part.ids for part in parts)]),
-            ends=np.concatenate(
-                [np.zeros(0, np.int64), *(p.ends + start for p, start in zip(parts, before, strict=False))]
-            ),
-        )
+    def from_lists(cls, rows: Iterable[Iterable[int]]) -> TokenRows:
+        ids, ends = array("i"), array("q")
+        for row in rows:
+            ids.extend(row)
+            ends.append(len(ids))
+        return cls(ids=np.array(ids, np.int32), ends=np.array(ends, np.int64))
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -91,14 +83,16 @@ def tokenize(
     on_count: OnCount | None = None,
 ) -> TokenRows:
     """Return the tokenizer's ids of each text."""
-    parts = []
-    for start in range(0, len(texts), _CHUNK):
-        chunk = list(texts[start : start + _CHUNK])
-        encoded = tokenizer.rust.encode_batch_fast(chunk, add_special_tokens=special_tokens)
-        parts.append(TokenRows.from_lists([item.ids for item in encoded]))
-        if on_count is not None:
-            on_count(start + len(chunk), len(texts))
-    return TokenRows.join(parts)
+
+    def rows() -> Iterator[list[int]]:
+        for start in range(0, len(texts), _CHUNK):
+            chunk = list(texts[start : start + _CHUNK])
+            for item in tokenizer.rust.encode_batch_fast(chunk, add_special_tokens=special_tokens):
+                yield item.ids
+            if on_count is not None:
+                on_count(start + len(chunk), len(texts))
+
+    return TokenRows.from_lists(rows())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,29 +110,16 @@ class Vocabulary:
     def digest(self) -> str:
         return self.tokenizer.digest
 
-    @cached_property
-    def _places(self) -> Ids:
-        """The model id of each tokenizer id."""
-        highest = int(max(self.tokenizer.rust.get_vocab(with_added_tokens=True).values(), default=0))
-        places = np.full(max(highest, int(self.kept.max(initial=0))) + 1, UNKNOWN, np.int32)
-        places[self.kept] = np.arange(NUM_SPECIAL, self.size, dtype=np.int32)
-        return places
-
-    def encode(self, texts: Sequence[str]) -> TokenRows:
-        return self.reduce(tokenize(self.tokenizer, texts))
-
     def reduce(self, rows: TokenRows) -> TokenRows:
         """Convert tokenizer ids to model ids; ids outside the vocabulary become UNKNOWN."""
-        inside = np.clip(rows.ids, 0, len(self._places) - 1)
-        ids = np.where(rows.ids == inside, self._places[inside], UNKNOWN).astype(np.int32)
-        return TokenRows(ids=ids, ends=rows.ends)
-
-    def expand(self, ids: Iterable[int]) -> list[int]:
-        """Convert model ids to tokenizer ids; drop special ids."""
-        return [int(self.kept[i - NUM_SPECIAL]) for i in ids if NUM_SPECIAL <= i < self.size]
+        places = np.searchsorted(self.kept, rows.ids).clip(max=len(self.kept) - 1)
+        ids = np.where(self.kept[places] == rows.ids, places + NUM_SPECIAL, UNKNOWN)
+        return TokenRows(ids=ids.astype(np.int32), ends=rows.ends)
 
     def decode_batch(self, rows: Iterable[Iterable[int]]) -> list[str]:
-        texts: list[str] = self.tokenizer.rust.decode_batch([self.expand(row) for row in rows])
+        """Convert model ids to texts; drop special ids."""
+        kept = [[int(self.kept[i - NUM_SPECIAL]) for i in row if i >= NUM_SPECIAL] for row in rows]
+        texts: list[str] = self.tokenizer.rust.decode_batch(kept)
         return texts
 
     def show(self, ids: Iterable[int]) -> str:
@@ -163,9 +144,7 @@ class Vocabulary:
         return normalised
 
     def save(self, folder: Path, *, tokenizer_folder: Path) -> None:
-        source = tokenizer_folder / TOKENIZER
-        if source.resolve() != (folder / TOKENIZER).resolve():
-            shutil.copyfile(source, folder / TOKENIZER)
+        shutil.copyfile(tokenizer_folder / TOKENIZER, folder / TOKENIZER)
         write_json(folder / VOCABULARY, {"kept": self.kept.tolist()})
 
 
