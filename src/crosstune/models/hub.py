@@ -17,7 +17,7 @@ from typing import Any
 from crosstune.core.errors import UserError
 from crosstune.files.hub_reach import WAIT_S, offline_if_unreachable
 from crosstune.models.llama_layout import CONFIG
-from crosstune.models.staged import HUB_VARIABLE, DiskFullError, Progress, disk_errors, ensure_space, silent
+from crosstune.models.staged import Progress, disk_space, silent
 
 # The child uses the parent's sys.path to import crosstune.
 _CHILD = (
@@ -57,8 +57,7 @@ def fetch_from_hub(repo: str, *, progress: Progress = silent) -> Path:
                 if "path" in message:
                     return Path(message["path"])
                 if "error" in message:
-                    kind = DiskFullError if message["full"] else UserError
-                    raise kind(message["error"], why=message["why"], do=message["do"])
+                    raise UserError(message["error"], why=message["why"], do=message["do"])
                 progress(*message["progress"])
             child.wait()
         finally:
@@ -71,7 +70,7 @@ def fetch_from_hub(repo: str, *, progress: Progress = silent) -> Path:
 
 
 def cached_config(repo: str) -> Path | None:
-    """Return config.json of a hub model if the hub's cache has it; nothing is downloaded."""
+    """Return config.json of a hub model from the hub's cache, without a download; None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -83,7 +82,7 @@ def cached_config(repo: str) -> Path | None:
 
 
 def fetch_config(repo: str) -> Path | None:
-    """Fetch config.json of a hub model; None if the hub does not answer within seconds or refuses it to this user."""
+    """Fetch config.json of a hub model; None if the hub does not answer within seconds or denies access."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -108,7 +107,7 @@ def main() -> None:
     try:
         found = _download(sys.argv[1], progress=lambda *step: send(progress=step))
     except UserError as error:
-        send(error=error.message, why=error.why, do=error.do, full=isinstance(error, DiskFullError))
+        send(error=error.message, why=error.why, do=error.do)
     else:
         send(path=str(found))
 
@@ -119,9 +118,8 @@ def _download(repo: str, *, progress: Progress) -> Path:
     place = Path(constants.HF_HUB_CACHE)
     with offline_if_unreachable() as unreached:
         need_bytes = _bytes_to_fetch(repo) if unreached is None else 0
-        ensure_space(place, need_bytes, variable=HUB_VARIABLE)
         try:
-            with disk_errors(place, need_bytes, variable=HUB_VARIABLE):
+            with disk_space(place, need_bytes, larger="set HF_HOME to a folder on a larger disk"):
                 found = snapshot_download(
                     repo,
                     allow_patterns=_WANTED,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
@@ -156,11 +155,14 @@ def _convert(path: Path, *, cache: Path | None, progress: Progress) -> Path:
         return cached
     from crosstune.models.gguf import convert, converted_bytes
 
-    def build(folder: Path, scratch: Path) -> Mapping[str, Any]:
-        convert(path, folder, progress=progress)
-        return {"kind": "gguf", "file": str(path), "sha256": digest}
-
-    return install(key, build, need_bytes=converted_bytes(path), cache=cache, progress=progress)
+    return install(
+        key,
+        lambda folder, scratch: convert(path, folder, progress=progress),
+        need_bytes=converted_bytes(path),
+        source={"kind": "gguf", "file": str(path), "sha256": digest},
+        cache=cache,
+        progress=progress,
+    )
 
 
 def _fetch(repo: str, *, progress: Progress) -> Path:
