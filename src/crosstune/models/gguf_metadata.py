@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from crosstune.core.errors import UserError, shown
-from crosstune.files.json_fields import NOTHING, TEXT, Rule, list_of, real, whole
+from crosstune.files.json_fields import ANYTHING, NOTHING, Rule, whole
 from crosstune.files.plain_files import UnreadableFile, open_plain
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _STRING, _ARRAY = 8, 9
 _ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _COUNT_LIMIT = 65_536
 _ENTRIES_LIMIT = 4_000_000
-"""Limit on the entries of all arrays together; the gguf package makes an object for each."""
+"""Limit for all arrays together; the gguf package makes an object for each entry."""
 _STRING_LIMIT = 16 << 20
 
 
@@ -30,7 +30,7 @@ class BadGguf(UnreadableFile):
 
 
 def check_header(path: Path) -> None:
-    """Raise BadGguf unless the strings and arrays of the header lie within the file."""
+    """Raise BadGguf if a string or array of the header exceeds the file."""
     with open_plain(path) as file:
         try:
             _check_counts(file, path)
@@ -75,44 +75,28 @@ def _check_counts(file: BinaryIO, path: Path) -> None:
 
 
 class Metadata:
-    """The key-value metadata of a GGUF file; a missing required key is a UserError."""
+    """The key-value metadata of a GGUF file."""
 
     def __init__(self, path: Path, reader: GGUFReader) -> None:
         self._path, self._fields = path, reader.fields
 
-    def get(self, key: str) -> Any:
-        field = self._fields.get(key)
-        return None if field is None else field.contents()
+    def get(self, key: str, rule: Rule = ANYTHING, default: Any = None) -> Any:
+        """Return a value, or `default` if the key is missing; raise a UserError if it breaks the rule."""
+        value = self._fields[key].contents() if key in self._fields else default
+        if not rule.fits(value):
+            raise self.unsupported(f"its metadata has {shown(value)} for {key}, which needs {rule.needs}")
+        return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        return float(self._checked(key, real(0), "a number", default))
-
-    def count(self, key: str, default: int | None = None, *, most: int = 2**31) -> int:
+    def count(self, key: str, default: int | None = None) -> int:
         """Return an integer of 1 or more."""
-        return int(self._checked(key, whole(1, most), "a count", default))
-
-    def texts(self, key: str) -> list[str]:
-        """Return a list of strings; an empty one when the key is missing."""
-        return list(self._checked(key, list_of(TEXT), "a list of texts", []))
-
-    def text(self, key: str) -> str | None:
-        found: str | None = self._checked(key, TEXT | NOTHING, "a text")
-        return found
+        return int(self.get(key, whole(1, 2**31), default))
 
     def token(self, role: str) -> int | None:
         """Return the id of the bos, eos, padding or unknown token."""
-        key = f"tokenizer.ggml.{role}_token_id"
-        found: int | None = self._checked(key, whole(0, 2**31) | NOTHING, "the number of a token")
+        found: int | None = self.get(f"tokenizer.ggml.{role}_token_id", whole(0, 2**31) | NOTHING)
         return found
 
-    def _checked(self, key: str, rule: Rule, what: str, default: Any = None) -> Any:
-        value = self.get(key)
-        value = default if value is None else value
-        if not rule.fits(value):
-            raise self.unsupported(f"its metadata has {shown(value)} for {key}, where {what} is needed")
-        return value
-
     def unsupported(
-        self, why: str, *, do: str = "use another file, or the model's Hugging Face folder"
+        self, why: str, *, do: str = "use a different file, or the model's Hugging Face folder"
     ) -> UserError:
         return UserError(f"The GGUF file {self._path} cannot be used.", why=f"{why}.", do=do)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from crosstune.core.errors import shown
+from crosstune.files.json_fields import TEXT, list_of, whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -19,80 +18,54 @@ _CONTROL, _USER_DEFINED = 3, 4
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    tokenizer: Tokenizer
-    special: dict[str, str | None]
-    """The bos, eos, unk and pad tokens; None for one that the model does not have."""
+def build_tokenizer(metadata: Metadata, *, num_rows: int) -> tuple[Tokenizer, dict[str, str | None]]:
+    """Return the tokenizer of a model with `num_rows` embeddings, and its bos, eos, unk and pad tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
-
-def build_tokenizer(metadata: Metadata, *, num_rows: int) -> Vocabulary:
-    """Make the tokenizer of a model whose embedding has `num_rows` rows."""
-    from tokenizers import Tokenizer, decoders, models, processors
-
-    kind, tokens = metadata.text("tokenizer.ggml.model"), metadata.texts("tokenizer.ggml.tokens")
-    merges = metadata.texts("tokenizer.ggml.merges")
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens: list[str] = metadata.get("tokenizer.ggml.tokens", list_of(TEXT), [])
+    merges: list[str] = metadata.get("tokenizer.ggml.merges", list_of(TEXT), [])
+    kinds: list[int] = metadata.get("tokenizer.ggml.token_type", list_of(whole(0)), [])
     if kind != "gpt2" or not tokens or not merges:
-        raise metadata.unsupported(
-            f"its tokenizer is of the kind {shown(kind)}; byte-level BPE ('gpt2') is supported"
-        )
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    if len(vocabulary) < len(tokens) or len(tokens) > num_rows:
-        raise metadata.unsupported(
-            f"its tokenizer has {len(tokens):,} tokens, {len(vocabulary):,} different ones, for {num_rows:,} embeddings"
-        )
-    pairs = [_split_merge(metadata, merge, vocabulary) for merge in merges]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+        raise metadata.unsupported(f"its tokenizer is {shown(kind)}; only byte-level BPE (gpt2) is supported")
+    ids = {token: number for number, token in enumerate(tokens)}
+    if len(ids) < len(tokens) or len(tokens) > num_rows:
+        raise metadata.unsupported(f"its {len(tokens):,} tokens repeat or exceed its {num_rows:,} embeddings")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    for left, right in pairs:
+        if not {left, right, left + right} <= ids.keys():
+            raise metadata.unsupported(
+                f"it has the merge {shown((left, right))}, which is not a pair of tokens"
+            )
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs))
     tokenizer.pre_tokenizer = _pre_tokenizer(metadata)
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = metadata.get("tokenizer.ggml.token_type")
-    _add_marked_tokens(tokenizer, tokens, kinds if isinstance(kinds, list) else [])
-    special = {role: _token(metadata, tokens, key) for role, key in ROLES.items()}
-    if metadata.get("tokenizer.ggml.add_bos_token") and special["bos"] is not None:
-        bos = special["bos"]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocabulary[bos])]
-        )
-    return Vocabulary(tokenizer=tokenizer, special=special)
-
-
-def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
-    from tokenizers import pre_tokenizers
-
-    name = metadata.text("tokenizer.ggml.pre") or "gpt-2"
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if name == "gpt-2":
-        return byte_level
-    if name == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    # With another pre-tokenizer the model would be trained on token sequences it has never seen.
-    raise metadata.unsupported(f"it splits text as {shown(name)}; supported: {', '.join(PRE_TOKENIZERS)}")
-
-
-def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Add the control and user-defined tokens, so that text is split at them before BPE."""
-    from tokenizers import AddedToken
-
+    # Text is split at control and user-defined tokens before BPE.
     for token, kind in zip(tokens, kinds, strict=False):
         if kind == _CONTROL:
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif kind == _USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
-
-
-def _split_merge(metadata: Metadata, merge: str, vocabulary: Mapping[str, int]) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-        raise metadata.unsupported(
-            f"its tokenizer has the merge {shown(merge)}, which is not a pair of tokens"
+    numbers = {role: metadata.token(key) for role, key in ROLES.items()}
+    if max(number or 0 for number in numbers.values()) >= len(tokens):
+        raise metadata.unsupported(f"its special tokens {numbers} exceed its {len(tokens)} tokens")
+    special = {role: None if number is None else tokens[number] for role, number in numbers.items()}
+    bos = special["bos"]
+    if metadata.get("tokenizer.ggml.add_bos_token") and bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ids[bos])]
         )
-    return left, right
+    return tokenizer, special
 
 
-def _token(metadata: Metadata, tokens: list[str], key: str) -> str | None:
-    number = metadata.token(key)
-    if number is None:
-        return None
-    if number >= len(tokens):
-        raise metadata.unsupported(f"its {key} token is number {number} of {len(tokens)}")
-    return tokens[number]
+def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
+    from tokenizers import pre_tokenizers
+
+    name = metadata.get("tokenizer.ggml.pre") or "gpt-2"
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if name == "gpt-2":
+        return byte_level
+    if name == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    # With a different pre-tokenizer, the model would be trained on token sequences it has never seen.
+    raise metadata.unsupported(f"it splits text as {shown(name)}; supported: {', '.join(PRE_TOKENIZERS)}")
