@@ -101,7 +101,7 @@ def test_paths_that_are_not_there(tmp_path: Path) -> None:
     assert "There is no folder" in refused("./nowhere/at-all")
     assert "There is no file" in refused("nowhere.gguf")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert f"give the folder instead: {tmp_path}" in refused(tmp_path / "model.safetensors")
+    assert f"specify the folder instead: {tmp_path}" in refused(tmp_path / "model.safetensors")
 
 
 def test_shapes_without_a_download(model: Path, tmp_path: Path) -> None:
