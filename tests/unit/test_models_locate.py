@@ -109,7 +109,7 @@ def test_shapes_without_a_download(model: Path, tmp_path: Path) -> None:
     assert bundled is not None
     assert (bundled.num_parameters, bundled.num_layers, bundled.source) == (134_515_008, 30, "config")
     tiny = shape(str(model))
-    assert tiny == BUNDLED["tiny-random"].llama.shape()
+    assert tiny == BUNDLED["tiny-random"].shape
     assert tiny is not None
     assert tiny.num_parameters == 139_584
     known = shape("some-org/Llama-2-7b-chat-hf")

@@ -83,7 +83,7 @@ def find_local(name: str, *, cache: Path | None = None) -> ModelFolder | None:
 def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
     """Return a model's shape without a download, from a local config.json or the table of known models."""
     if name in BUNDLED:
-        return BUNDLED[name].llama.shape()
+        return BUNDLED[name].shape
     path = _path(name)
     found: ModelShape | None = None
     if path.suffix.lower() == ".gguf" and path.is_file():

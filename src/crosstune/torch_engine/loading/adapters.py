@@ -30,13 +30,13 @@ from crosstune.torch_engine.loading.experts import (
     replace_stack,
     stack_shape,
 )
+from crosstune.torch_engine.loading.weight_forms import linear_layers
 from crosstune.torch_engine.quantized import (
     QuantLinear,
     dense_weight,
     is_conv1d,
     is_linear,
     linear_shape,
-    reads_weight,
     weight_device,
 )
 from crosstune.torch_engine.sharding.local_shard import is_sharded
@@ -242,7 +242,7 @@ def name_targets(model: nn.Module, adapters: Mapping[str, Adapted]) -> Targets:
     """Return the adapted layers as PEFT's settings name them."""
     stacks = [name for name, adapter in adapters.items() if isinstance(adapter, AdaptedStack)]
     layers = [name for name in adapters if name not in stacks]
-    without = [name for name in _linear_names(model) if name.removesuffix(".base") not in adapters]
+    without = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
     bases = [adapters[name].base for name in layers]
     return name_for_peft(
         layers,
@@ -258,7 +258,7 @@ def choose_targets(
 ) -> list[str]:
     """Return the linear layers and expert stacks that match `targets`."""
     return choose_names(
-        _linear_names(model),
+        list(linear_layers(model)),
         targets,
         stacks=expert_stacks(model),
         dora=dora,
@@ -275,14 +275,3 @@ def warn_of_left_out(model: nn.Module, chosen: Sequence[str], plan: Plan) -> lis
     why = "DoRA does not support experts" if is_dora else f"{kind} multiplies with them itself"
     last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
     return describe_left_out(chosen, in_last_layers(expert_weights(model), last_layers=last_layers), why=why)
-
-
-def _linear_names(model: nn.Module) -> list[str]:
-    """Return all linear layers except the output head and those whose parent reads the weight itself."""
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if get_head is not None else None
-    return [
-        name
-        for name, module in model.named_modules()
-        if is_linear(module) and module is not head and not reads_weight(model, name)
-    ]
