@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from crosstune.core.errors import UserError, shown
 from crosstune.estimate.model_shape import ModelShape
 from crosstune.files.json_fields import NOTHING, TEXT, real, whole
-from crosstune.models.gguf_metadata import BadGguf, Metadata, check_header
-from crosstune.models.gguf_tokenizer import build_tokenizer
+from crosstune.models.gguf_metadata import BadGguf, Metadata, build_tokenizer, check_header
 from crosstune.models.llama_layout import WEIGHTS, Llama, write_configs, write_tokenizer
 from crosstune.models.staged import Progress, silent
 from crosstune.models.weights import Tensor, bfloat16_bits, write_safetensors

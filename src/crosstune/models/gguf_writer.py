@@ -27,7 +27,7 @@ from crosstune.files.json_files import read_json, read_object
 from crosstune.files.plain_files import read_plain_text
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.gguf import ARCHITECTURES, require_gguf
-from crosstune.models.gguf_tokenizer import PRE_TOKENIZERS, ROLES
+from crosstune.models.gguf_metadata import CONTROL, NORMAL, PRE_TOKENIZERS, ROLES, UNUSED, USER_DEFINED
 from crosstune.models.llama_layout import CHAT_TEMPLATE, CONFIG
 from crosstune.models.staged import Progress, silent
 from crosstune.models.weights import stored_arrays, to_float32
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 KINDS = ("f32", "f16", "bf16", "q8_0")
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _NUMBERS = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), whole(1)),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "max_position_embeddings"), whole(1)),
@@ -148,12 +147,12 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
     pre = _pre_tokenizer_name(folder, tokenizer)
     ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
     by_id = {number: token for token, number in ids.items()}
-    marked = {token["id"]: _CONTROL if token["special"] else _USER_DEFINED for token in added}
+    marked = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in added}
     # Embedding rows without a token need a name too.
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(num_rows)])
-    writer.add_token_types([marked.get(n, _NORMAL if n in by_id else _UNUSED) for n in range(num_rows)])
+    writer.add_token_types([marked.get(n, NORMAL if n in by_id else UNUSED) for n in range(num_rows)])
     writer.add_token_merges(
         [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     )

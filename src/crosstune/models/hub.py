@@ -169,13 +169,11 @@ def _bar_class(progress: Progress, *, total: int | None) -> type[Any]:
 
         def update(self, n: float | None = 1) -> None:
             nonlocal most
-            if not self._in_bytes:
-                return
-            with lock:
-                self._done += int(n or 0)
-                # Some versions have one bar for received and one for written bytes; report the larger count.
-                if self._done > most:
-                    most = self._done
+            if self._in_bytes:
+                with lock:
+                    self._done += int(n or 0)
+                    # Some versions have one bar for received and one for written bytes; report the larger count.
+                    most = max(most, self._done)
                     progress("download", most if total is None else min(most, total), total)
 
     return Reporter
@@ -193,13 +191,11 @@ def _explain(repo: str, error: Exception) -> UserError:
     if isinstance(error, GatedRepoError):
         return UserError(
             f"The hub model {repo} is gated.",
-            why="it is available only to users who have accepted its terms and are logged in.",
-            do="ask for access on the model's page, run `hf auth login`, and try again",
+            do="accept its terms on the model's page, run `hf auth login`, and try again",
         )
     if isinstance(error, (RepositoryNotFoundError, HFValidationError)):
         return UserError(
             f"There is no hub model {repo}.",
-            why="the hub does not know that name, or it is private and you are not logged in.",
             do="check the spelling (org/name), or run `hf auth login` if the model is private",
         )
     cause = error.__cause__ or error
@@ -209,6 +205,6 @@ def _explain(repo: str, error: Exception) -> UserError:
 def _unreachable(repo: str, reason: str) -> UserError:
     return UserError(
         f"Cannot get the hub model {repo}.",
-        why=f"the download failed and the model is not complete in the hub's cache ({reason}).",
-        do="connect to the network (and unset HF_HUB_OFFLINE), or give the path of a model folder on this machine",
+        why=f"the download failed, and the model is not complete in the hub's cache ({reason}).",
+        do="connect to the network (and unset HF_HUB_OFFLINE), or specify a local model folder",
     )

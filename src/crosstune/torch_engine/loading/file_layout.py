@@ -187,11 +187,7 @@ def read_layout(
             why=f"{folder} contains {len(extra)} tensors that the model does not have, such as {extra[0]}.",
             do="use --train_type lora, dora or full: they load the model with transformers",
         )
-    if missing:
-        raise UserError(
-            f"The files in {folder} lack {len(missing)} of the model's tensors, such as {missing[0]}.",
-            do="fetch the model again",
-        )
+    check_missing(folder, missing)
     wrong = [
         (target, place.shape, expected[target])
         for name, place in sorted(places.items())
@@ -211,6 +207,14 @@ def _ignored(model: Any) -> re.Pattern[str]:
     """Return a pattern for tensors of older transformers versions that models ignore."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return re.compile("|".join([r"rotary_emb\.inv_freq$", *patterns]))
+
+
+def check_missing(folder: Path, missing: Sequence[str]) -> None:
+    if missing:
+        raise UserError(
+            f"The files in {folder} lack {len(missing)} of the model's tensors, such as {missing[0]}.",
+            do="download the model again",
+        )
 
 
 def other_shapes(folder: Path, wrong: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> UserError:

@@ -25,7 +25,7 @@ from crosstune.torch_engine.loading.blocks import (
     expand_config,
     expand_evenly,
 )
-from crosstune.torch_engine.loading.file_layout import FileLayout, other_shapes, read_layout
+from crosstune.torch_engine.loading.file_layout import FileLayout, check_missing, other_shapes, read_layout
 from crosstune.torch_engine.loading.prequantized import (
     Prequantized,
     check_asked,
@@ -176,13 +176,7 @@ def read_pretrained(
         )
     if wrong := sorted(info["mismatched_keys"], key=str):
         raise other_shapes(folder, wrong)
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise UserError(
-            f"The files in {folder} lack {len(missing)} of the model's tensors, such as {missing[0]}.",
-            why="transformers would fill them with random numbers.",
-            do="fetch the model again",
-        )
+    check_missing(folder, sorted(info["missing_keys"]))  # transformers would initialize them randomly
     return model
 
 

@@ -125,30 +125,28 @@ def read_prequantized(folder: Path) -> Prequantized | None:
 
 
 def check_asked(prequantized: Prequantized, asked: QuantSpec | None, *, train_type: str) -> None:
-    """Raise unless a run requests the quantization of the folder: nothing is quantized twice."""
-    spec = prequantized.spec
+    """Raise unless a run requests the quantization of the folder: nothing is quantized twice, or trained if quantized."""
+    spec, folder = prequantized.spec, prequantized.folder
     method, library = TRAIN_TYPE_PARTS[train_type]
-    matching = train_type if library in ("auto", spec.quantizer) else {"dora": "dora"}.get(method, "qlora")
-    flags = f"--quantization_backend {spec.quantizer} --n_bits {spec.bits}"
+    if method in ("lora", "dora") and asked is not None and same_meaning(asked, spec):
+        return
+    matching = "dora" if method == "dora" else "qlora"
+    if method in ("lora", "dora") and library in ("auto", spec.quantizer):
+        matching = train_type
+    flags = f"--train_type {matching} --quantization_backend {spec.quantizer} --n_bits {spec.bits}"
     if spec.has_groups():
         flags += f" --group_size {spec.group_size}"
     if spec.resolved_kind() != dataclasses.replace(spec, kind="auto").resolved_kind():
         flags += f" --quant_type {spec.kind}"
     if not spec.double and spec.has_double():
         flags += " --double_quant false"
-    if method not in ("lora", "dora"):
-        raise UserError(
-            f"{prequantized.folder} contains {spec.bits}-bit {spec.quantizer} weights, and {method} cannot train them.",
-            why="quantized weights cannot be updated.",
-            do=f"use --train_type qlora {flags}, or get plain weights: crosstune convert {prequantized.folder} --to none",
-        )
-    if asked is None or not same_meaning(asked, spec):
-        requested = "not quantized" if asked is None else f"{asked.quantizer} with {asked.bits} bits"
-        raise UserError(
-            f"{prequantized.folder} contains weights quantized differently than requested ({requested}).",
-            why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {spec.resolved_kind()}.",
-            do=f"use --train_type {matching} {flags}, or crosstune convert the folder",
-        )
+    requested = "not quantized" if asked is None else f"{asked.quantizer} with {asked.bits} bits"
+    raise UserError(
+        f"{folder} contains weights quantized differently than requested ({train_type}, {requested}).",
+        why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {spec.resolved_kind()}, "
+        "and only adapters can be trained on them.",
+        do=f"use {flags}, or get plain weights: crosstune convert {folder} --to none",
+    )
 
 
 def check_plain(folder: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from crosstune.core.errors import UserError
 from crosstune.files.plain_files import open_plain
 from crosstune.files.safetensors_header import read_header
+from crosstune.models.folder import weight_files
 
 _DTYPES = {
     "F64": torch.float64,
@@ -44,21 +45,16 @@ class Place:
 
 def find_tensors(folder: Path) -> dict[str, Place]:
     """Return the place of every tensor of a model folder, reading only the file headers."""
-    places: dict[str, Place] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        places |= places_in(file)
-    return places
+    return {name: place for file in weight_files(folder) for name, place in places_in(file).items()}
 
 
 def places_in(path: Path) -> dict[str, Place]:
-    """Return the place of every tensor of a file. Plain reads need less memory than a map, whose pages stay resident."""
+    """Return the place of every tensor in a file. Plain reads need less memory than a map, whose pages stay resident."""
     header = read_header(path)
     places = {}
     for name, entry in header.tensors.items():
         if entry["dtype"] not in _DTYPES:
-            raise UserError(
-                f"{path} stores {name} as {entry['dtype']}.", why="torch does not support that dtype."
-            )
+            raise UserError(f"{path} stores {name} as {entry['dtype']}, which torch does not support.")
         start, end = (header.data_start + offset for offset in entry["data_offsets"])
         places[name] = Place(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end)
     return places
