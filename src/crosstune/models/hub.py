@@ -5,6 +5,7 @@ The hub's library downloads in threads that ignore Ctrl-C, so it runs in a child
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -81,18 +82,13 @@ def cached_config(repo: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def fetch_config(repo: str) -> Path | None:
-    """Fetch config.json of a hub model; None if the hub does not answer within seconds or denies access."""
+def fetch_config(repo: str) -> None:
+    """Download config.json of a hub model into the hub's cache, if the hub answers within seconds."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    with offline_if_unreachable() as reason:
-        if reason is not None:
-            return None
-        try:
-            return Path(hf_hub_download(repo, CONFIG, etag_timeout=WAIT_S))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
-            return None
+    with offline_if_unreachable() as reason, contextlib.suppress(*_hub_errors()):
+        if reason is None:
+            hf_hub_download(repo, CONFIG, etag_timeout=WAIT_S)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ _UNVERIFIED = ".unverified"
 
 
 class Progress(Protocol):
-    """Called with the stage ('wait', 'download', 'convert', 'verify') and bytes; `total` is None when unknown."""
+    """Called with the stage (wait, download, convert, verify), the bytes done and the total, None if unknown."""
 
     def __call__(self, stage: str, done: int, total: int | None, /) -> None: ...
 

@@ -162,10 +162,10 @@ def split_by_expert(
 
 
 def add_adapters(
-    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
+    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int
 ) -> dict[str, Adapted]:
     """Freeze the model, add an adapter to each chosen layer or expert stack, and return the adapters by canonical name."""
-    names = choose_targets(model, targets, dora=settings.magnitudes, last_layers=last_layers)
+    names = choose_targets(model, targets, dora=settings.magnitudes)
     model.requires_grad_(False)
     return _adapt_layers(model, names, settings=settings, seed=seed)
 
@@ -174,13 +174,12 @@ def adapt(model: nn.Module, plan: Plan, *, autocast: torch.dtype | None) -> dict
     """Freeze the model and add the adapters of the plan, if its method has any."""
     if plan.method not in ADAPTER_METHODS:
         return {}
-    names = choose_adapted(model, plan)
     model.requires_grad_(False)
-    return adapt_part(model, model, names, plan=plan, autocast=autocast)
+    return adapt_part(model, model, choose_adapted(model, plan), plan=plan, autocast=autocast)
 
 
 def choose_adapted(model: nn.Module, plan: Plan) -> list[str]:
-    """Return the layers and expert stacks that get an adapter by the plan."""
+    """Return the layers and expert stacks that the plan adapts."""
     return choose_targets(
         model,
         plan.config.lora_target_modules,
@@ -239,7 +238,7 @@ def _cast_frozen(part: nn.Module, dtype: torch.dtype) -> None:
 
 
 def name_targets(model: nn.Module, adapters: Mapping[str, Adapted]) -> Targets:
-    """Return the adapted layers as PEFT's settings name them."""
+    """Return the adapted layers under their names in PEFT's settings."""
     stacks = [name for name, adapter in adapters.items() if isinstance(adapter, AdaptedStack)]
     layers = [name for name in adapters if name not in stacks]
     without = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
@@ -268,10 +267,11 @@ def choose_targets(
 
 
 def warn_of_left_out(model: nn.Module, chosen: Sequence[str], plan: Plan) -> list[str]:
-    """Return a warning if the target `all` does not include weights of experts."""
+    """Return a warning if the target `all` does not include expert weights."""
     if plan.config.lora_target_modules != "all":
         return []
-    is_dora, kind = plan.method == "dora", type(model).__name__
-    why = "DoRA does not support experts" if is_dora else f"{kind} multiplies with them itself"
+    by_model = f"{type(model).__name__} computes their matmuls itself"
     last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
-    return describe_left_out(chosen, in_last_layers(expert_weights(model), last_layers=last_layers), why=why)
+    experts = in_last_layers(expert_weights(model), last_layers=last_layers)
+    why = "DoRA does not support experts" if plan.method == "dora" else by_model
+    return describe_left_out(chosen, experts, why=why)

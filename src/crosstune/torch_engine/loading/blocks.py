@@ -113,7 +113,7 @@ def expand_config(config: Any, expansion: Expansion) -> Any:
     expanded = copy.deepcopy(config)
     expanded.num_hidden_layers = len(expansion.sources)
     for name in ("layer_types", "no_rope_layers"):
-        value = getattr(config, name, None)
+        value = config.to_dict().get(name)  # some configs derive the attribute
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(expanded, name, [value[source] for source in expansion.sources])
     return expanded

@@ -186,9 +186,3 @@ def write_record(
 def own_config(spec: QuantSpec) -> dict[str, Any]:
     """Return a quantization_config that stops transformers from loading the folder as plain weights."""
     return {"quant_method": OWN_METHOD, "quantizer": spec.quantizer, "bits": spec.bits}
-
-
-def pieces(weight: StoredWeight) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return copies of a stored weight's tensors, and its facts as JSON."""
-    tensors = {name: tensor.detach().clone() for name, tensor in weight.tensors().items()}
-    return tensors, dict(weight.facts)

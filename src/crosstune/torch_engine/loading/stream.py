@@ -45,22 +45,19 @@ class Place:
 
 def find_tensors(folder: Path) -> dict[str, Place]:
     """Return the place of every tensor of a model folder, reading only the file headers."""
-    return {name: place for file in weight_files(folder) for name, place in places_in(file).items()}
-
-
-def places_in(path: Path) -> dict[str, Place]:
-    """Return the place of every tensor in a file. Plain reads need less memory than a map, whose pages stay resident."""
-    header = read_header(path)
     places = {}
-    for name, entry in header.tensors.items():
-        if entry["dtype"] not in _DTYPES:
-            raise UserError(f"{path} stores {name} as {entry['dtype']}, which torch does not support.")
-        start, end = (header.data_start + offset for offset in entry["data_offsets"])
-        places[name] = Place(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end)
+    for path in weight_files(folder):
+        header = read_header(path)
+        for name, entry in header.tensors.items():
+            if entry["dtype"] not in _DTYPES:
+                raise UserError(f"{path} stores {name} as {entry['dtype']}, which torch does not support.")
+            start, end = (header.data_start + offset for offset in entry["data_offsets"])
+            places[name] = Place(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end)
     return places
 
 
 def read_tensor(place: Place) -> torch.Tensor:
+    """Read a tensor. A plain read needs less memory than a map, whose pages stay resident."""
     with open_plain(place.file) as file:
         file.seek(place.start)
         buffer = bytearray(place.end - place.start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 
 from crosstune.core.errors import UserError
 from crosstune.core.model_folders import AdapterFolder, DenseWeights, OnBytes
-from crosstune.models.adapter_files import canonical_name
+from crosstune.models.adapter_files import read_matrices
 from crosstune.torch_engine.device import PRECISIONS
 from crosstune.torch_engine.loading.adapters import split_by_expert
 from crosstune.torch_engine.loading.blocks import in_blocks
@@ -19,7 +19,7 @@ from crosstune.torch_engine.loading.load import empty_model, forms_to_quantize, 
 from crosstune.torch_engine.loading.prequantized import read_prequantized
 from crosstune.torch_engine.loading.stream import find_tensors
 from crosstune.torch_engine.loading.weight_forms import WeightForm, dense_shape, weight_forms
-from crosstune.torch_engine.quantized import quantize_weight
+from crosstune.torch_engine.quantized import StoredWeight, quantize_weight
 from crosstune.torch_engine.results import export
 
 CPU = torch.device("cpu")
@@ -41,10 +41,9 @@ def read_adapter(source: AdapterFolder) -> Adapter:
     """Read the matrices of an adapter in fp32."""
     folder, settings = source.path, source.settings
     parts: dict[str, dict[str, torch.Tensor]] = {}
-    parameters = settings.get("target_parameters") or ()
-    for name, tensor in export.read_adapter_file(folder).items():
-        layer, _, part = canonical_name(name, parameters).rpartition(".lora_")
-        parts.setdefault(layer, {})[part.removesuffix(".weight")] = tensor.float()
+    for name, matrix in read_matrices(folder, settings).items():
+        layer, _, part = name.rpartition(".lora_")
+        parts.setdefault(layer, {})[part.removesuffix(".weight")] = torch.from_numpy(matrix)
     for layer, tensors in parts.items():
         if not {"A", "B"} <= tensors.keys() <= {"A", "B", "magnitude_vector"}:
             raise UserError(
@@ -101,7 +100,10 @@ class BaseTensors:
             if on_read is not None:
                 on_read(done, total)
         for number, (name, form) in enumerate(sorted(self.held.items()), start=1):
-            yield Group(target=name, files={name: None}), {name: self._dequantize(name, form)}
+            assert self.prequantized is not None
+            stored = (self.prequantized.stored(matrix, self.device) for matrix in form.matrices)
+            dense = self._join(self.forms.get(name, form), stored)
+            yield Group(target=name, files={name: None}), {name: dense}
             if on_read is not None:
                 on_read(done + number * (total - done) // len(self.held), total)
 
@@ -117,19 +119,11 @@ class BaseTensors:
         spec, form = self.weights.quantization, self.quantized.get(name)
         if spec is None or self.held or form is None or in_blocks(name, self.weights.new_blocks):
             return tensor
-        matrices = [
-            quantize_weight(matrix, spec, self.compute).dequantize(self.compute).float().cpu()
-            for matrix in form.split(tensor.to(self.device))
-        ]
-        return form.join(matrices)
+        matrices = form.split(tensor.to(self.device))
+        return self._join(form, (quantize_weight(matrix, spec, self.compute) for matrix in matrices))
 
-    def _dequantize(self, name: str, form: WeightForm) -> torch.Tensor:
-        assert self.prequantized is not None
-        matrices = [
-            self.prequantized.stored(matrix, self.device).dequantize(self.compute).float().cpu()
-            for matrix in form.matrices
-        ]
-        return self.forms.get(name, form).join(matrices)
+    def _join(self, form: WeightForm, stored: Iterable[StoredWeight]) -> torch.Tensor:
+        return form.join([weight.dequantize(self.compute).float().cpu() for weight in stored])
 
 
 def dense_tensors(
