@@ -164,12 +164,10 @@ def describe_left_out(chosen: Sequence[str], experts: Sequence[str], *, why: str
     left = [name for name in experts if name not in chosen]
     if not left:
         return []
-    kinds = sorted({name.rpartition(".")[2] for name in chosen})
-    adapted = "attention" if all(_in_attention(name) for name in chosen) else "linear layers"
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in chosen}))
     reason = f" ({why})" if why else ""
     return [
-        f"--lora_target_modules all adapts {adapted} only ({', '.join(kinds)}): {len(left)} expert layers, such as {left[0]}, have no "
-        f"adapter{reason}"
+        f"--lora_target_modules all adapts {kinds} only: {len(left)} expert layers, such as {left[0]}, have no adapter{reason}"
     ]
 
 

@@ -19,7 +19,7 @@ from crosstune.models.staged import Progress, silent
 from crosstune.models.weights import Tensor, bfloat16_bits, write_safetensors
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import ReaderTensor
 
 ARCHITECTURES = ("llama",)
 _CHUNK_VALUES = 1 << 22
@@ -27,10 +27,9 @@ _CHUNK_VALUES = 1 << 22
 
 def convert(path: Path, folder: Path, *, progress: Progress = silent) -> None:
     """Write the model of a GGUF file into an existing folder."""
-    reader = _open(path)
-    metadata = Metadata(path, reader)
-    llama = _read_llama(metadata, reader)
-    tensors = _plan_tensors(metadata, reader, llama)
+    metadata = _open(path)
+    llama = _read_llama(metadata)
+    tensors = _plan_tensors(metadata, llama)
     tokenizer, special = build_tokenizer(metadata, num_rows=llama.vocab)
     template = metadata.get("tokenizer.chat_template", TEXT | NOTHING)
     write_tokenizer(folder, tokenizer, special=special, chat_template=template, max_context=llama.max_context)
@@ -40,16 +39,12 @@ def convert(path: Path, folder: Path, *, progress: Progress = silent) -> None:
 
 def read_shape(path: Path) -> ModelShape | None:
     """Return the shape of a GGUF model from its metadata; None if the gguf package is not installed."""
-    if importlib.util.find_spec("gguf") is None:
-        return None
-    reader = _open(path)
-    return _read_llama(Metadata(path, reader), reader).shape()
+    return None if importlib.util.find_spec("gguf") is None else _read_llama(_open(path)).shape()
 
 
 def converted_bytes(path: Path) -> int:
     """Estimate the disk space of a conversion."""
-    reader = _open(path)
-    return 2 * _read_llama(Metadata(path, reader), reader).shape().num_parameters + 20_000_000
+    return 2 * _read_llama(_open(path)).shape().num_parameters + 20_000_000
 
 
 def require_gguf(name: str) -> None:
@@ -62,18 +57,18 @@ def require_gguf(name: str) -> None:
         )
 
 
-def _open(path: Path) -> GGUFReader:
+def _open(path: Path) -> Metadata:
     require_gguf(str(path))
     from gguf import GGUFReader
 
     check_header(path)
     try:
-        return GGUFReader(path)
+        return Metadata(path, GGUFReader(path))
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise BadGguf(path, shown(str(error))) from error
 
 
-def _read_llama(metadata: Metadata, reader: GGUFReader) -> Llama:
+def _read_llama(metadata: Metadata) -> Llama:
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise metadata.unsupported(
@@ -83,7 +78,7 @@ def _read_llama(metadata: Metadata, reader: GGUFReader) -> Llama:
     scaling = metadata.get("llama.rope.scaling.type")
     if scaling not in (None, "none"):
         raise metadata.unsupported(f"its RoPE is scaled ({shown(scaling)})")
-    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
+    shapes = {tensor.name: tensor.shape for tensor in metadata.tensors}
     embeddings = shapes.get("token_embd.weight", ())
     if len(embeddings) != 2:
         raise metadata.unsupported("it has no token embeddings")
@@ -114,13 +109,13 @@ def _read_llama(metadata: Metadata, reader: GGUFReader) -> Llama:
     )
 
 
-def _plan_tensors(metadata: Metadata, reader: GGUFReader, llama: Llama) -> list[Tensor]:
+def _plan_tensors(metadata: Metadata, llama: Llama) -> list[Tensor]:
     """Return all parameters of the model with their data; raise a UserError for a missing or unexpected tensor."""
     from gguf import MODEL_ARCH, get_tensor_name_map
     from gguf.quants import dequantize
 
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, llama.num_layers)
-    stored = {tensor.name: tensor for tensor in reader.tensors}
+    stored = {tensor.name: tensor for tensor in metadata.tensors}
     planned = []
     for name, shape in llama.tensor_shapes().items():
         gguf_name = str(names.get_name(name, try_suffixes=(".weight",)))

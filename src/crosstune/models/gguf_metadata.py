@@ -84,7 +84,7 @@ class Metadata:
     """The key-value metadata of a GGUF file."""
 
     def __init__(self, path: Path, reader: GGUFReader) -> None:
-        self._path, self._fields = path, reader.fields
+        self._path, self._fields, self.tensors = path, reader.fields, reader.tensors
 
     def get(self, key: str, rule: Rule = ANYTHING, default: Any = None) -> Any:
         """Return a value, or `default` if the key is missing; raise a UserError if it breaks the rule."""
@@ -99,8 +99,7 @@ class Metadata:
 
     def token(self, role: str) -> int | None:
         """Return the id of the bos, eos, padding or unknown token."""
-        found: int | None = self.get(f"tokenizer.ggml.{role}_token_id", whole(0, 2**31) | NOTHING)
-        return found
+        return self.get(f"tokenizer.ggml.{role}_token_id", whole(0, 2**31) | NOTHING)
 
     def unsupported(
         self, why: str, *, do: str = "use a different file, or the model's Hugging Face folder"

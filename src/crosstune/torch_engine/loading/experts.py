@@ -91,8 +91,7 @@ class QuantStack(nn.Module):
 def multiply(stack: Any, x: torch.Tensor, routing: Routing, *, transposed: bool) -> torch.Tensor:
     """Multiply each row with the matrix of its expert."""
     if isinstance(stack, nn.Module):
-        product: torch.Tensor = stack(x, routing)
-        return product
+        return stack(x, routing)
     return grouped_product(x, stack.to(x.dtype), routing, transposed=transposed)
 
 
@@ -101,8 +100,7 @@ def grouped_product(
 ) -> torch.Tensor:
     from transformers.integrations.moe import _grouped_linear
 
-    product: torch.Tensor = _grouped_linear(x, weights, routing.ends, is_transposed=transposed)
-    return product
+    return _grouped_linear(x, weights, routing.ends, is_transposed=transposed)
 
 
 def experts_forward(
