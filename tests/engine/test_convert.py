@@ -194,7 +194,7 @@ def test_a_folder_is_trained_only_as_what_it_holds(hf_bnb: Path) -> None:
         ({"quantization_backend": "hqq"}, "--quantization_backend bnb --n_bits 4"),
         ({"quantization_backend": "bnb", "n_bits": 8}, "bnb with 8 bits"),
         ({"train_type": "lora"}, "not quantized"),
-        ({"train_type": "full"}, "full cannot train"),
+        ({"train_type": "full"}, "only adapters can be trained"),
     ]:
         with pytest.raises(UserError, match=words):
             open_session(hf_bnb, **options)

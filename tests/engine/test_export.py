@@ -191,7 +191,7 @@ def test_gguf_is_for_llama(tiny_model: Path, tmp_path: Path, capsys: pytest.Capt
     save(AutoModelForCausalLM.from_config(config), folder, tokenizer=tiny_model)
     assert main(["export", str(folder), "--to", "gguf", "--backend", "cpu"]) == 2
     answer = capsys.readouterr().err
-    assert "'qwen2'" in answer and "Supported: llama" in answer
+    assert "'qwen2'" in answer and "supported: llama" in answer
     assert [path.name for path in tmp_path.iterdir()] == ["qwen"]
 
 

@@ -188,7 +188,7 @@ def test_an_adapter_goes_on_over_its_own_base_only(
     assert "was trained on another base" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "second").exists()
     assert train(tmp_path, *words, str(tiny_model), *adapter, "--lora_rank", "8", "--name", "second") == 2
-    assert "does not fit the adapter options" in capsys.readouterr().err
+    assert "does not match the adapter options" in capsys.readouterr().err
     assert train(tmp_path, *words, str(tiny_model), *adapter, "--name", "third") == 0
     assert "base_adapter: its base was" not in capsys.readouterr().err
     quantized = ["--train_type", "qlora", "--quantization_backend", "bnb"]

@@ -79,7 +79,7 @@ def test_an_adapter_of_mlx_lm_itself_becomes_peft(tmp_path: Path) -> None:
         "lora_parameters": {"rank": 2, "scale": 20.0, "dropout": 0.0},
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="does not name its base model"):
+    with pytest.raises(UserError, match="does not record its base model"):
         to_peft(folder, tmp_path / "no")
     to_peft(folder, tmp_path / "peft", base="org/model")
     written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import staged_name
 from crosstune.models import cache
-from crosstune.models.staged import DiskFullError, ensure_space
+from crosstune.models.staged import DiskFullError
 
 HELD_INSTALL = """
 import sys, time
@@ -30,19 +30,23 @@ def build(folder, scratch):
     while not Path(sys.argv[3]).exists():
         time.sleep(0.01)
     (folder / "second.bin").write_bytes(b"2" * 1000)
-    return {"kind": "test"}
 
-print(cache.install("slow", build, need_bytes=2000, cache=Path(sys.argv[1])))
+print(cache.install("slow", build, need_bytes=2000, source={"kind": "test"}, cache=Path(sys.argv[1])))
 """
 
 
-def build_small(folder: Path, scratch: Path) -> Mapping[str, Any]:
+def install(name: str, build: Callable[[Path, Path], None], cache_folder: Path, **options: Any) -> Path:
+    return cache.install(
+        name, build, **{"need_bytes": 1, "source": {"kind": "test"}, "cache": cache_folder} | options
+    )
+
+
+def build_small(folder: Path, scratch: Path) -> None:
     (scratch / "leftover").write_text("not part of the model")
     (folder / "weights.bin").write_bytes(b"w" * 5000)
-    return {"kind": "test"}
 
 
-def build_never(folder: Path, scratch: Path) -> Mapping[str, Any]:
+def build_never(folder: Path, scratch: Path) -> None:
     raise AssertionError("a valid model is not made again")
 
 
@@ -64,7 +68,7 @@ def wait_for(path: Path) -> None:
 
 
 def test_installs_once_and_reuses(tmp_path: Path) -> None:
-    folder = cache.install("m", build_small, need_bytes=5000, cache=tmp_path)
+    folder = install("m", build_small, tmp_path)
     assert folder == tmp_path / "models" / "m"
     assert sorted(path.name for path in folder.iterdir()) == ["crosstune.json", "weights.bin"]
     marker = json.loads((folder / "crosstune.json").read_text())
@@ -72,16 +76,16 @@ def test_installs_once_and_reuses(tmp_path: Path) -> None:
     assert marker["files"]["weights.bin"]["bytes"] == 5000
     assert cache.check(folder) == []
     assert staged(tmp_path) == []
-    assert cache.install("m", build_never, need_bytes=5000, cache=tmp_path) == folder
+    assert install("m", build_never, tmp_path) == folder
 
 
 def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
-    def fail(folder: Path, scratch: Path) -> Mapping[str, Any]:
+    def fail(folder: Path, scratch: Path) -> None:
         build_small(folder, scratch)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.install("m", fail, need_bytes=1, cache=tmp_path)
+        install("m", fail, tmp_path)
     assert staged(tmp_path) == []
     assert cache.list_models(cache=tmp_path) == []
 
@@ -96,7 +100,7 @@ def test_two_processes_make_a_model_once(tmp_path: Path) -> None:
         stages.append(stage)
         go.touch()
 
-    folder = cache.install("slow", build_never, need_bytes=1, cache=tmp_path, progress=release)
+    folder = install("slow", build_never, tmp_path, progress=release)
     assert other.communicate(timeout=300)[0] == f"{folder}\n"
     assert (other.returncode, stages, log.read_text()) == (0, ["wait"], "built\n")
 
@@ -105,20 +109,20 @@ def test_two_processes_make_a_model_once(tmp_path: Path) -> None:
 def test_leftovers_of_killed_processes_are_removed_and_live_ones_kept(tmp_path: Path) -> None:
     other = start(HELD_INSTALL, tmp_path, tmp_path / "log", tmp_path / "go")
     wait_for(tmp_path / "log")
-    cache.install("first", build_small, need_bytes=1, cache=tmp_path)
+    install("first", build_small, tmp_path)
     assert [staged_name(path) for path in staged(tmp_path)] == ["slow"]
     other.kill()
     other.communicate(timeout=300)
     assert [model.name for model in cache.list_models(cache=tmp_path)] == ["first"]
-    cache.install("second", build_small, need_bytes=1, cache=tmp_path)
+    install("second", build_small, tmp_path)
     assert staged(tmp_path) == []
-    cache.install("slow", build_small, need_bytes=1, cache=tmp_path)
+    install("slow", build_small, tmp_path)
     assert cache.check(tmp_path / "models" / "slow") == []
 
 
 @pytest.mark.parametrize("damage", ["short", "missing", "marker", "older"])
 def test_a_damaged_model_is_made_again(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    folder = cache.install("m", build_small, need_bytes=1, cache=tmp_path)
+    folder = install("m", build_small, tmp_path)
     weights, marker = folder / "weights.bin", folder / cache.MARKER
     if damage == "short":
         weights.write_bytes(b"w" * 4999)
@@ -130,14 +134,14 @@ def test_a_damaged_model_is_made_again(tmp_path: Path, damage: str, caplog: pyte
         marker.write_text(marker.read_text().replace('"layout": 1', '"layout": 0'))
     assert cache.check(folder)
     assert cache.list_models(cache=tmp_path)[0].problems
-    assert cache.install("m", build_small, need_bytes=1, cache=tmp_path) == folder
+    assert install("m", build_small, tmp_path) == folder
     assert cache.check(folder) == []
     assert "is made again" in caplog.text
 
 
 def test_list_and_remove(tmp_path: Path) -> None:
     assert cache.list_models(cache=tmp_path) == []
-    folder = cache.install("m", build_small, need_bytes=1, cache=tmp_path)
+    folder = install("m", build_small, tmp_path)
     (model,) = cache.list_models(cache=tmp_path)
     assert (model.name, model.path, model.source, model.problems) == ("m", folder, {"kind": "test"}, [])
     assert cache.remove_model("m", cache=tmp_path) == model.size_bytes > 5000
@@ -146,16 +150,15 @@ def test_list_and_remove(tmp_path: Path) -> None:
         cache.remove_model("m", cache=tmp_path)
 
 
-def test_the_disk_space_is_checked_first(tmp_path: Path) -> None:
+def test_the_disk_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("crosstune.models.staged.free_space", lambda folder: 100_000_000)
     with pytest.raises(DiskFullError) as caught:
-        ensure_space(tmp_path / "not" / "there", 400_000_000, free_bytes=100_000_000)
+        install("m", build_never, tmp_path, need_bytes=400_000_000)
     message = str(caught.value)
-    assert "400 MB are needed" in message
+    assert "needs about 400 MB" in message
     assert "100 MB are free" in message
     assert str(tmp_path) in message
     assert "CROSSTUNE_CACHE" in message
-    with pytest.raises(DiskFullError):
-        cache.install("m", build_never, need_bytes=1 << 60, cache=tmp_path)
 
 
 FILE_LIMIT = """

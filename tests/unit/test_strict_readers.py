@@ -189,8 +189,8 @@ LLAMA = {
     ("changes", "words"),
     [
         ({"num_attention_heads": 0}, "num_attention_heads, got 0"),
-        ({"num_attention_heads": 65}, "65 attention heads"),
-        ({"num_key_value_heads": 3}, "do not divide into 3 groups"),
+        ({"num_attention_heads": 65}, "65 heads at num_attention_heads"),
+        ({"num_key_value_heads": 3}, "3 kv heads"),
         ({"hidden_size": "many"}, "hidden_size, got 'many'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers, got 1000000000"),
         ({"text_config": {"hidden_size": -1}}, "text_config.hidden_size, got -1"),

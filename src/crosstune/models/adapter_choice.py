@@ -1,4 +1,4 @@
-"""Choose the layers that get an adapter by their names, the same for every engine."""
+"""Choose the adapted layers by name, the same for every engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.names import match_names
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
-"""Names of the weights that hold several experts, in the order of their definition in a model."""
+"""Names of stacked expert weights, in the order in which a model defines them."""
 _NAMES_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 _WORD = re.compile(r"[A-Za-z0-9_]+")
 DEFAULT_TARGETS = ("q_proj", "v_proj", "query_key_value", "qkv_proj", "c_attn")
@@ -49,7 +49,7 @@ class Targets:
 
     modules: Sequence[str]
     parameters: Sequence[str] = ()
-    """Names of weights, or the ends of their names: expert stacks, and layers that PEFT mistakes for experts."""
+    """Weight names or their endings: expert stacks, and layers that PEFT mistakes for experts."""
     stacks: Sequence[str] = ()
     """The full names of all adapted expert stacks."""
     fan_in_fan_out: bool = False
@@ -67,14 +67,14 @@ def choose_names(
 ) -> list[str]:
     """Return the layers that `targets` selects: all, attention, default, comma-separated names, or a regex.
 
-    `linears` does not contain the output head; `stacks` are the weights of experts, which DoRA cannot adapt; `model`
-    names the model in errors. `last_layers` limits the choice to that many of the last blocks; None and -1 mean all.
+    `linears` excludes the output head; `stacks` are expert weights, which DoRA cannot adapt; `model` appears in errors.
+    `last_layers` limits the choice to the last blocks; None and -1 mean all.
     """
     layers = in_last_layers([*linears, *stacks], last_layers=last_layers)
     if not layers:
         raise UserError(
             "This model has no linear layers for adapters.",
-            why=f"{model} has layers of other kinds only.",
+            why=f"{model} has other layers only.",
             do="use --train_type full",
         )
     if targets == "all":
@@ -85,13 +85,13 @@ def choose_names(
         raise UserError(
             "lora_target_modules attention matches no linear layer of this model.",
             why=f"no layer of {model} has attn or attention in its name.",
-            do="use all, or names of layers",
+            do="use all, or layer names",
         )
     chosen = _named(layers, targets)
     if dora and (experts := [name for name in layers if name in chosen and name in stacks]):
         raise UserError(
             f"--train_type dora cannot adapt {experts[0]}.",
-            why="it holds several experts in one weight; DoRA is not defined for that, in PEFT either.",
+            why="it stacks several experts in one weight, for which DoRA is not defined.",
             do="use --train_type lora, or --lora_target_modules attention",
         )
     return [name for name in layers if name in chosen]
@@ -108,9 +108,13 @@ def in_last_layers(names: Sequence[str], *, last_layers: int | None) -> list[str
 def _named(linears: Sequence[str], targets: str) -> set[str]:
     """Return the layers that a comma-separated list of names or a regex selects."""
     parts = DEFAULT_TARGETS if targets == "default" else tuple(part.strip() for part in targets.split(","))
-    by_target = _by_target(parts, linears)
-    unmatched = [part for part, names in by_target.items() if not names]
-    chosen = set[str]().union(*by_target.values())
+    found = {part: {name for name in linears if f".{name}".endswith(f".{part}")} for part in parts}
+    patterns = [part for part in found if not _WORD.fullmatch(part)]
+    for part, names in zip(patterns, match_names(patterns, linears), strict=True):
+        if isinstance(names, set):  # an invalid pattern may be a part of a regex with commas
+            found[part] |= names
+    unmatched = [part for part, names in found.items() if not names]
+    chosen = set[str]().union(*found.values())
     if unmatched and targets != "default":
         # The comma may be part of a regex.
         matched = match_names([targets], linears)[0]
@@ -135,16 +139,16 @@ def name_for_peft(
     fan_in_fan_out: bool = False,
 ) -> Targets:
     """Return PEFT's settings for adapted layers and stacks; `bare_...` have no adapter."""
-    # In a mixture of experts PEFT mistakes these layers for experts, as older versions of transformers named them. Their
-    # weights, named as parameters, get adapters of the same shape and name.
+    # In a mixture of experts, PEFT mistakes these layers for experts of older transformers versions. Their weights, listed
+    # as parameters, get adapters of the same shape and name.
     renamed = _NAMES_OF_EXPERTS if stacks or bare_stacks else ()
     parameters = [name for name in layers if name.rpartition(".")[2] in renamed]
     modules = [name for name in layers if name not in parameters]
     return Targets(
-        modules=short_names(modules, bare_layers),
+        modules=_short_names(modules, bare_layers),
         parameters=[
-            *short_names(stacks, bare_stacks, num_parts=2),
-            *short_names(
+            *_short_names(stacks, bare_stacks, num_parts=2),
+            *_short_names(
                 [f"{name}.weight" for name in parameters],
                 [f"{name}.weight" for name in bare_layers],
                 num_parts=3,
@@ -156,16 +160,14 @@ def name_for_peft(
 
 
 def describe_left_out(chosen: Sequence[str], experts: Sequence[str], *, why: str = "") -> list[str]:
-    """Return a warning if `all` selects no adapter for some experts."""
+    """Return a warning if `all` leaves some experts without an adapter."""
     left = [name for name in experts if name not in chosen]
     if not left:
         return []
-    kinds = sorted({name.rpartition(".")[2] for name in chosen})
-    adapted = "attention" if all(_in_attention(name) for name in chosen) else "linear layers"
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in chosen}))
     reason = f" ({why})" if why else ""
     return [
-        f"--lora_target_modules all adapts {adapted} only ({', '.join(kinds)}): {len(left)} expert layers, such as {left[0]}, have no "
-        f"adapter{reason}"
+        f"--lora_target_modules all adapts {kinds} only: {len(left)} expert layers, such as {left[0]}, have no adapter{reason}"
     ]
 
 
@@ -173,33 +175,16 @@ def _in_attention(name: str) -> bool:
     return any("attn" in part or "attention" in part for part in name.split("."))
 
 
-def short_names(adapted: Iterable[str], bare: Iterable[str], *, num_parts: int = 1) -> list[str]:
-    """Return the names of layers for PEFT's settings: last names such as q_proj, or full names if a last name would also
-    match a layer without an adapter. `num_parts` is the number of parts of a last name."""
-    whole = sorted(adapted)
-    endings = {_ending(name, num_parts) for name in whole}
-    if any(_ending(name, num_parts) in endings for name in bare):
-        return whole
-    return sorted(endings)
+def _short_names(adapted: Sequence[str], bare: Sequence[str], *, num_parts: int = 1) -> list[str]:
+    """Return names for PEFT's settings: the last `num_parts` parts, such as q_proj, or full names if the last parts would
+    also match a layer without an adapter."""
 
+    def endings(names: Iterable[str]) -> set[str]:
+        return {".".join(name.split(".")[-num_parts:]) for name in names}
 
-def _ending(name: str, num_parts: int) -> str:
-    return ".".join(name.split(".")[-num_parts:])
+    return sorted(adapted if endings(adapted) & endings(bare) else endings(adapted))
 
 
 def _block(name: str) -> int:
     """Return the block number in a name such as model.layers.3.mlp.up_proj; -1 if there is none."""
     return next((int(part) for part in name.split(".") if part.isdigit()), -1)
-
-
-def _by_target(targets: Sequence[str], linears: Sequence[str]) -> dict[str, set[str]]:
-    """Return for each target the layers whose name ends with it, and the layers that it matches as a regex."""
-    found = {
-        target: {name for name in linears if f".{name}".endswith(f".{target}")}
-        for target in dict.fromkeys(targets)
-    }
-    patterns = [target for target in found if not _WORD.fullmatch(target)]
-    for target, names in zip(patterns, match_names(patterns, linears), strict=True):
-        if isinstance(names, set):  # an invalid pattern may be one part of a regex with commas
-            found[target] |= names
-    return found

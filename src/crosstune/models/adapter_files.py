@@ -75,10 +75,8 @@ def save_adapter(
     base_name: str | None = None,
     record: Mapping[str, Any],
 ) -> None:
-    """Write an adapter folder. `tensors` are in fp32, by canonical name; `base_name` is the base's hub id, if any.
-
-    `record` has the identity and quantization of the base weights; it goes into crosstune.json.
-    """
+    """Write an adapter folder. `tensors` are in fp32, by canonical name; `base_name` is the base's hub id, if any;
+    `record`, with the base's identity and quantization, goes into crosstune.json."""
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(
         folder / PEFT_WEIGHTS,
@@ -98,8 +96,8 @@ def save_adapter(
 def peft_name(name: str, stacks: Collection[str]) -> str:
     """Return PEFT's name for an adapter's tensor.
 
-    PEFT wraps a module once for each of its parameters with an adapter, in the order in which the module defines them:
-    the last one has the module's name, the one before it the name of the module's `base_layer`.
+    PEFT wraps a module once per adapted parameter, in the order in which the module defines them: the last has the
+    module's name, the one before it the name of the module's `base_layer`.
     """
     stack, found, part = name.rpartition(".lora_")
     if stack not in stacks or not found:
@@ -138,7 +136,7 @@ def peft_settings(settings: AdapterSettings, targets: Targets, *, base: str) -> 
         "init_lora_weights": True,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        # PEFT refuses to load experts with a dropout, even for inference.
+        # PEFT does not load experts with dropout, even for inference.
         "lora_dropout": 0.0 if targets.parameters else settings.dropout,
         "use_rslora": settings.rank_stabilized,
         "use_dora": settings.magnitudes,
@@ -151,33 +149,28 @@ def peft_settings(settings: AdapterSettings, targets: Targets, *, base: str) -> 
 def load_adapter(
     folder: Path, wanted: Mapping[str, tuple[int, ...]], *, settings: AdapterSettings
 ) -> dict[str, Array]:
-    """Return the matrices of a PEFT adapter folder in fp32, by canonical name; check settings and shapes."""
-    path = folder / PEFT_WEIGHTS
-    if not path.is_file():
-        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
+    """Return the matrices of a PEFT adapter folder after checking its settings and their shapes."""
     check_settings(folder, settings)
-    parameters = read_settings(folder).get("target_parameters") or ()
-    tensors = {
-        canonical_name(name, parameters): to_float32(*stored) for name, stored in read_arrays(path).items()
-    }
-    missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    wrong = sorted(name for name in wanted.keys() & tensors.keys() if wanted[name] != tensors[name].shape)
-    if missing or extra or wrong:
-        parts = [
-            f"{len(names)} {problem}, such as {names[0]}"
-            for names, problem in (
-                (missing, "matrices missing"),
-                (extra, "unknown"),
-                (wrong, "of another shape"),
-            )
-            if names
-        ]
+    tensors = read_matrices(folder, read_settings(folder))
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if wrong := sorted(name for name, _ in wanted.items() ^ shapes.items()):
         raise UserError(
-            f"The adapter {folder} does not fit this model and its adapter options.",
-            why="; ".join(parts) + ".",
+            f"The adapter {folder} does not match this model and its adapter options.",
+            why=f"matrices are missing, unexpected or of a different shape, such as {wrong[0]}.",
             do="use the model, --train_type, --lora_rank and --lora_target_modules it was trained with",
         )
     return tensors
+
+
+def read_matrices(folder: Path, settings: Mapping[str, Any]) -> dict[str, Array]:
+    """Return the matrices of a PEFT adapter folder in fp32, by canonical name."""
+    path = folder / PEFT_WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
+    parameters = settings.get("target_parameters") or ()
+    return {
+        canonical_name(name, parameters): to_float32(*stored) for name, stored in read_arrays(path).items()
+    }
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -213,12 +206,10 @@ def check_settings(folder: Path, settings: AdapterSettings) -> None:
         "use_rslora": (bool(config.get("use_rslora")), settings.rank_stabilized),
         "dora": (bool(config.get("use_dora")), settings.magnitudes),
     }
-    wrong = [
-        f"{name} {theirs} there and {ours} here" for name, (theirs, ours) in pairs.items() if theirs != ours
-    ]
+    wrong = [f"{name} is {theirs}, not {ours}" for name, (theirs, ours) in pairs.items() if theirs != ours]
     if wrong:
         raise UserError(
-            f"The adapter {folder} does not fit the adapter options.",
+            f"The adapter {folder} does not match the adapter options.",
             why="; ".join(wrong) + ".",
             do="use the options it was trained with",
         )
@@ -228,7 +219,7 @@ def check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raise unless the settings describe a plain LoRA or DoRA adapter in PEFT's layout."""
     if "fine_tune_type" in settings:
         raise UserError(
-            f"{folder} holds an adapter in the layout of mlx-lm.",
+            f"{folder} contains an adapter in mlx-lm's layout.",
             do=f"convert it first: crosstune convert {folder} --to peft",
         )
     unread = [name for name in UNREAD if settings.get(name)]
@@ -236,8 +227,7 @@ def check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
         kind = f"{shown(settings.get('peft_type'))}, bias {shown(settings.get('bias'))}"
         raise UserError(
             f"{folder} is an unsupported kind of adapter.",
-            why=f"it uses {', '.join(unread) or kind}.",
-            do="use a plain LoRA or DoRA adapter",
+            why=f"it uses {', '.join(unread) or kind}; only plain LoRA and DoRA are supported.",
         )
 
 
@@ -257,7 +247,7 @@ def save_template(folder: Path, template: str, *, stop_ids: Collection[int]) -> 
 
 
 def has_trained_template(folder: Path) -> bool:
-    """Return whether a result was trained with a chat template other than its base's."""
+    """Return True if a result was trained with a different chat template than its base's."""
     return bool(read_record(folder).get("chat_template")) and (folder / CHAT_TEMPLATE).is_file()
 
 

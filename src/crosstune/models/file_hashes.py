@@ -35,7 +35,7 @@ _known: dict[str, Mapping[str, Any]] = {}
 """Hashes of this process, by path, each with the stamp of its file."""
 
 
-def sha256_of(path: Path, *, on_bytes: Callable[[int], None] | None = None) -> str:
+def sha256_of(path: Path, *, on_bytes: Callable[[int], None] = lambda count: None) -> str:
     """Return the sha256 of all bytes of a file, from the cache if the file has not changed since it was hashed.
 
     `on_bytes` is called with the number of bytes read since its last call.
@@ -59,7 +59,7 @@ def sha256_of(path: Path, *, on_bytes: Callable[[int], None] | None = None) -> s
 
 
 def sha256_of_all(
-    paths: Sequence[Path], *, progress: Callable[[int, int], None] | None = None
+    paths: Sequence[Path], *, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[Path, str]:
     """Return the sha256 of each file, several at a time; `progress` is called with the bytes read and their total."""
     total, done = sum(path.stat().st_size for path in paths), 0
@@ -67,8 +67,7 @@ def sha256_of_all(
     def add(count: int) -> None:
         nonlocal done
         done += count
-        if progress is not None:
-            progress(done, total)
+        progress(done, total)
 
     with ThreadPoolExecutor(max_workers=min(NUM_THREADS, len(paths)) or 1) as pool:
         return dict(zip(paths, pool.map(lambda path: sha256_of(path, on_bytes=add), paths), strict=True))
@@ -91,22 +90,20 @@ def check_checksums(folder: Path) -> None:
     if not sums.is_file():
         return
     wanted = _read_sums(sums)
-    missing = [name for name in wanted if not (folder / name).is_file()]
-    if missing:
-        raise _damaged(folder, f"{missing[0]} is missing")
-    found = sha256_of_all([folder / name for name in wanted])
-    changed = [name for name, sha in wanted.items() if found[folder / name] != sha]
-    if changed:
-        raise _damaged(folder, f"{changed[0]} has changed since it was written")
+    found = sha256_of_all([folder / name for name in wanted if (folder / name).is_file()])
+    for name, sha in wanted.items():
+        if (folder / name) not in found:
+            raise _damaged(folder, f"{name} is missing")
+        if found[folder / name] != sha:
+            raise _damaged(folder, f"{name} has changed since it was written")
 
 
-def _hash(path: Path, on_bytes: Callable[[int], None] | None) -> str:
+def _hash(path: Path, on_bytes: Callable[[int], None]) -> str:
     digest = hashlib.sha256()
     with open_plain(path) as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
-            if on_bytes is not None:
-                on_bytes(len(block))
+            on_bytes(len(block))
     return digest.hexdigest()
 
 

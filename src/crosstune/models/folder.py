@@ -48,7 +48,7 @@ _SETTINGS = (
 """Other files that libraries read."""
 _MOST_WEIGHTS_PER_BYTE = 16
 _SPARE_WEIGHTS = 10_000_000
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names for the number of experts in config.json."""
 _SIZE = whole(1, 2**24) | NOTHING
@@ -80,7 +80,7 @@ _ADVICE = "download or copy the model's files again"
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a UserError unless the folder holds a complete model."""
+    """Raise a UserError unless the folder contains a complete model."""
     check_regular_files(folder)
     if not (folder / CONFIG).is_file():
         raise _no_config(folder)
@@ -94,17 +94,22 @@ def check_folder(folder: Path) -> None:
     if absent:
         raise UserError(
             f"The model folder {folder} is not complete.",
-            why=f"its index names weight files that are not there: {', '.join(absent)}.",
+            why=f"its index lists missing weight files: {', '.join(absent)}.",
             do="download or copy the missing files",
         )
     for path in files:
         read_header(path)
-    _check_sizes(folder, config, num_bytes=sum(path.stat().st_size for path in files))
+    shape, num_bytes = config_shape(config), sum(path.stat().st_size for path in files)
+    if shape is not None and shape.num_parameters > _MOST_WEIGHTS_PER_BYTE * num_bytes + _SPARE_WEIGHTS:
+        raise UnreadableFile(  # a library would allocate a model far larger than its files
+            folder / CONFIG,
+            f"its sizes mean about {shape.num_parameters:,} weights, and the weight files have {num_bytes:,} bytes",
+            do=_ADVICE,
+        )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
             f"The model folder {folder} has no tokenizer.",
-            why=f"none of these files is there: {', '.join(_TOKENIZER_FILES)}.",
-            do="copy tokenizer.json and tokenizer_config.json of the model into the folder",
+            do="copy the model's tokenizer.json and tokenizer_config.json into the folder",
         )
 
 
@@ -120,7 +125,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
 
 
 def folder_shape(folder: Path) -> ModelShape | None:
-    """Return the shape of the model in a folder; None when config.json does not have the sizes."""
+    """Return the shape of a model folder; None if config.json lacks the sizes."""
     config = read_config_json(folder)
     shape = config_shape(config)
     files = weight_files(folder)
@@ -131,13 +136,13 @@ def folder_shape(folder: Path) -> ModelShape | None:
 
 
 def longest_context(folder: Path) -> int | None:
-    """Return the longest context of the model in a folder; None when config.json does not say."""
+    """Return the model's maximum context length; None if config.json does not specify it."""
     shape = config_shape(read_config_json(folder)) if (folder / CONFIG).is_file() else None
     return (shape.max_context or None) if shape is not None else None
 
 
 def config_shape(config: dict[str, Any]) -> ModelShape | None:
-    """Return the shape that a config.json describes, with parameters counted as for a Llama model."""
+    """Return the shape described by a config.json, with parameters counted as for a Llama model."""
     numbers: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     hidden = _first(numbers, "hidden_size", "n_embd", "d_model")
     layers = _first(numbers, "num_hidden_layers", "n_layer", "num_layers")
@@ -145,7 +150,6 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
     if hidden is None or layers is None or vocab is None:
         return None
     heads = _first(numbers, "num_attention_heads", "n_head") or 1
-    max_context = _first(numbers, "max_position_embeddings", "n_positions")
     llama = Llama(
         vocab=vocab,
         hidden=hidden,
@@ -154,11 +158,11 @@ def config_shape(config: dict[str, Any]) -> ModelShape | None:
         num_heads=heads,
         num_kv_heads=_first(numbers, "num_key_value_heads") or heads,
         head_dim=_first(numbers, "head_dim") or hidden // heads,
-        max_context=max_context or 0,
+        max_context=_first(numbers, "max_position_embeddings", "n_positions") or 0,
         tied=bool(config.get("tie_word_embeddings", False)),
     )
-    family, why = str(config.get("model_type") or ""), why_no_fast_layers_of(config)
-    shape = replace(llama.shape(), family=family, why_general=why or "")
+    family = str(config.get("model_type") or "")
+    shape = replace(llama.shape(), family=family, why_general=why_no_fast_layers_of(config) or "")
     experts = _first(numbers, *EXPERT_COUNTS) or 1
     width = _first(numbers, "moe_intermediate_size") or llama.intermediate
     if experts > 1:
@@ -190,69 +194,41 @@ def check_config(config: Mapping[str, Any], *, path: Path) -> None:
 
 
 def _check_heads(numbers: Mapping[str, Any], place: str, path: Path) -> None:
-    """Check that the heads divide the hidden size, unless their size is given."""
     hidden = numbers.get("hidden_size") or numbers.get("n_embd")
     heads = numbers.get("num_attention_heads") or numbers.get("n_head")
-    groups = numbers.get("num_key_value_heads")
-    if not isinstance(hidden, int) or not isinstance(heads, int):
+    groups = numbers.get("num_key_value_heads") or heads
+    if not isinstance(hidden, int) or not isinstance(heads, int) or not isinstance(groups, int):
         return
-    if not numbers.get("head_dim") and hidden < heads:
-        raise UnreadableFile(
-            path,
-            f"it has {heads} attention heads at {place}num_attention_heads for {hidden} features",
-            do=_ADVICE,
-        )
-    if isinstance(groups, int) and groups and heads % groups:
-        raise UnreadableFile(
-            path,
-            f"its {heads} attention heads do not divide into {groups} groups ({place}num_key_value_heads)",
-            do=_ADVICE,
-        )
+    if heads % groups or (hidden < heads and not numbers.get("head_dim")):
+        why = f"{heads} heads at {place}num_attention_heads do not match {hidden} features and {groups} kv heads"
+        raise UnreadableFile(path, why, do=_ADVICE)
 
 
 def _no_config(folder: Path) -> UserError:
     if (folder / "adapter_config.json").is_file():
-        return UserError(
-            f"{folder} holds an adapter, not a model.",
-            why=f"it has adapter_config.json and no {CONFIG}.",
-            do="give the base model of the adapter as the model",
-        )
+        return UserError(f"{folder} is an adapter, not a model.", do="specify the adapter's base model")
     return UserError(
         f"{folder} is not a model folder.",
-        why=f"there is no {CONFIG} in it.",
-        do=f"give a folder with {CONFIG}, *.safetensors and the tokenizer files",
+        why=f"it has no {CONFIG}.",
+        do=f"specify a folder with {CONFIG}, *.safetensors and the tokenizer files",
     )
 
 
 def _no_weights(folder: Path) -> UserError:
-    message = f"The model folder {folder} has no usable weights."
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
-        return UserError(
-            message,
-            why=f"its weights are pickles ({', '.join(pickles[:3])}), which can run code when they are loaded.",
-            do="save the model as safetensors (as `save_pretrained` of transformers does), or download a version with them",
+    names = sorted(path.name for path in folder.iterdir())
+    if found := [name for name in names if name.endswith(_PICKLES)]:
+        why = f"its weights are pickles ({', '.join(found[:3])}), which can run code when they are loaded."
+        do = (
+            "save the model as safetensors (transformers' `save_pretrained`), or download a version with them"
         )
-    arrays = sorted(path.name for path in folder.glob("*.npz"))
-    if arrays:
-        return UserError(
-            message,
-            why=f"its weights are in {arrays[0]}, the format of early MLX releases; current ones use safetensors, as all "
-            "other tools do.",
-            do="convert the original model again: crosstune convert MODEL --to mlx --n_bits 4; if only these files are left, and "
-            "they use the Hugging Face names, write them as safetensors: "
-            f"python -c \"import mlx.core as mx; mx.save_safetensors('model.safetensors', mx.load('{arrays[0]}'))\"",
-        )
-    ggufs = sorted(folder.glob("*.gguf"))
-    if ggufs:
-        return UserError(
-            message, why="it holds a GGUF file.", do=f"give the file itself as the model: {ggufs[0]}"
-        )
-    return UserError(
-        message,
-        why="there is no *.safetensors file in it.",
-        do="download or copy the model's weights into it",
-    )
+    elif found := [name for name in names if name.endswith(".npz")]:
+        why = f"its weights are in {found[0]}, the format of early MLX releases."
+        do = "convert the original model again: crosstune convert MODEL --to mlx --n_bits 4"
+    elif found := [name for name in names if name.endswith(".gguf")]:
+        why, do = "it contains a GGUF file.", f"specify the file itself: {folder / found[0]}"
+    else:
+        why, do = "it has no *.safetensors file.", "download or copy the model's weights into it"
+    return UserError(f"The model folder {folder} has no usable weights.", why=why, do=do)
 
 
 def _indexed_files(folder: Path) -> set[str]:
@@ -266,19 +242,8 @@ def _indexed_files(folder: Path) -> set[str]:
     return found
 
 
-def _check_sizes(folder: Path, config: dict[str, Any], *, num_bytes: int) -> None:
-    """Refuse a config.json that describes a model far larger than its weights: a library would allocate it."""
-    shape = config_shape(config)
-    if shape is not None and shape.num_parameters > _MOST_WEIGHTS_PER_BYTE * num_bytes + _SPARE_WEIGHTS:
-        raise UnreadableFile(
-            folder / CONFIG,
-            f"its sizes give about {shape.num_parameters:,} weights, and the weight files have {num_bytes:,} bytes",
-            do=_ADVICE,
-        )
-
-
 def _first(numbers: dict[str, Any], *keys: str) -> int | None:
-    """Return the first of these fields that is set; if it lists a size per layer, the largest one."""
+    """Return the first of these fields that is set; for a list of sizes per layer, the largest."""
     for key in keys:
         found = numbers.get(key)
         if isinstance(found, list):

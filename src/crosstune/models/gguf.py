@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError, shown
 from crosstune.estimate.model_shape import ModelShape
-from crosstune.models.gguf_metadata import BadGguf, Metadata, check_header
-from crosstune.models.gguf_tokenizer import build_tokenizer
+from crosstune.files.json_fields import NOTHING, TEXT, real, whole
+from crosstune.models.gguf_metadata import BadGguf, Metadata, build_tokenizer, check_header
 from crosstune.models.llama_layout import WEIGHTS, Llama, write_configs, write_tokenizer
 from crosstune.models.staged import Progress, silent
 from crosstune.models.weights import Tensor, bfloat16_bits, write_safetensors
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import ReaderTensor
 
 ARCHITECTURES = ("llama",)
 _CHUNK_VALUES = 1 << 22
@@ -27,35 +27,24 @@ _CHUNK_VALUES = 1 << 22
 
 def convert(path: Path, folder: Path, *, progress: Progress = silent) -> None:
     """Write the model of a GGUF file into an existing folder."""
-    reader = _open(path)
-    metadata = Metadata(path, reader)
-    llama = _read_llama(metadata, reader)
-    tensors = _plan_tensors(metadata, reader, llama)
-    vocabulary = build_tokenizer(metadata, num_rows=llama.vocab)
-    write_tokenizer(
-        folder,
-        vocabulary.tokenizer,
-        special=vocabulary.special,
-        chat_template=metadata.text("tokenizer.chat_template"),
-        max_context=llama.max_context,
-    )
+    metadata = _open(path)
+    llama = _read_llama(metadata)
+    tensors = _plan_tensors(metadata, llama)
+    tokenizer, special = build_tokenizer(metadata, num_rows=llama.vocab)
+    template = metadata.get("tokenizer.chat_template", TEXT | NOTHING)
+    write_tokenizer(folder, tokenizer, special=special, chat_template=template, max_context=llama.max_context)
     write_configs(folder, llama)
     write_safetensors(folder / WEIGHTS, tensors, progress=progress)
 
 
 def read_shape(path: Path) -> ModelShape | None:
-    """Return the shape of a GGUF model from its metadata; None when the gguf package is not installed."""
-    if importlib.util.find_spec("gguf") is None:
-        return None
-    reader = _open(path)
-    return _read_llama(Metadata(path, reader), reader).shape()
+    """Return the shape of a GGUF model from its metadata; None if the gguf package is not installed."""
+    return None if importlib.util.find_spec("gguf") is None else _read_llama(_open(path)).shape()
 
 
 def converted_bytes(path: Path) -> int:
-    """Estimate the disk space of a conversion; without a shape, assume two or more bits per weight in the file."""
-    shape = read_shape(path)
-    parameters = path.stat().st_size * 4 if shape is None else shape.num_parameters
-    return parameters * 2 + 20_000_000
+    """Estimate the disk space of a conversion."""
+    return 2 * _read_llama(_open(path)).shape().num_parameters + 20_000_000
 
 
 def require_gguf(name: str) -> None:
@@ -68,33 +57,31 @@ def require_gguf(name: str) -> None:
         )
 
 
-def _open(path: Path) -> GGUFReader:
+def _open(path: Path) -> Metadata:
     require_gguf(str(path))
     from gguf import GGUFReader
 
     check_header(path)
     try:
-        return GGUFReader(path)
+        return Metadata(path, GGUFReader(path))
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise BadGguf(path, shown(str(error))) from error
 
 
-def _read_llama(metadata: Metadata, reader: GGUFReader) -> Llama:
+def _read_llama(metadata: Metadata) -> Llama:
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise metadata.unsupported(
-            f"its architecture is {shown(architecture)}; GGUF files can be read for: {', '.join(ARCHITECTURES)}",
+            f"its architecture is {shown(architecture)}; supported for GGUF: {', '.join(ARCHITECTURES)}",
             do="use the model's Hugging Face folder or hub id instead",
         )
     scaling = metadata.get("llama.rope.scaling.type")
     if scaling not in (None, "none"):
-        raise metadata.unsupported(
-            f"its RoPE is scaled ({shown(scaling)}), which is not supported for GGUF files"
-        )
-    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
+        raise metadata.unsupported(f"its RoPE is scaled ({shown(scaling)})")
+    shapes = {tensor.name: tensor.shape for tensor in metadata.tensors}
     embeddings = shapes.get("token_embd.weight", ())
     if len(embeddings) != 2:
-        raise metadata.unsupported("it has no token embeddings of two dimensions")
+        raise metadata.unsupported("it has no token embeddings")
     hidden = metadata.count("llama.embedding_length")
     heads = metadata.count("llama.attention.head_count")
     groups = metadata.count("llama.attention.head_count_kv", heads)
@@ -107,13 +94,13 @@ def _read_llama(metadata: Metadata, reader: GGUFReader) -> Llama:
         vocab=int(embeddings[1]),
         hidden=hidden,
         intermediate=metadata.count("llama.feed_forward_length"),
-        num_layers=metadata.count("llama.block_count", most=10_000),
+        num_layers=int(metadata.get("llama.block_count", whole(1, 10_000))),
         num_heads=heads,
         num_kv_heads=groups,
         head_dim=head_dim,
         max_context=metadata.count("llama.context_length"),
-        rope_theta=_shortest(metadata.number("llama.rope.freq_base", 10000.0)),
-        norm_eps=_shortest(metadata.number("llama.attention.layer_norm_rms_epsilon")),
+        rope_theta=_shortest(metadata.get("llama.rope.freq_base", real(0), 10000.0)),
+        norm_eps=_shortest(metadata.get("llama.attention.layer_norm_rms_epsilon", real(0))),
         tied="output.weight" not in shapes,
         dtype="bfloat16",
         bos=metadata.token("bos"),
@@ -122,34 +109,34 @@ def _read_llama(metadata: Metadata, reader: GGUFReader) -> Llama:
     )
 
 
-def _plan_tensors(metadata: Metadata, reader: GGUFReader, llama: Llama) -> list[Tensor]:
-    """Return all parameters of the model with their data; raise a UserError for a missing or unknown tensor."""
+def _plan_tensors(metadata: Metadata, llama: Llama) -> list[Tensor]:
+    """Return all parameters of the model with their data; raise a UserError for a missing or unexpected tensor."""
     from gguf import MODEL_ARCH, get_tensor_name_map
+    from gguf.quants import dequantize
 
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, llama.num_layers)
-    stored = {tensor.name: tensor for tensor in reader.tensors}
+    stored = {tensor.name: tensor for tensor in metadata.tensors}
     planned = []
     for name, shape in llama.tensor_shapes().items():
         gguf_name = str(names.get_name(name, try_suffixes=(".weight",)))
         tensor = stored.pop(gguf_name, None)
         if tensor is None:
-            raise metadata.unsupported(
-                f"the tensor {gguf_name} is not in it", do="merge the parts of a split file first"
-            )
+            raise metadata.unsupported(f"it lacks {gguf_name}", do="merge the parts of a split file first")
         if tuple(reversed(tensor.shape.tolist())) != shape:
-            raise metadata.unsupported(f"the tensor {tensor.name} has the shape {tensor.shape.tolist()}")
-        _ensure_readable(metadata, tensor)
+            raise metadata.unsupported(f"{tensor.name} has the shape {tensor.shape.tolist()}")
+        try:
+            dequantize(np.asarray(tensor.data[:1]), tensor.tensor_type)
+        except NotImplementedError as error:
+            raise metadata.unsupported(f"{tensor.tensor_type.name} weights cannot be decoded") from error
         rows = _row_order(llama, name, shape)
         planned.append(Tensor(name=name, dtype="BF16", shape=shape, rows=_bfloat16_rows(tensor, rows)))
     if stored:
-        raise metadata.unsupported(
-            f"it has tensors that a plain Llama model does not have: {', '.join(sorted(stored)[:5])}"
-        )
+        raise metadata.unsupported(f"Llama models do not have {', '.join(sorted(stored)[:5])}")
     return planned
 
 
 def _row_order(llama: Llama, name: str, shape: tuple[int, ...]) -> NDArray[np.int64] | None:
-    """Return the stored row of each row of a parameter. llama.cpp applies RoPE to neighbouring rows of a head, Hugging
+    """Return the stored row of each row of a parameter. llama.cpp applies RoPE to neighboring rows of a head, Hugging
     Face to its two halves, so the rows of queries and keys are interleaved in GGUF files."""
     if name.endswith("q_proj.weight"):
         heads = llama.num_heads
@@ -158,8 +145,7 @@ def _row_order(llama: Llama, name: str, shape: tuple[int, ...]) -> NDArray[np.in
     else:
         return None
     stored = np.arange(shape[0], dtype=np.int64).reshape(heads, llama.head_dim // 2, 2)
-    order: NDArray[np.int64] = stored.transpose(0, 2, 1).reshape(-1)
-    return order
+    return stored.transpose(0, 2, 1).reshape(-1)
 
 
 def _bfloat16_rows(tensor: ReaderTensor, order: NDArray[np.int64] | None) -> Iterator[NDArray[np.uint16]]:
@@ -171,16 +157,6 @@ def _bfloat16_rows(tensor: ReaderTensor, order: NDArray[np.int64] | None) -> Ite
         window = slice(start, start + step)
         rows = data[window] if order is None else data[order[window]]
         yield bfloat16_bits(dequantize(np.asarray(rows), tensor.tensor_type)).astype("<u2", copy=False)
-
-
-def _ensure_readable(metadata: Metadata, tensor: ReaderTensor) -> None:
-    """Decode one row, so that an unsupported type fails before the conversion starts."""
-    from gguf.quants import dequantize
-
-    try:
-        dequantize(np.asarray(tensor.data[:1]), tensor.tensor_type)
-    except NotImplementedError as error:
-        raise metadata.unsupported(f"its quantization {tensor.tensor_type.name} cannot be decoded") from error
 
 
 def _shortest(value: float) -> float:

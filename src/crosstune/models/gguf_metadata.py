@@ -1,4 +1,4 @@
-"""Check the header of a GGUF file, and read its metadata."""
+"""Check the header of a GGUF file, read its metadata, and rebuild its byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from crosstune.core.errors import UserError, shown
-from crosstune.files.json_fields import NOTHING, TEXT, Rule, list_of, real, whole
+from crosstune.files.json_fields import ANYTHING, NOTHING, TEXT, Rule, list_of, whole
 from crosstune.files.plain_files import UnreadableFile, open_plain
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
+    from tokenizers import Tokenizer
+    from tokenizers.pre_tokenizers import PreTokenizer
 
+PRE_TOKENIZERS = ("gpt-2", "smollm")
+ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+"""Token types."""
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _STRING, _ARRAY = 8, 9
 _ITEM_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _COUNT_LIMIT = 65_536
 _ENTRIES_LIMIT = 4_000_000
-"""Limit on the entries of all arrays together; the gguf package makes an object for each."""
+"""Limit for all arrays together; the gguf package makes an object for each entry."""
 _STRING_LIMIT = 16 << 20
 
 
@@ -30,7 +36,7 @@ class BadGguf(UnreadableFile):
 
 
 def check_header(path: Path) -> None:
-    """Raise BadGguf unless the strings and arrays of the header lie within the file."""
+    """Raise BadGguf if a string or array of the header exceeds the file."""
     with open_plain(path) as file:
         try:
             _check_counts(file, path)
@@ -75,44 +81,80 @@ def _check_counts(file: BinaryIO, path: Path) -> None:
 
 
 class Metadata:
-    """The key-value metadata of a GGUF file; a missing required key is a UserError."""
+    """The key-value metadata of a GGUF file."""
 
     def __init__(self, path: Path, reader: GGUFReader) -> None:
-        self._path, self._fields = path, reader.fields
+        self._path, self._fields, self.tensors = path, reader.fields, reader.tensors
 
-    def get(self, key: str) -> Any:
-        field = self._fields.get(key)
-        return None if field is None else field.contents()
+    def get(self, key: str, rule: Rule = ANYTHING, default: Any = None) -> Any:
+        """Return a value, or `default` if the key is missing; raise a UserError if it breaks the rule."""
+        value = self._fields[key].contents() if key in self._fields else default
+        if not rule.fits(value):
+            raise self.unsupported(f"its metadata has {shown(value)} for {key}, which needs {rule.needs}")
+        return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        return float(self._checked(key, real(0), "a number", default))
-
-    def count(self, key: str, default: int | None = None, *, most: int = 2**31) -> int:
+    def count(self, key: str, default: int | None = None) -> int:
         """Return an integer of 1 or more."""
-        return int(self._checked(key, whole(1, most), "a count", default))
-
-    def texts(self, key: str) -> list[str]:
-        """Return a list of strings; an empty one when the key is missing."""
-        return list(self._checked(key, list_of(TEXT), "a list of texts", []))
-
-    def text(self, key: str) -> str | None:
-        found: str | None = self._checked(key, TEXT | NOTHING, "a text")
-        return found
+        return int(self.get(key, whole(1, 2**31), default))
 
     def token(self, role: str) -> int | None:
         """Return the id of the bos, eos, padding or unknown token."""
-        key = f"tokenizer.ggml.{role}_token_id"
-        found: int | None = self._checked(key, whole(0, 2**31) | NOTHING, "the number of a token")
-        return found
-
-    def _checked(self, key: str, rule: Rule, what: str, default: Any = None) -> Any:
-        value = self.get(key)
-        value = default if value is None else value
-        if not rule.fits(value):
-            raise self.unsupported(f"its metadata has {shown(value)} for {key}, where {what} is needed")
-        return value
+        return self.get(f"tokenizer.ggml.{role}_token_id", whole(0, 2**31) | NOTHING)
 
     def unsupported(
-        self, why: str, *, do: str = "use another file, or the model's Hugging Face folder"
+        self, why: str, *, do: str = "use a different file, or the model's Hugging Face folder"
     ) -> UserError:
         return UserError(f"The GGUF file {self._path} cannot be used.", why=f"{why}.", do=do)
+
+
+def build_tokenizer(metadata: Metadata, *, num_rows: int) -> tuple[Tokenizer, dict[str, str | None]]:
+    """Return the tokenizer of a model with `num_rows` embeddings, and its bos, eos, unk and pad tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens: list[str] = metadata.get("tokenizer.ggml.tokens", list_of(TEXT), [])
+    merges: list[str] = metadata.get("tokenizer.ggml.merges", list_of(TEXT), [])
+    kinds: list[int] = metadata.get("tokenizer.ggml.token_type", list_of(whole(0)), [])
+    if kind != "gpt2" or not tokens or not merges:
+        raise metadata.unsupported(f"its tokenizer is {shown(kind)}; only byte-level BPE (gpt2) is supported")
+    ids = {token: number for number, token in enumerate(tokens)}
+    if len(ids) < len(tokens) or len(tokens) > num_rows:
+        raise metadata.unsupported(f"its {len(tokens):,} tokens repeat or exceed its {num_rows:,} embeddings")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    for left, right in pairs:
+        if not {left, right, left + right} <= ids.keys():
+            raise metadata.unsupported(
+                f"it has the merge {shown((left, right))}, which is not a pair of tokens"
+            )
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=pairs))
+    tokenizer.pre_tokenizer = _pre_tokenizer(metadata)
+    tokenizer.decoder = decoders.ByteLevel()
+    # Text is split at control and user-defined tokens before BPE.
+    for token, kind in zip(tokens, kinds, strict=False):
+        if kind == CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+    numbers = {role: metadata.token(key) for role, key in ROLES.items()}
+    if max(number or 0 for number in numbers.values()) >= len(tokens):
+        raise metadata.unsupported(f"its special tokens {numbers} exceed its {len(tokens)} tokens")
+    special = {role: None if number is None else tokens[number] for role, number in numbers.items()}
+    bos = special["bos"]
+    if metadata.get("tokenizer.ggml.add_bos_token") and bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ids[bos])]
+        )
+    return tokenizer, special
+
+
+def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
+    from tokenizers import pre_tokenizers
+
+    name = metadata.get("tokenizer.ggml.pre") or "gpt-2"
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if name == "gpt-2":
+        return byte_level
+    if name == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    # With a different pre-tokenizer, the model would be trained on token sequences it has never seen.
+    raise metadata.unsupported(f"it splits text as {shown(name)}; supported: {', '.join(PRE_TOKENIZERS)}")

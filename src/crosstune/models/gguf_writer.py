@@ -27,22 +27,18 @@ from crosstune.files.json_files import read_json, read_object
 from crosstune.files.plain_files import read_plain_text
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.gguf import ARCHITECTURES, require_gguf
-from crosstune.models.gguf_tokenizer import PRE_TOKENIZERS, ROLES
-from crosstune.models.llama_layout import CONFIG
+from crosstune.models.gguf_metadata import CONTROL, NORMAL, PRE_TOKENIZERS, ROLES, UNUSED, USER_DEFINED
+from crosstune.models.llama_layout import CHAT_TEMPLATE, CONFIG
 from crosstune.models.staged import Progress, silent
-from crosstune.models.weights import StoredArray, stored_arrays, to_float32
+from crosstune.models.weights import stored_arrays, to_float32
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 KINDS = ("f32", "f16", "bf16", "q8_0")
-_FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _NUMBERS = {
-    **dict.fromkeys(
-        ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), whole(1)
-    ),
-    **dict.fromkeys(("vocab_size", "max_position_embeddings"), whole(1)),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), whole(1)),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "max_position_embeddings"), whole(1)),
     "rms_norm_eps": real(0),
 }
 _TOKENIZER = {
@@ -56,6 +52,7 @@ def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = sile
     """Write the model of a plain folder as one GGUF file with weights of type `kind`."""
     require_gguf(str(path))
     from gguf import GGML_QUANT_SIZES, GGUFWriter
+    from gguf.quants import quantize
 
     config = read_config_json(folder)
     _check_config(folder, config)
@@ -75,32 +72,21 @@ def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = sile
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    _write_tensors(writer, stored, kinds, config, progress)
-    writer.close()
-
-
-def _write_tensors(
-    writer: GGUFWriter,
-    stored: dict[str, StoredArray],
-    kinds: dict[str, Any],
-    config: dict[str, Any],
-    progress: Progress,
-) -> None:
-    from gguf.quants import quantize
-
-    total, done = sum(math.prod(stored[name].shape) for name in kinds), 0
-    for name, kind in kinds.items():
+    total, done = sum(math.prod(stored[name].shape) for name in names), 0
+    for name in names:
         values = _interleaved(to_float32(*stored[name].read()), name, config)
-        writer.write_tensor_data(np.ascontiguousarray(quantize(values, kind)))
+        writer.write_tensor_data(np.ascontiguousarray(quantize(values, kinds[name])))
         done += values.size
         progress("write", done, total)
+    writer.close()
 
 
 def _check_config(folder: Path, config: dict[str, Any]) -> None:
     check_fields(config, _NUMBERS, required=tuple(_NUMBERS), source=folder / CONFIG)
     reasons = []
     if config.get("model_type") not in ARCHITECTURES:
-        reasons.append(f"its model_type is {config.get('model_type')!r}")
+        supported = ", ".join(ARCHITECTURES)
+        reasons.append(f"its model_type is {config.get('model_type')!r}, supported: {supported}")
     if "quantization_config" in config:
         reasons.append("its weights are quantized")
     if config.get("attention_bias") or config.get("mlp_bias"):
@@ -109,11 +95,11 @@ def _check_config(folder: Path, config: dict[str, Any]) -> None:
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         reasons.append(f"its RoPE is scaled ({rope.get('rope_type', rope.get('type'))})")
     if reasons:
-        raise UserError(
-            f"The model in {folder} cannot be written as GGUF.",
-            why=f"{'; '.join(reasons)}. Supported: {', '.join(ARCHITECTURES)} models without biases or RoPE scaling.",
-            do="use --to hf and the converter of llama.cpp",
-        )
+        raise _unsupported(folder, "; ".join(reasons))
+
+
+def _unsupported(folder: Path, why: str, *, do: str = "use --to hf and llama.cpp's converter") -> UserError:
+    return UserError(f"The model in {folder} cannot be written as GGUF.", why=f"{why}.", do=do)
 
 
 def _gguf_names(folder: Path, names: list[str], num_layers: int) -> dict[str, str]:
@@ -123,10 +109,7 @@ def _gguf_names(folder: Path, names: list[str], num_layers: int) -> dict[str, st
     found = {name: table.get_name(name, try_suffixes=(".weight",)) for name in names}
     unknown = [name for name, gguf_name in found.items() if gguf_name is None]
     if unknown:
-        raise UserError(
-            f"The model in {folder} cannot be written as GGUF.",
-            why=f"a Llama model has no {', '.join(unknown[:3])}.",
-        )
+        raise _unsupported(folder, f"Llama models do not have {', '.join(unknown[:3])}")
     return {name: str(gguf_name) for name, gguf_name in found.items()}
 
 
@@ -148,45 +131,50 @@ def _add_numbers(writer: GGUFWriter, config: dict[str, Any], kind: str) -> None:
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_file_type(LlamaFileType[_FILE_TYPES[kind]])
+    writer.add_file_type(LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
     writer.add_quantization_version(GGML_QUANT_VERSION)
 
 
 def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
+    from tokenizers import Tokenizer
+
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise UserError(f"{folder} has no tokenizer.json.", why="GGUF files are made from fast tokenizers.")
+        raise _unsupported(folder, "it has no tokenizer.json")
     tokenizer = read_object(path, foreign=True, limit=256 << 20)
     check_fields(tokenizer, _TOKENIZER, required=("model",), source=path)
     model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
     pre = _pre_tokenizer_name(folder, tokenizer)
     ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
     by_id = {number: token for token, number in ids.items()}
-    marked = {token["id"]: _CONTROL if token["special"] else _USER_DEFINED for token in added}
+    marked = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in added}
     # Embedding rows without a token need a name too.
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(num_rows)])
-    writer.add_token_types([marked.get(n, _NORMAL if n in by_id else _UNUSED) for n in range(num_rows)])
+    writer.add_token_types([marked.get(n, NORMAL if n in by_id else UNUSED) for n in range(num_rows)])
     writer.add_token_merges(
         [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     )
-    settings = read_json(folder / "special_tokens_map.json", foreign=True) | read_json(
-        folder / "tokenizer_config.json", foreign=True
-    )
+    settings = read_json(folder / "special_tokens_map.json", foreign=True)
+    settings |= read_json(folder / "tokenizer_config.json", foreign=True)
+    special: dict[str, int] = {}
     for role, key in ROLES.items():
         token = settings.get(f"{role}_token")
         token = token["content"] if isinstance(token, dict) else token
         if token in ids:
+            special[role] = ids[token]
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", ids[token])
-    writer.add_add_bos_token(_adds_bos(tokenizer, ids, settings))
-    template = _chat_template(folder, settings)
-    if template:
+    first = Tokenizer.from_str(json.dumps(tokenizer)).encode("a").ids[:1]
+    writer.add_add_bos_token(first == [special.get("bos")])
+    jinja = folder / CHAT_TEMPLATE
+    template = read_plain_text(jinja, limit=4 << 20) if jinja.is_file() else settings.get("chat_template")
+    if template and isinstance(template, str):
         writer.add_chat_template(template)
 
 
 def _pre_tokenizer_name(folder: Path, tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name for the pre-tokenizer. With a wrong name, other programs would split text differently."""
+    """Return llama.cpp's name for the pre-tokenizer; with a wrong name, other programs would split text differently."""
     pre = tokenizer.get("pre_tokenizer") or {}
     parts = (pre.get("pretokenizers") or [{}]) if pre.get("type") == "Sequence" else [pre]
     kinds = [part.get("type") for part in parts]
@@ -196,25 +184,9 @@ def _pre_tokenizer_name(folder: Path, tokenizer: dict[str, Any]) -> str:
             return "gpt-2"
         if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits"):
             return "smollm"
-    raise UserError(
-        f"The tokenizer in {folder} cannot be written as GGUF.",
-        why=f"it splits text with {kinds}; supported is byte-level BPE as in {', '.join(PRE_TOKENIZERS)}.",
-        do="use --to hf and the converter of llama.cpp",
+    raise _unsupported(
+        folder, f"its tokenizer splits text with {kinds}; supported: {', '.join(PRE_TOKENIZERS)}"
     )
-
-
-def _adds_bos(tokenizer: dict[str, Any], ids: dict[str, int], settings: dict[str, Any]) -> bool:
-    from tokenizers import Tokenizer
-
-    token = settings.get("bos_token")
-    token = token["content"] if isinstance(token, dict) else token
-    return token in ids and Tokenizer.from_str(json.dumps(tokenizer)).encode("a").ids[:1] == [ids[token]]
-
-
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    template = read_plain_text(path, limit=4 << 20) if path.is_file() else settings.get("chat_template")
-    return template if isinstance(template, str) else None
 
 
 def _tensor_kind(folder: Path, name: str, shape: tuple[int, ...], kind: str) -> Any:
@@ -223,16 +195,13 @@ def _tensor_kind(folder: Path, name: str, shape: tuple[int, ...], kind: str) -> 
     chosen = GGMLQuantizationType[kind.upper() if len(shape) > 1 else "F32"]
     block = GGML_QUANT_SIZES[chosen][0]
     if shape[-1] % block:
-        raise UserError(
-            f"The model in {folder} cannot be written as {kind}.",
-            why=f"rows of {name} have {shape[-1]} weights, and blocks of {kind} have {block}.",
-            do="use --gguf_type f16",
-        )
+        why = f"{kind} needs rows with a multiple of {block} weights, and {name} has {shape[-1]}"
+        raise _unsupported(folder, why, do="use --gguf_type f16")
     return chosen
 
 
 def _interleaved(values: NDArray[np.float32], name: str, config: dict[str, Any]) -> NDArray[np.float32]:
-    """Interleave the rows of queries and keys: llama.cpp applies RoPE to neighbouring rows of a head, Hugging Face to
+    """Interleave the rows of queries and keys: llama.cpp applies RoPE to neighboring rows of a head, Hugging Face to
     its two halves."""
     heads = config["num_attention_heads"]
     if name.endswith("k_proj.weight"):

@@ -5,6 +5,7 @@ The hub's library downloads in threads that ignore Ctrl-C, so it runs in a child
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 from crosstune.core.errors import UserError
 from crosstune.files.hub_reach import WAIT_S, offline_if_unreachable
 from crosstune.models.llama_layout import CONFIG
-from crosstune.models.staged import HUB_VARIABLE, DiskFullError, Progress, disk_errors, ensure_space, silent
+from crosstune.models.staged import Progress, disk_space, silent
 
 # The child uses the parent's sys.path to import crosstune.
 _CHILD = (
@@ -57,8 +58,7 @@ def fetch_from_hub(repo: str, *, progress: Progress = silent) -> Path:
                 if "path" in message:
                     return Path(message["path"])
                 if "error" in message:
-                    kind = DiskFullError if message["full"] else UserError
-                    raise kind(message["error"], why=message["why"], do=message["do"])
+                    raise UserError(message["error"], why=message["why"], do=message["do"])
                 progress(*message["progress"])
             child.wait()
         finally:
@@ -71,7 +71,7 @@ def fetch_from_hub(repo: str, *, progress: Progress = silent) -> Path:
 
 
 def cached_config(repo: str) -> Path | None:
-    """Return config.json of a hub model if the hub's cache has it; nothing is downloaded."""
+    """Return config.json of a hub model from the hub's cache, without a download; None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -82,18 +82,13 @@ def cached_config(repo: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def fetch_config(repo: str) -> Path | None:
-    """Fetch config.json of a hub model; None if the hub does not answer within seconds or refuses it to this user."""
+def fetch_config(repo: str) -> None:
+    """Download config.json of a hub model into the hub's cache, if the hub answers within seconds."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    with offline_if_unreachable() as reason:
-        if reason is not None:
-            return None
-        try:
-            return Path(hf_hub_download(repo, CONFIG, etag_timeout=WAIT_S))
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
-            return None
+    with offline_if_unreachable() as reason, contextlib.suppress(*_hub_errors()):
+        if reason is None:
+            hf_hub_download(repo, CONFIG, etag_timeout=WAIT_S)
 
 
 def main() -> None:
@@ -108,7 +103,7 @@ def main() -> None:
     try:
         found = _download(sys.argv[1], progress=lambda *step: send(progress=step))
     except UserError as error:
-        send(error=error.message, why=error.why, do=error.do, full=isinstance(error, DiskFullError))
+        send(error=error.message, why=error.why, do=error.do)
     else:
         send(path=str(found))
 
@@ -119,9 +114,8 @@ def _download(repo: str, *, progress: Progress) -> Path:
     place = Path(constants.HF_HUB_CACHE)
     with offline_if_unreachable() as unreached:
         need_bytes = _bytes_to_fetch(repo) if unreached is None else 0
-        ensure_space(place, need_bytes, variable=HUB_VARIABLE)
         try:
-            with disk_errors(place, need_bytes, variable=HUB_VARIABLE):
+            with disk_space(place, need_bytes, larger="set HF_HOME to a folder on a larger disk"):
                 found = snapshot_download(
                     repo,
                     allow_patterns=_WANTED,
@@ -171,13 +165,11 @@ def _bar_class(progress: Progress, *, total: int | None) -> type[Any]:
 
         def update(self, n: float | None = 1) -> None:
             nonlocal most
-            if not self._in_bytes:
-                return
-            with lock:
-                self._done += int(n or 0)
-                # Some versions have one bar for received and one for written bytes; report the larger count.
-                if self._done > most:
-                    most = self._done
+            if self._in_bytes:
+                with lock:
+                    self._done += int(n or 0)
+                    # Some versions have one bar for received and one for written bytes; report the larger count.
+                    most = max(most, self._done)
                     progress("download", most if total is None else min(most, total), total)
 
     return Reporter
@@ -195,13 +187,11 @@ def _explain(repo: str, error: Exception) -> UserError:
     if isinstance(error, GatedRepoError):
         return UserError(
             f"The hub model {repo} is gated.",
-            why="it is available only to users who have accepted its terms and are logged in.",
-            do="ask for access on the model's page, run `hf auth login`, and try again",
+            do="accept its terms on the model's page, run `hf auth login`, and try again",
         )
     if isinstance(error, (RepositoryNotFoundError, HFValidationError)):
         return UserError(
             f"There is no hub model {repo}.",
-            why="the hub does not know that name, or it is private and you are not logged in.",
             do="check the spelling (org/name), or run `hf auth login` if the model is private",
         )
     cause = error.__cause__ or error
@@ -211,6 +201,6 @@ def _explain(repo: str, error: Exception) -> UserError:
 def _unreachable(repo: str, reason: str) -> UserError:
     return UserError(
         f"Cannot get the hub model {repo}.",
-        why=f"the download failed and the model is not complete in the hub's cache ({reason}).",
-        do="connect to the network (and unset HF_HUB_OFFLINE), or give the path of a model folder on this machine",
+        why=f"the download failed, and the model is not complete in the hub's cache ({reason}).",
+        do="connect to the network (and unset HF_HUB_OFFLINE), or specify a local model folder",
     )

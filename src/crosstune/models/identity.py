@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.quantization import wrong_spec
-from crosstune.files.json_fields import NOTHING, OBJECT, TEXT, check_fields, list_of, whole
+from crosstune.files.json_fields import NOTHING, OBJECT, TEXT, check_fields, list_of, object_with, whole
 from crosstune.files.json_files import read_json
 from crosstune.files.plain_files import UnreadableFile
 from crosstune.models.file_hashes import sha256_of_all
@@ -42,23 +42,27 @@ _NOT_NUMBERS = frozenset(
 """Keys of config.json that change no logits: names, versions, generation defaults, and storage of the weights."""
 VERSION = 2
 """Version 1 covered samples of the files only, and cannot be compared."""
-_FIELDS = {
-    "base": OBJECT | NOTHING,
-    "quantization": OBJECT | NOTHING,
-    "precision": TEXT | NOTHING,
-    "new_blocks": list_of(whole(0)),
-    "converted": OBJECT | NOTHING,
-    "exported": OBJECT | NOTHING,
-    "against_trained": OBJECT | NOTHING,
-    "chat_template": TEXT | NOTHING,
-}
-_BASE = {"name": TEXT | NOTHING, "identity": OBJECT | NOTHING}
-_IDENTITY = {"version": whole(1) | NOTHING, "sha256": TEXT | NOTHING, "weights_sha256": TEXT | NOTHING}
+ORIGINAL = object_with({"name": TEXT, "path": TEXT, "identity": TEXT}) | NOTHING
+"""The record of the weights that were quantized."""
 _MADE = {
-    "original": OBJECT | NOTHING,
-    "source_identity": TEXT | NOTHING,
-    "source_config": TEXT | NOTHING,
-    "own_identity": TEXT | NOTHING,
+    "original": ORIGINAL,
+    **dict.fromkeys(("source_identity", "source_config", "own_identity"), TEXT | NOTHING),
+}
+_FIELDS = {
+    "": {
+        **dict.fromkeys(
+            ("base", "quantization", "converted", "exported", "against_trained"), OBJECT | NOTHING
+        ),
+        **dict.fromkeys(("precision", "chat_template"), TEXT | NOTHING),
+        "new_blocks": list_of(whole(0)),
+    },
+    "base.": {"name": TEXT | NOTHING, "identity": OBJECT | NOTHING},
+    "base.identity.": {
+        "version": whole(1) | NOTHING,
+        **dict.fromkeys(("sha256", "weights_sha256"), TEXT | NOTHING),
+    },
+    "converted.": _MADE,
+    "exported.": _MADE,
 }
 
 
@@ -75,18 +79,17 @@ def identity(folder: Path, *, progress: Progress = silent) -> dict[str, Any]:
         weights.update(f"{path.name}\0{hashes[path]}\0".encode(errors="surrogateescape"))
     config = config_identity(read_config_json(folder))
     both = hashlib.sha256(f"{config}\0{weights.hexdigest()}".encode()).hexdigest()
-    files = {path.name: path.stat().st_size for path in paths}
     return {
         "version": VERSION,
         "sha256": both,
         "config_sha256": config,
         "weights_sha256": weights.hexdigest(),
-        "files": files,
+        "files": {path.name: path.stat().st_size for path in paths},
     }
 
 
 def recorded_sha256(record: Mapping[str, Any]) -> str | None:
-    """Return the identity of the base in the record of an adapter; None if it is missing or of another version."""
+    """Return the base's identity from an adapter's record; None if it is missing or of an older version."""
     found = (record.get("base") or {}).get("identity") or {}
     return found.get("sha256") if found.get("version") == VERSION else None
 
@@ -97,9 +100,9 @@ def config_identity(config: dict[str, Any]) -> str:
 
 
 def source_identity(folder: Path) -> dict[str, str]:
-    """Return the identities of weights and configuration, or of their source for a folder that crosstune converted.
+    """Return the identities of weights and configuration; for a folder that crosstune converted, of their source.
 
-    The record of the source counts only while the folder still holds the weights that it was written with.
+    The recorded source is ignored if the weights have changed since.
     """
     record = read_record(folder)
     conversion = record.get("converted") or record.get("exported") or {}
@@ -122,27 +125,18 @@ def source_record(source: Path, *, result: Path) -> dict[str, str]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return the record of a folder; an empty one for a folder that crosstune did not write."""
+    """Return a folder's record; empty if crosstune did not write the folder."""
     path = folder / RECORD
     record = read_json(path)
-    check_fields(record, _FIELDS, source=path)
+    for place, rules in _FIELDS.items():
+        part = record
+        for key in place.split(".")[:-1]:
+            part = part.get(key) or {}
+        check_fields(part, rules, source=path, place=place)
     wrong = wrong_spec(record.get("quantization"))
     if wrong is not None:
         raise UnreadableFile(path, f"quantization in it cannot be read: {wrong}")
-    base = record.get("base") or {}
-    check_fields(base, _BASE, source=path, place="base.")
-    check_fields(base.get("identity") or {}, _IDENTITY, source=path, place="base.identity.")
-    for made in ("converted", "exported"):
-        check_fields(record.get(made) or {}, _MADE, source=path, place=f"{made}.")
-        check_original((record.get(made) or {}).get("original"), path=path)
     return record
-
-
-def check_original(original: dict[str, Any] | None, *, path: Path) -> None:
-    """Check the record of the weights that were quantized: name, path and identity."""
-    rules = {"name": TEXT, "path": TEXT, "identity": TEXT}
-    if original is not None:
-        check_fields(original, rules, required=tuple(rules), source=path, place="original.")
 
 
 def _numbers(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""List the sizes of common models, as in their config.json, so that a plan needs no download."""
+"""List the sizes of common models, so that planning needs no download."""
 
 from __future__ import annotations
 
@@ -10,28 +10,21 @@ from crosstune.estimate.fast_layers import why_no_fast_layers_of
 from crosstune.estimate.model_shape import ModelShape
 from crosstune.models.llama_layout import Llama
 
-# name: hidden layers intermediate vocabulary heads kv-heads head-width tied|own billions [experts per-token] [plain]
+# names: hidden layers intermediate vocabulary heads kv-heads head-width tied|own billions [experts per-token] [plain]
 _TABLE = """
-llama-7b: 4096 32 11008 32000 32 32 128 own 6.74
-llama-13b: 5120 40 13824 32000 40 40 128 own 13.02
+llama-7b llama-2-7b vicuna-7b: 4096 32 11008 32000 32 32 128 own 6.74
+llama-13b llama-2-13b vicuna-13b: 5120 40 13824 32000 40 40 128 own 13.02
 llama-30b: 6656 60 17920 32000 52 52 128 own 32.5
 llama-65b: 8192 80 22016 32000 64 64 128 own 65.3
-llama-2-7b: 4096 32 11008 32000 32 32 128 own 6.74
-llama-2-13b: 5120 40 13824 32000 40 40 128 own 13.02
 llama-2-70b: 8192 80 28672 32000 64 8 128 own 68.98
 codellama-7b: 4096 32 11008 32016 32 32 128 own 6.74
 codellama-13b: 5120 40 13824 32016 40 40 128 own 13.02
 codellama-34b: 8192 48 22016 32000 64 8 128 own 33.74
-vicuna-7b: 4096 32 11008 32000 32 32 128 own 6.74
-vicuna-13b: 5120 40 13824 32000 40 40 128 own 13.02
-llama-3-8b: 4096 32 14336 128256 32 8 128 own 8.03
-llama-3-70b: 8192 80 28672 128256 64 8 128 own 70.55
-llama-3.1-8b: 4096 32 14336 128256 32 8 128 own 8.03
-llama-3.1-70b: 8192 80 28672 128256 64 8 128 own 70.55
+llama-3-8b llama-3.1-8b deepseek-r1-distill-llama-8b: 4096 32 14336 128256 32 8 128 own 8.03
+llama-3-70b llama-3.1-70b llama-3.3-70b deepseek-r1-distill-llama-70b: 8192 80 28672 128256 64 8 128 own 70.55
 llama-3.1-405b: 16384 126 53248 128256 128 8 128 own 405.85
 llama-3.2-1b: 2048 16 8192 128256 32 8 64 tied 1.236
 llama-3.2-3b: 3072 28 8192 128256 24 8 128 tied 3.21
-llama-3.3-70b: 8192 80 28672 128256 64 8 128 own 70.55
 tinyllama-1.1b: 2048 22 5632 32000 32 4 64 own 1.1
 mistral-7b: 4096 32 14336 32768 32 8 128 own 7.25
 zephyr-7b: 4096 32 14336 32000 32 8 128 own 7.24
@@ -47,18 +40,13 @@ qwen1.5-1.8b: 2048 24 5504 151936 16 16 128 own 1.84
 qwen1.5-4b: 2560 40 6912 151936 20 20 128 own 3.95
 qwen1.5-7b: 4096 32 11008 151936 32 32 128 own 7.72
 qwen1.5-14b: 5120 40 13696 152064 40 40 128 own 14.17
-qwen2-0.5b: 896 24 4864 151936 14 2 64 tied 0.494
-qwen2-1.5b: 1536 28 8960 151936 12 2 128 tied 1.544
-qwen2-7b: 3584 28 18944 152064 28 4 128 own 7.616
-qwen2-72b: 8192 80 29568 152064 64 8 128 own 72.7
-qwen2.5-0.5b: 896 24 4864 151936 14 2 64 tied 0.494
-qwen2.5-1.5b: 1536 28 8960 151936 12 2 128 tied 1.544
+qwen2-0.5b qwen2.5-0.5b: 896 24 4864 151936 14 2 64 tied 0.494
+qwen2-1.5b qwen2.5-1.5b: 1536 28 8960 151936 12 2 128 tied 1.544
+qwen2-7b qwen2.5-7b deepseek-r1-distill-qwen-7b: 3584 28 18944 152064 28 4 128 own 7.616
+qwen2-72b qwen2.5-72b: 8192 80 29568 152064 64 8 128 own 72.7
 qwen2.5-3b: 2048 36 11008 151936 16 2 128 tied 3.086
-qwen2.5-7b: 3584 28 18944 152064 28 4 128 own 7.616
-qwen2.5-14b: 5120 48 13824 152064 40 8 128 own 14.77
-qwen2.5-32b: 5120 64 27648 152064 40 8 128 own 32.76
-qwen2.5-72b: 8192 80 29568 152064 64 8 128 own 72.7
-qwq-32b: 5120 64 27648 152064 40 8 128 own 32.76
+qwen2.5-14b deepseek-r1-distill-qwen-14b: 5120 48 13824 152064 40 8 128 own 14.77
+qwen2.5-32b qwq-32b deepseek-r1-distill-qwen-32b: 5120 64 27648 152064 40 8 128 own 32.76
 qwen3-0.6b: 1024 28 3072 151936 16 8 128 tied 0.596
 qwen3-1.7b: 2048 28 6144 151936 16 8 128 tied 1.72
 qwen3-4b: 2560 36 9728 151936 32 8 128 tied 4.02
@@ -77,17 +65,13 @@ gemma-3-4b: 2560 34 10240 262208 8 4 256 tied 3.88
 gemma-3-12b: 3840 48 15360 262208 16 8 256 tied 11.77
 gemma-3-27b: 5376 62 21504 262208 32 16 128 tied 27.0
 phi-2: 2560 32 10240 51200 32 32 80 own 2.78 plain
-phi-3-mini: 3072 32 8192 32064 32 32 96 own 3.82
+phi-3-mini phi-3.5-mini: 3072 32 8192 32064 32 32 96 own 3.82
 phi-3-medium: 5120 40 17920 32064 40 10 128 own 13.96
-phi-3.5-mini: 3072 32 8192 32064 32 32 96 own 3.82
 phi-4: 5120 40 17920 100352 40 10 128 own 14.66
 phi-4-mini: 3072 32 8192 200064 24 8 128 tied 3.84
-smollm-135m: 576 30 1536 49152 9 3 64 tied 0.1345
-smollm-360m: 960 32 2560 49152 15 5 64 tied 0.362
-smollm-1.7b: 2048 24 8192 49152 32 32 64 tied 1.711
-smollm2-135m: 576 30 1536 49152 9 3 64 tied 0.1345
-smollm2-360m: 960 32 2560 49152 15 5 64 tied 0.362
-smollm2-1.7b: 2048 24 8192 49152 32 32 64 tied 1.711
+smollm-135m smollm2-135m: 576 30 1536 49152 9 3 64 tied 0.1345
+smollm-360m smollm2-360m: 960 32 2560 49152 15 5 64 tied 0.362
+smollm-1.7b smollm2-1.7b: 2048 24 8192 49152 32 32 64 tied 1.711
 smollm3-3b: 2048 36 11008 128256 16 4 128 tied 3.075
 gpt2: 768 12 3072 50257 12 12 64 tied 0.124 plain
 gpt2-medium: 1024 24 4096 50257 16 16 64 tied 0.355 plain
@@ -112,11 +96,6 @@ deepseek-coder-1.3b: 2048 24 5504 32256 16 16 128 own 1.346
 deepseek-coder-6.7b: 4096 32 11008 32256 32 32 128 own 6.74
 deepseek-coder-33b: 7168 62 19200 32256 56 8 128 own 33.34
 deepseek-r1-distill-qwen-1.5b: 1536 28 8960 151936 12 2 128 own 1.777
-deepseek-r1-distill-qwen-7b: 3584 28 18944 152064 28 4 128 own 7.616
-deepseek-r1-distill-llama-8b: 4096 32 14336 128256 32 8 128 own 8.03
-deepseek-r1-distill-qwen-14b: 5120 48 13824 152064 40 8 128 own 14.77
-deepseek-r1-distill-qwen-32b: 5120 64 27648 152064 40 8 128 own 32.76
-deepseek-r1-distill-llama-70b: 8192 80 28672 128256 64 8 128 own 70.55
 olmo-2-0425-1b: 2048 16 8192 100352 16 16 128 own 1.485
 olmo-2-1124-7b: 4096 32 11008 100352 32 32 128 own 7.3
 olmo-2-1124-13b: 5120 40 13824 100352 40 40 128 own 13.72
@@ -126,7 +105,7 @@ gpt-oss-20b: 2880 24 2880 201088 64 8 64 own 20.9 32 4
 gpt-oss-120b: 2880 36 2880 201088 64 8 64 own 116.8 128 4
 internlm2_5-7b: 4096 32 14336 92544 32 8 128 own 7.74
 """
-# model_type: the beginnings of the names of such models in the table; the longest counts
+# model_type: name prefixes in the table; the longest match counts
 _FAMILIES = """
 llama: llama codellama vicuna tinyllama solar smollm- smollm2 yi- deepseek-llm deepseek-coder deepseek-r1-distill-llama
 mistral: mistral zephyr ministral
@@ -157,16 +136,16 @@ _VARIANT = re.compile(
 
 
 def known_shape(name: str) -> ModelShape | None:
-    """Return the shape of a model by its hub id or the name of its folder; variants of a model share its sizes."""
+    """Return a model's shape by its hub id or folder name; variants share the sizes of their base."""
     rows = table()
     base = _base_name(name, rows)
     return _shape(base, rows[base]) if base in rows else None
 
 
 def table() -> dict[str, list[str]]:
-    """Return base name -> the fields of its row."""
+    """Map each base name to the fields of its row."""
     rows = (line.split(":") for line in _TABLE.strip().splitlines())
-    return {name: fields.split() for name, fields in rows}
+    return {name: fields.split() for names, fields in rows for name in names.split()}
 
 
 def _shape(name: str, fields: Sequence[str]) -> ModelShape:
@@ -198,7 +177,7 @@ def _shape(name: str, fields: Sequence[str]) -> ModelShape:
 
 
 def _family(name: str) -> str:
-    """Return the `model_type` of a model of the table."""
+    """Return the `model_type` of a listed model."""
     rows = (line.split(":") for line in _FAMILIES.strip().splitlines())
     found = {start: family for family, starts in rows for start in starts.split() if name.startswith(start)}
     return found[max(found, key=len)]

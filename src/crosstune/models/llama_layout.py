@@ -1,4 +1,4 @@
-"""Define the folder of a Llama model: sizes, parameter names, config and tokenizer files."""
+"""Define a Llama model folder: sizes, parameter names, config and tokenizer files."""
 
 from __future__ import annotations
 
@@ -97,20 +97,17 @@ class Llama:
             "initializer_range": 0.02,
             "use_cache": True,
             "dtype": self.dtype,
-            **self._token_ids(),
+            **self.token_ids(),
         }
 
-    def generation_config(self) -> dict[str, Any]:
-        known = {key: value for key, value in self._token_ids().items() if value is not None}
-        return {"_from_model_config": True, **known}
-
-    def _token_ids(self) -> dict[str, int | None]:
+    def token_ids(self) -> dict[str, int | None]:
         return {"bos_token_id": self.bos, "eos_token_id": self.eos, "pad_token_id": self.pad}
 
 
 def write_configs(folder: Path, llama: Llama) -> None:
     write_json(folder / CONFIG, llama.config())
-    write_json(folder / "generation_config.json", llama.generation_config())
+    known = {key: value for key, value in llama.token_ids().items() if value is not None}
+    write_json(folder / "generation_config.json", {"_from_model_config": True, **known})
 
 
 def write_tokenizer(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
@@ -36,7 +35,7 @@ class ModelFolder:
 
 
 def locate(name: str, *, cache: Path | None = None, progress: Progress | None = None) -> ModelFolder:
-    """Return the folder of the model `name`; download or convert it first if needed.
+    """Return the folder of the model `name`, after downloading or converting it if needed.
 
     A bundled name takes precedence over a folder of the same name; `./name` always means the folder.
     """
@@ -56,10 +55,7 @@ def locate(name: str, *, cache: Path | None = None, progress: Progress | None = 
 
 
 def find_local(name: str, *, cache: Path | None = None) -> ModelFolder | None:
-    """Return the model if it is complete on this machine; None if `locate` would download or convert it first.
-
-    Raise a UserError for an unknown name and for a folder that is not a model.
-    """
+    """Return the model if it is available locally; None if `locate` would download or convert it first."""
     source = _source(name)
     if source == "folder":
         path = _path(name)
@@ -74,17 +70,20 @@ def find_local(name: str, *, cache: Path | None = None) -> ModelFolder | None:
         from crosstune.models.hub import cached_config
 
         config = cached_config(name)
-        if config is None or not _is_complete(config.parent):
+        if config is None:
             return None
         path = config.parent
+        try:
+            check_folder(path)
+        except UserError:  # an interrupted download; the next one completes it
+            return None
     return ModelFolder(name=name, path=path, source=source)
 
 
 def shape(name: str, *, cache: Path | None = None) -> ModelShape | None:
-    """Return the shape of a model without downloading it: from a config.json on this machine, or from
-    the bundled table of models; None if both lack it."""
+    """Return a model's shape without a download, from a local config.json or the table of known models."""
     if name in BUNDLED:
-        return BUNDLED[name].llama.shape()
+        return BUNDLED[name].shape
     path = _path(name)
     found: ModelShape | None = None
     if path.suffix.lower() == ".gguf" and path.is_file():
@@ -109,22 +108,12 @@ def fetch_sizes(name: str, *, cache: Path | None = None) -> None:
         fetch_config(name)
 
 
-def _is_complete(folder: Path) -> bool:
-    try:
-        check_folder(folder)
-    except UserError:  # an interrupted download; the next one completes it
-        return False
-    return True
-
-
 def _source(name: str) -> Source:
-    """Return the kind of a model name; raise a UserError when it is unknown."""
+    """Return the kind of a model name; raise a UserError if it is unknown."""
     if name in BUNDLED:
         return "bundled"
     path = _path(name)
-    if not name:
-        raise _unknown(name)
-    if path.is_dir():
+    if name and path.is_dir():
         return "folder"
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
@@ -134,7 +123,7 @@ def _source(name: str) -> Source:
         raise UserError(
             f"{path} is a file, not a model.",
             why="a model is a folder with config.json, *.safetensors and a tokenizer, or a .gguf file.",
-            do=f"give the folder instead: {path.parent}",
+            do=f"specify the folder instead: {path.parent}",
         )
     if _PATH_START.match(name):
         raise UserError(
@@ -142,7 +131,12 @@ def _source(name: str) -> Source:
         )
     if _HUB_ID.fullmatch(name):
         return "hub"
-    raise _unknown(name)
+    raise UserError(
+        f"Unknown model '{name}'.",
+        why="it is neither a bundled name nor a local folder or .gguf file, nor a hub id.",
+        do=f"{did_you_mean(name, BUNDLED)}Specify a bundled name ({', '.join(sorted(BUNDLED))}), the path of a model "
+        "folder or .gguf file, or a hub id (org/name)",
+    )
 
 
 def _convert(path: Path, *, cache: Path | None, progress: Progress) -> Path:
@@ -156,11 +150,14 @@ def _convert(path: Path, *, cache: Path | None, progress: Progress) -> Path:
         return cached
     from crosstune.models.gguf import convert, converted_bytes
 
-    def build(folder: Path, scratch: Path) -> Mapping[str, Any]:
-        convert(path, folder, progress=progress)
-        return {"kind": "gguf", "file": str(path), "sha256": digest}
-
-    return install(key, build, need_bytes=converted_bytes(path), cache=cache, progress=progress)
+    return install(
+        key,
+        lambda folder, scratch: convert(path, folder, progress=progress),
+        need_bytes=converted_bytes(path),
+        source={"kind": "gguf", "file": str(path), "sha256": digest},
+        cache=cache,
+        progress=progress,
+    )
 
 
 def _fetch(repo: str, *, progress: Progress) -> Path:
@@ -170,8 +167,7 @@ def _fetch(repo: str, *, progress: Progress) -> Path:
     if not weight_files(folder):
         raise UserError(
             f"The hub model {repo} has no safetensors weights.",
-            why="it may hold only pickles, which can run code when they are loaded, or GGUF files.",
-            do="choose a version of it with safetensors, or download a GGUF file and give its path",
+            do="choose a version with safetensors, or download a GGUF file and specify its path",
         )
     check_folder(folder)
     return folder
@@ -179,13 +175,3 @@ def _fetch(repo: str, *, progress: Progress) -> Path:
 
 def _path(name: str) -> Path:
     return Path(name).expanduser().absolute()
-
-
-def _unknown(name: str) -> UserError:
-    hint = did_you_mean(name, BUNDLED)
-    return UserError(
-        f"Unknown model '{name}'.",
-        why="it is neither a bundled name nor a folder or .gguf file on this machine, nor a hub id.",
-        do=f"{hint}Give one of the bundled names ({', '.join(sorted(BUNDLED))}), the path of a model folder, "
-        "the path of a .gguf file, or a hub id (org/name)",
-    )

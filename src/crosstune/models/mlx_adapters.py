@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
@@ -34,57 +34,47 @@ _NOT_IN_MLX = (*UNREAD, "fan_in_fan_out", "target_parameters")
 """Features of PEFT that mlx-lm's adapters cannot express."""
 
 Stored = tuple[str, NDArray[Any]]
-"""The name of a dtype, and the values or their bits."""
+"""A dtype name, and the values or their bits."""
 
 
 def adapter_form(folder: Path) -> str | None:
-    """Return `peft` or `mlx` by the files of a folder; None when it holds no adapter."""
+    """Return `peft` or `mlx` by a folder's files; None if it contains no adapter."""
     if (folder / PEFT_WEIGHTS).is_file():
         return "peft"
     return "mlx" if (folder / MLX_WEIGHTS).is_file() else None
 
 
 def to_mlx(source: Path, target: Path, *, base: str | None = None) -> None:
-    """Convert a PEFT adapter folder for mlx-lm. `base` replaces the name of the base model."""
+    """Convert a PEFT adapter folder for mlx-lm. `base` replaces the base model's name."""
     settings = {**read_settings(source), **({"base_model_name_or_path": base} if base else {})}
     unread = [name for name in _NOT_IN_MLX if settings.get(name)]
     if settings.get("peft_type") != "LORA" or unread:
-        unsupported = ", ".join(unread) or str(settings.get("peft_type"))
         raise UserError(
             f"{source} cannot be written for MLX.",
-            why=f"it uses {unsupported}, and mlx-lm's adapters cannot express that.",
-            do="merge it and export the model (crosstune merge, crosstune export --to mlx), or use an adapter on attention",
+            why=f"mlx-lm's adapters do not support {', '.join(unread) or settings.get('peft_type')}.",
+            do="export the merged model (crosstune export --to mlx), or use an adapter on attention",
         )
     tensors = {
         _rename(name.removeprefix(PEFT_PREFIX), _MLX_PART, source): stored
         for name, stored in _read(source, PEFT_WEIGHTS).items()
     }
-    target.mkdir(parents=True, exist_ok=True)
-    _write(target / MLX_WEIGHTS, tensors)
-    write_json(target / SETTINGS, _mlx_settings(settings, tensors))
-    _copy_rest(source, target)
+    _write(source, target, MLX_WEIGHTS, tensors, _mlx_settings(settings, tensors))
 
 
 def to_peft(source: Path, target: Path, *, base: str | None = None) -> None:
-    """Convert an adapter folder of mlx-lm for PEFT. `base` is the name of the base model if the folder lacks it."""
+    """Convert an mlx-lm adapter folder for PEFT. `base` is the base model's name, if the folder lacks it."""
     settings = read_settings(source)
-    if "lora_parameters" not in settings:
-        raise UserError(
-            f"{source} is not an adapter of mlx-lm.", why=f"its {SETTINGS} has no lora_parameters."
-        )
-    if settings.get("fine_tune_type", "lora") not in ("lora", "dora"):
+    kind = settings.get("fine_tune_type", "lora")
+    if "lora_parameters" not in settings or kind not in ("lora", "dora"):
         raise UserError(
             f"{source} cannot be written for PEFT.",
-            why=f"it holds weights of {settings['fine_tune_type']} fine-tuning, not an adapter.",
+            why=f"its {SETTINGS} does not describe an mlx-lm adapter (fine_tune_type {kind}).",
         )
     tensors = {
         PEFT_PREFIX + _rename(name, _PEFT_PART, source): stored
         for name, stored in _read(source, MLX_WEIGHTS).items()
     }
-    target.mkdir(parents=True, exist_ok=True)
-    _write(target / PEFT_WEIGHTS, tensors)
-    write_json(target / SETTINGS, _peft_settings(source, settings, tensors, base))
-    _copy_rest(source, target)
+    _write(source, target, PEFT_WEIGHTS, tensors, _peft_settings(source, settings, tensors, base))
 
 
 def _mlx_settings(settings: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Any]:
@@ -115,9 +105,8 @@ def _peft_settings(
     base = base or settings.get("model")
     if not base:
         raise UserError(
-            f"{source} does not name its base model.",
-            why="mlx-lm does not record it, and PEFT needs it.",
-            do="give it with --original",
+            f"{source} does not record its base model, which PEFT needs.",
+            do="specify it with --original",
         )
     lora = settings["lora_parameters"]
     layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in tensors}
@@ -135,7 +124,7 @@ def _rename(name: str, parts: Mapping[str, str], source: Path) -> str:
     for ending, other in parts.items():
         if name.endswith("." + ending):
             return f"{name.removesuffix(ending)}{other}"
-    raise UserError(f"The adapter {source} holds {name}.", why="that is not part of a LoRA or DoRA layer.")
+    raise UserError(f"The adapter {source} contains {name}, which is not part of a LoRA or DoRA layer.")
 
 
 def _read(folder: Path, name: str) -> dict[str, Stored]:
@@ -146,24 +135,23 @@ def _read(folder: Path, name: str) -> dict[str, Stored]:
     if stacked:
         raise UserError(
             f"The adapter {folder} cannot be converted.",
-            why=f"{stacked[0]} holds the matrices of several experts in one array; PEFT stacks them differently.",
+            why=f"{stacked[0]} stacks the matrices of several experts; PEFT stacks them differently.",
             do="use it with the library that wrote it, or fuse it (mlx_lm.fuse)",
         )
     return arrays
 
 
-def _write(path: Path, tensors: Mapping[str, Stored]) -> None:
-    """Write the tensors with matrices transposed."""
-    write_safetensors(
-        path,
-        [
-            Tensor(name=name, dtype=dtype, shape=values.T.shape, rows=[np.ascontiguousarray(values.T)])
-            for name, (dtype, values) in sorted(tensors.items())
-        ],
-    )
-
-
-def _copy_rest(source: Path, target: Path) -> None:
+def _write(
+    source: Path, target: Path, name: str, tensors: Mapping[str, Stored], settings: dict[str, Any]
+) -> None:
+    """Write the settings and the tensors, with matrices transposed, and copy the other files."""
+    target.mkdir(parents=True, exist_ok=True)
+    transposed = [
+        Tensor(name=part, dtype=dtype, shape=values.T.shape, rows=[values.T])
+        for part, (dtype, values) in sorted(tensors.items())
+    ]
+    write_safetensors(target / name, transposed)
+    write_json(target / SETTINGS, settings)
     copy_tokenizer(source, target)
     if (source / RECORD).is_file():
-        (target / RECORD).write_bytes((source / RECORD).read_bytes())
+        shutil.copyfile(source / RECORD, target / RECORD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from crosstune.core.errors import UserError, shown
 from crosstune.core.quantization import QuantSpec, wrong_spec
 from crosstune.files.json_fields import (
-    NOTHING,
     OBJECT,
     TEXT,
     check_fields,
@@ -21,11 +20,11 @@ from crosstune.files.json_fields import (
     object_with,
     whole,
 )
-from crosstune.files.json_files import parse_json, read_object
+from crosstune.files.json_files import object_of, read_object
 from crosstune.files.plain_files import UnreadableFile, open_plain
 from crosstune.files.safetensors_header import read_header
 from crosstune.models.folder import read_config_json, weight_files
-from crosstune.models.identity import check_original, read_record
+from crosstune.models.identity import ORIGINAL, read_record
 
 RECORD = "crosstune_quantization.json"
 OWN_METHOD = "crosstune"
@@ -38,7 +37,7 @@ _OWN = {
     "spec": OBJECT,
     "dtype": TEXT,
     "layers": map_of(object_with({"shape": _SHAPE})),
-    "original": OBJECT | NOTHING,
+    "original": ORIGINAL,
 }
 _STATE = {"blocksize": whole(1, 2**20), "quant_type": TEXT, "shape": _SHAPE}
 _STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
@@ -69,7 +68,7 @@ def quantization_options(spec: QuantSpec) -> dict[str, Any]:
         "n_bits": spec.bits,
         "group_size": spec.group_size,
     }
-    if spec.quantizer == "mlx":  # it has only one kind
+    if spec.quantizer == "mlx":  # supports a single kind
         return options
     return options | {"quant_type": spec.kind, "double_quant": spec.double}
 
@@ -87,7 +86,7 @@ def read_quantization(folder: Path) -> FolderQuantization | None:
     layers = _read_packed_states(folder)
     if not layers:
         raise UserError(
-            f"{folder} is marked as 4-bit, but its files hold no 4-bit weights.",
+            f"{folder} is marked as 4-bit, but contains no 4-bit weights.",
             why=f"no tensor is named *{_PACKED_STATE}nf4 or fp4.",
             do="download or copy the model again",
         )
@@ -108,18 +107,17 @@ def read_quantization(folder: Path) -> FolderQuantization | None:
 
 def dense_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """Return tensor name -> dense shape of every weight; None for packed weights that only transformers reads."""
-    quantized = read_quantization(folder)
+    quantized, entries = _read_dense(folder)
     if quantized is None and isinstance(read_config_json(folder).get("quantization_config"), dict):
         return None
     layers = quantized.layers if quantized is not None else {}
-    shapes = {name: tuple(entry["shape"]) for name, entry in _dense_entries(folder, layers).items()}
+    shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
     return shapes | {f"{layer}.weight": tuple(facts["shape"]) for layer, facts in layers.items()}
 
 
 def stored_format(folder: Path) -> str:
-    """Return the number format of most weights in a folder; a quantized weight counts with its compute dtype."""
-    quantized = read_quantization(folder)
-    entries = _dense_entries(folder, quantized.layers if quantized is not None else {})
+    """Return the dtype of most weights in a folder; a quantized weight counts with its compute dtype."""
+    quantized, entries = _read_dense(folder)
     counts = Counter(_STORED[entry["dtype"]] for entry in entries.values() if entry["dtype"] in _STORED)
     if quantized is not None and quantized.dtype in _COMPUTED:
         counts[_COMPUTED[quantized.dtype]] += len(quantized.layers)
@@ -127,25 +125,16 @@ def stored_format(folder: Path) -> str:
 
 
 def dense_bytes(folder: Path, dtype: str = "auto") -> int:
-    """Return the disk space of a plain folder of the weights, in `dtype` or in their stored format."""
-    quantized = read_quantization(folder)
-    entries = _dense_entries(folder, quantized.layers if quantized is not None else {})
-    counts = {name: math.prod(entry["shape"]) for name, entry in entries.items()}
+    """Return the disk space of the weights in a plain folder, in `dtype` or in their stored dtypes."""
+    quantized, entries = _read_dense(folder)
     if dtype in _ITEM_BYTES:
-        total = sum(counts.values()) * _ITEM_BYTES[dtype]
+        total = sum(math.prod(entry["shape"]) for entry in entries.values()) * _ITEM_BYTES[dtype]
     else:
         total = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in entries.values())
     if quantized is not None:
         item_bytes = _ITEM_BYTES.get(dtype) or _ITEM_BYTES.get(_COMPUTED.get(quantized.dtype, ""), 4)
         total += item_bytes * sum(math.prod(facts["shape"]) for facts in quantized.layers.values())
     return total + _SPARE_BYTES
-
-
-def _layer_of(name: str) -> str:
-    """Return the layer of a tensor that is part of a quantized weight."""
-    for ending in (".scales", ".biases"):
-        name = name.removesuffix(ending)
-    return name.partition(".weight")[0]
 
 
 def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
@@ -163,16 +152,17 @@ def _read_mlx(folder: Path, config: Mapping[str, Any]) -> FolderQuantization:
         spec=QuantSpec(quantizer="mlx", bits=form["bits"], group_size=form["group_size"], double=False),
         own=False,
         dtype=config.get("dtype") or config.get("torch_dtype") or "bfloat16",
-        layers={layer: {"shape": _mlx_shape(shape, layer, form)} for layer, shape in scales.items()},
+        layers={
+            layer: {"shape": [*shape[:-1], shape[-1] * _group_size(form, layer)]}
+            for layer, shape in scales.items()
+        },
         original=made.get("original"),
     )
 
 
-def _mlx_shape(scales: Sequence[int], layer: str, form: Mapping[str, Any]) -> list[int]:
-    """Return the dense shape from the shape of the scales; the group size may differ by layer."""
+def _group_size(form: Mapping[str, Any], layer: str) -> int:
     override = form.get(layer)
-    group_size = override["group_size"] if isinstance(override, dict) else form["group_size"]
-    return [*scales[:-1], scales[-1] * group_size]
+    return int(override["group_size"] if isinstance(override, dict) else form["group_size"])
 
 
 def _read_own(path: Path) -> FolderQuantization:
@@ -185,7 +175,6 @@ def _read_own(path: Path) -> FolderQuantization:
     check_fields(
         record, _OWN, required=("spec", "dtype", "layers"), source=path, do="convert the model again"
     )
-    check_original(record.get("original"), path=path)
     wrong = wrong_spec(record["spec"])
     if wrong is not None:
         raise UnreadableFile(path, f"spec in it cannot be read: {wrong}", do="convert the model again")
@@ -209,26 +198,21 @@ def _read_packed_states(folder: Path) -> dict[str, dict[str, Any]]:
                 if found:
                     start, end = entry["data_offsets"]
                     file.seek(header.data_start + start)
-                    layers[layer] = _parse_state(file.read(min(end - start, _STATE_LIMIT)), name, path)
+                    raw = file.read(min(end - start, _STATE_LIMIT))
+                    state = object_of(raw, Path(f"{path}: {name}"), foreign=True)
+                    check_fields(state, _STATE, required=tuple(_STATE), source=path, place=f"{name}: ")
+                    layers[layer] = state
     return layers
 
 
-def _parse_state(raw: bytes, name: str, path: Path) -> dict[str, Any]:
-    try:
-        state = parse_json(raw, foreign=True)
-    except ValueError as error:
-        raise UnreadableFile(path, f"{shown(name)} is not JSON ({error})") from error
-    if not isinstance(state, dict):
-        raise UnreadableFile(path, f"{shown(name)} is not a JSON object")
-    check_fields(state, _STATE, required=tuple(_STATE), source=path, place=f"{name}: ")
-    return state
-
-
-def _dense_entries(folder: Path, quantized: Collection[str]) -> dict[str, Any]:
-    """Return the header entries of the tensors that are not part of a quantized layer."""
-    return {
+def _read_dense(folder: Path) -> tuple[FolderQuantization | None, dict[str, Any]]:
+    """Return a folder's quantization, and the header entries of the tensors that are not part of a quantized layer."""
+    quantized = read_quantization(folder)
+    layers = quantized.layers if quantized is not None else {}
+    entries = {
         name: entry
         for path in weight_files(folder)
         for name, entry in read_header(path).tensors.items()
-        if _layer_of(name) not in quantized
+        if name.removesuffix(".scales").removesuffix(".biases").partition(".weight")[0] not in layers
     }
+    return quantized, entries

@@ -14,12 +14,12 @@ from crosstune.files.paths import CACHE_VARIABLE
 from crosstune.files.plain_files import NO_ROOM, free_space, readable_bytes
 from crosstune.models.file_hashes import write_checksums
 
-HUB_VARIABLE = "HF_HOME"
-UNVERIFIED = ".unverified"
+LARGER_CACHE = f"set the environment variable {CACHE_VARIABLE} to a folder on a larger disk"
+_UNVERIFIED = ".unverified"
 
 
 class Progress(Protocol):
-    """Called with the stage ('wait', 'download', 'convert', 'verify') and bytes; `total` is None when unknown."""
+    """Called with the stage (wait, download, convert, verify), the bytes done and the total, None if unknown."""
 
     def __call__(self, stage: str, done: int, total: int | None, /) -> None: ...
 
@@ -29,44 +29,31 @@ def silent(stage: str, done: int, total: int | None, /) -> None:
 
 
 class DiskFullError(UserError):
-    """A model does not fit on the disk of the cache."""
+    """The disk has too little space for a model."""
 
-
-def ensure_space(
-    folder: Path, need_bytes: int, *, variable: str = CACHE_VARIABLE, free_bytes: int | None = None
-) -> None:
-    """Raise DiskFullError unless the disk of `folder` has `need_bytes` free; `free_bytes` replaces the measurement."""
-    free = free_space(folder) if free_bytes is None else free_bytes
-    if free < need_bytes:
-        raise disk_full(folder, need_bytes, variable=variable, free_bytes=free)
+    def __init__(
+        self, folder: Path, need_bytes: int, *, larger: str = LARGER_CACHE, cause: str | None = None
+    ) -> None:
+        reason = f" ({cause})" if cause else ""
+        free = readable_bytes(free_space(folder))
+        super().__init__(
+            f"There is not enough disk space for the model in {folder}.",
+            why=f"it needs about {readable_bytes(need_bytes)}, and {free} are free{reason}.",
+            do=f"free some space, or {larger}",
+        )
 
 
 @contextmanager
-def disk_errors(folder: Path, need_bytes: int, *, variable: str = CACHE_VARIABLE) -> Iterator[None]:
-    """Raise the error of `ensure_space` when the disk fills up inside the block."""
+def disk_space(folder: Path, need_bytes: int, *, larger: str = LARGER_CACHE) -> Iterator[None]:
+    """Raise DiskFullError if less than `need_bytes` are free, or if the disk fills up within the context."""
+    if free_space(folder) < need_bytes:
+        raise DiskFullError(folder, need_bytes, larger=larger)
     try:
         yield
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        raise disk_full(folder, need_bytes, variable=variable, cause=error.strerror) from error
-
-
-def disk_full(
-    folder: Path,
-    need_bytes: int,
-    *,
-    variable: str = CACHE_VARIABLE,
-    free_bytes: int | None = None,
-    cause: str | None = None,
-) -> DiskFullError:
-    free = free_space(folder) if free_bytes is None else free_bytes
-    reason = f" ({cause})" if cause else ""
-    return DiskFullError(
-        f"There is not enough disk space for the model in {folder}.",
-        why=f"about {readable_bytes(need_bytes)} are needed there and {readable_bytes(free)} are free{reason}.",
-        do=f"free some space, or set the environment variable {variable} to a folder on a larger disk",
-    )
+        raise DiskFullError(folder, need_bytes, larger=larger, cause=error.strerror) from error
 
 
 class Unverified(UserError):
@@ -83,7 +70,7 @@ class Stage:
 
 @contextmanager
 def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
-    """Yield the paths for a result, and move it to `out` when the block ends. A kill leaves no `out`."""
+    """Yield the paths for a result, and move it to `out` at the end. A crash leaves no `out`."""
     check_out(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -91,23 +78,18 @@ def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
         raise UserError(
             f"Cannot write to {out.parent}.", why=str(error), do="choose another --out"
         ) from error
-    try:
-        ensure_space(out.parent, need_bytes)
-        with disk_errors(out.parent, need_bytes), staging_folder(out) as home:
-            stage = Stage(result=home / "result", scratch=home / "scratch")
-            stage.scratch.mkdir()
-            try:
-                yield stage
-                if stage.result.is_dir():
-                    write_checksums(stage.result)
-                put_new(stage.result, out)
-            except Unverified:
-                put_new(stage.result, unverified_path(out))
-                raise
-    except DiskFullError as error:
-        raise UserError(
-            error.message, why=error.why, do="free some space, or choose an --out on a larger disk"
-        ) from error
+    larger = "choose an --out on a larger disk"
+    with disk_space(out.parent, need_bytes, larger=larger), staging_folder(out) as home:
+        stage = Stage(result=home / "result", scratch=home / "scratch")
+        stage.scratch.mkdir()
+        try:
+            yield stage
+            if stage.result.is_dir():
+                write_checksums(stage.result)
+            put_new(stage.result, out)
+        except Unverified:
+            put_new(stage.result, unverified_path(out))
+            raise
 
 
 def check_out(out: Path) -> None:
@@ -115,17 +97,13 @@ def check_out(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} exists already.", do="choose another --out, or remove the file first")
     if out.is_dir() and any(out.iterdir()):
-        raise UserError(
-            f"{out} is not empty.",
-            why="its files would be lost or mixed with the result.",
-            do="choose another --out, or remove the folder first",
-        )
+        raise UserError(f"{out} is not empty.", do="choose another --out, or remove the folder first")
 
 
 def unverified_path(out: Path) -> Path:
     """Return the first free path for a result that failed its check."""
-    path, number = out.with_name(out.name + UNVERIFIED), 1
+    path, number = out.with_name(out.name + _UNVERIFIED), 1
     while path.exists():
         number += 1
-        path = out.with_name(f"{out.name}{UNVERIFIED}-{number}")
+        path = out.with_name(f"{out.name}{_UNVERIFIED}-{number}")
     return path

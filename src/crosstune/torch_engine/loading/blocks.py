@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,11 @@ class Expansion:
 
     @property
     def is_fresh(self) -> bool:
-        """True if the new blocks are copied from the base, and false if the folder already contains them."""
+        """True if the new blocks are copied from the base; false if the folder already contains them."""
         return len(set(self.sources)) < len(self.sources)
 
     def names(self, base_name: str) -> list[tuple[str, bool]]:
-        """Return the names of a base tensor in the expanded model, each with a flag that is true if its values become zero."""
+        """Return a base tensor's names in the expanded model, each with a flag that is true if its values become zero."""
         match = _LAYER.match(base_name)
         if match is None:
             return [(base_name, False)]
@@ -48,7 +48,7 @@ class Expansion:
 
 
 def in_blocks(name: str, blocks: Collection[int]) -> bool:
-    """Return whether a tensor belongs to one of these blocks."""
+    """Return True if a tensor belongs to one of these blocks."""
     match = _LAYER.match(name)
     return match is not None and int(match.group(2)) in blocks
 
@@ -63,45 +63,34 @@ def expand_evenly(num_layers: int, num_new: int) -> Expansion:
     if not 0 < num_new <= num_layers or num_layers % num_new:
         divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
         raise UserError(
-            f"{num_new} new blocks cannot be spread evenly over {num_layers}.",
+            f"{num_new} new blocks cannot be spread evenly across {num_layers}.",
             do=f"use --num_new_blocks {', '.join(map(str, divisors))}",
         )
     every = num_layers // num_new
-    sources: list[int] = []
-    new: set[int] = set()
-    for layer in range(num_layers):
-        sources.append(layer)
-        if (layer + 1) % every == 0:
-            new.add(len(sources))
-            sources.append(layer)
-    return Expansion(tuple(sources), frozenset(new))
+    sources = [layer for layer in range(num_layers) for _ in range(1 + ((layer + 1) % every == 0))]
+    return Expansion(tuple(sources), frozenset(range(every, len(sources), every + 1)))
 
 
 def already_expanded(old: int, new: int) -> Expansion:
     """Return the expansion of a folder that already has its new blocks, at the positions of `expand_evenly`."""
-    spread = expand_evenly(old, new - old)
-    return Expansion(tuple(range(new)), spread.new)
+    return Expansion(tuple(range(new)), expand_evenly(old, new - old).new)
 
 
 @torch.no_grad()
 def check_passes_through(model: nn.Module, expansion: Expansion, *, device: torch.device) -> None:
     """Check with one short row that every new block returns its input.
 
-    A block that writes to the residual stream through a layer with a different name, or normalizes the stream, would change
-    the outputs before the first step.
+    A block that writes to the residual stream through a layer with a different name, or normalizes the stream, does not.
     """
-    changed: list[str] = []
+    changed: list[nn.Module] = []
 
-    def compare(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if not torch.equal(hidden, out[0] if isinstance(out, tuple) else out):
-                changed.append(name)
-
-        return hook
+    def compare(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if not torch.equal(hidden, out[0] if isinstance(out, tuple) else out):
+            changed.append(block)
 
     hooks = [
-        block.register_forward_hook(compare(name), with_kwargs=True)
+        block.register_forward_hook(compare, with_kwargs=True)
         for name, block in model.named_modules()
         if (match := _BLOCK.match(name)) is not None and int(match.group(1)) in expansion.new
     ]
@@ -114,7 +103,7 @@ def check_passes_through(model: nn.Module, expansion: Expansion, *, device: torc
     if changed:
         raise UserError(
             f"llama_pro cannot add blocks to {type(model).__name__}.",
-            why=f"a copied block ({changed[0]}) does not return its input unchanged, so training would not start from the base model.",
+            why="a copied block does not return its input unchanged, so training would not start from the base model.",
             do="use --train_type lora or full",
         )
 
@@ -122,10 +111,9 @@ def check_passes_through(model: nn.Module, expansion: Expansion, *, device: torc
 def expand_config(config: Any, expansion: Expansion) -> Any:
     """Return the config of the expanded model; per-layer settings are expanded like the blocks."""
     expanded = copy.deepcopy(config)
-    old = config.num_hidden_layers
     expanded.num_hidden_layers = len(expansion.sources)
-    values: Mapping[str, Any] = config.to_dict()
-    for name, value in values.items():
-        if isinstance(value, list) and len(value) == old and name in ("layer_types", "no_rope_layers"):
+    for name in ("layer_types", "no_rope_layers"):
+        value = config.to_dict().get(name)  # some configs derive the attribute
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(expanded, name, [value[source] for source in expansion.sources])
     return expanded

@@ -14,6 +14,7 @@ from crosstune.torch_engine.quantized import StoredWeight, frozen_linear, is_lin
 
 _FORWARD = "crosstune"
 """The name under which transformers finds `experts_forward`."""
+_REPLACEABLE = ("_apply_gate", "has_gate", "is_transposed", "num_experts")
 _SINGLE = (nn.Embedding, nn.modules.conv._ConvNd)
 
 
@@ -33,14 +34,14 @@ def expert_weights(model: nn.Module) -> list[str]:
 
 
 def expert_stacks(model: nn.Module) -> list[str]:
-    """Return the names of the stacks that can be quantized and adapted, or already are: transformers lets
-    `experts_forward` compute their modules."""
+    """Return the names of the stacks that can be quantized and adapted, or already are: transformers accepts
+    `experts_forward` for their modules."""
     return [
         f"{name}.{part}"
         for name, module in model.named_modules()
-        if _is_replaceable(module)
+        if all(hasattr(module, needed) for needed in _REPLACEABLE)
         for part in STACKS
-        if _is_stack(getattr(module, part, None))
+        if isinstance(stack := getattr(module, part, None), nn.Module) or getattr(stack, "ndim", 0) == 3
     ]
 
 
@@ -90,8 +91,7 @@ class QuantStack(nn.Module):
 def multiply(stack: Any, x: torch.Tensor, routing: Routing, *, transposed: bool) -> torch.Tensor:
     """Multiply each row with the matrix of its expert."""
     if isinstance(stack, nn.Module):
-        product: torch.Tensor = stack(x, routing)
-        return product
+        return stack(x, routing)
     return grouped_product(x, stack.to(x.dtype), routing, transposed=transposed)
 
 
@@ -100,8 +100,7 @@ def grouped_product(
 ) -> torch.Tensor:
     from transformers.integrations.moe import _grouped_linear
 
-    product: torch.Tensor = _grouped_linear(x, weights, routing.ends, is_transposed=transposed)
-    return product
+    return _grouped_linear(x, weights, routing.ends, is_transposed=transposed)
 
 
 def experts_forward(
@@ -131,12 +130,3 @@ def experts_forward(
 def _project(module: Any, part: str, x: torch.Tensor, routing: Routing) -> torch.Tensor:
     out = multiply(getattr(module, part), x, routing, transposed=module.is_transposed)
     return out + getattr(module, f"{part}_bias")[routing.experts].to(out.dtype) if module.has_bias else out
-
-
-def _is_replaceable(module: Any) -> bool:
-    """Return whether transformers accepts a custom function for the module's experts."""
-    return all(hasattr(module, name) for name in ("_apply_gate", "has_gate", "is_transposed", "num_experts"))
-
-
-def _is_stack(stack: Any) -> bool:
-    return isinstance(stack, nn.Module) or (isinstance(stack, torch.Tensor) and stack.ndim == 3)

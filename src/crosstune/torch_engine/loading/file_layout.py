@@ -23,8 +23,8 @@ class Group:
     """Tensors of the files that are converted together."""
 
     target: str
-    """The model's tensor; the first one if a tensor of the files is split."""
-    files: Mapping[str, str | None]
+    """The model's tensor; the first if a tensor of the files is split."""
+    files: dict[str, str | None]
     """Name in the files -> the matching pattern of `converter`, in natural order."""
     converter: Any = None
     """transformers' WeightConverter; None if the tensor is only renamed."""
@@ -77,7 +77,7 @@ class FileLayout:
         converter = deepcopy(group.converter)
         for (name, pattern), tensor in zip(group.files.items(), tensors, strict=True):
             converter.add_tensor(group.target, name, pattern, tensor)
-        return _plain(self._run(converter, group.target))
+        return self._run(converter, group.target)
 
     def revert(self, group: Group, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors of a group as the files store them, by name; the inverse of `convert`."""
@@ -90,7 +90,7 @@ class FileLayout:
             renamed, pattern = reverse.rename_source_key(name)
             first = first or renamed
             reverse.add_tensor(first, name, pattern, tensor)
-        found = _plain(self._run(reverse, first))
+        found = self._run(reverse, first)
         by_name = {self._rename(name): name for name in group.files}
         if found.keys() != by_name.keys():
             raise UserError(
@@ -101,22 +101,17 @@ class FileLayout:
             )
         return {by_name[name]: tensor for name, tensor in found.items()}
 
-    def _run(self, transform: Any, first: str) -> dict[str, Any]:
-        found: dict[str, Any] = transform.convert(first, model=self.model, config=self.model.config)
-        return found
+    def _run(self, transform: Any, first: str) -> dict[str, torch.Tensor]:
+        found = transform.convert(first, model=self.model, config=self.model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
     def _group(self, names: Iterable[str]) -> list[Group]:
-        files: dict[str, dict[str, str | None]] = {}
-        converters: dict[str, Any] = {}
+        groups: dict[str, Group] = {}
         for name in sorted(names, key=_natural):
             target, pattern, converter = self._target(name)
-            files.setdefault(target, {})[name] = pattern
-            if converter is not None:
-                converters[target] = converter
-        return [
-            Group(target=target, files=files[target], converter=converters.get(target))
-            for target in sorted(files)
-        ]
+            group = groups.setdefault(target, Group(target=target, files={}, converter=converter))
+            group.files[name] = pattern
+        return [groups[target] for target in sorted(groups)]
 
     def _target(self, name: str) -> tuple[str, str | None, Any]:
         """Return the model's name for a tensor of the files, and the converter with its matching pattern."""
@@ -155,10 +150,6 @@ def _transforms(model: nn.Module) -> list[Any]:
     return list(get_model_conversion_mapping(model))
 
 
-def _plain(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
-
-
 def _natural(name: str) -> list[tuple[int, int, str]]:
     """Return a sort key that puts expert 2 before expert 10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
@@ -184,10 +175,10 @@ def read_layout(
     names = layout.shapes({name: place.shape for name, place in places.items()}).keys() | held
     found = {target for name in names for target in _targets(name, expansion)}
     missing, extra = sorted(expected.keys() - found - tied), sorted(found - expected.keys())
-    if expansion is not None and not any(expansion.is_new(name) for name in found):
+    if expansion is not None and not (layout.is_plain and any(expansion.is_new(name) for name in found)):
         raise UserError(
             f"llama_pro cannot add blocks to {type(model).__name__}.",
-            why="its blocks are not in a list named layers.",
+            why="its blocks are not in a list named layers, or transformers renames or stacks their tensors.",
             do="use --train_type lora or full",
         )
     if extra:
@@ -196,17 +187,7 @@ def read_layout(
             why=f"{folder} contains {len(extra)} tensors that the model does not have, such as {extra[0]}.",
             do="use --train_type lora, dora or full: they load the model with transformers",
         )
-    if expansion is not None and not layout.is_plain:
-        raise UserError(
-            f"llama_pro cannot add blocks to {type(model).__name__}.",
-            why=f"transformers renames or stacks tensors of {folder} when it loads them.",
-            do="use --train_type lora, qlora or full",
-        )
-    if missing:
-        raise UserError(
-            f"The files in {folder} lack {len(missing)} of the model's tensors, such as {missing[0]}.",
-            do="fetch the model again",
-        )
+    check_missing(folder, missing)
     wrong = [
         (target, place.shape, expected[target])
         for name, place in sorted(places.items())
@@ -226,6 +207,14 @@ def _ignored(model: Any) -> re.Pattern[str]:
     """Return a pattern for tensors of older transformers versions that models ignore."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return re.compile("|".join([r"rotary_emb\.inv_freq$", *patterns]))
+
+
+def check_missing(folder: Path, missing: Sequence[str]) -> None:
+    if missing:
+        raise UserError(
+            f"The files in {folder} lack {len(missing)} of the model's tensors, such as {missing[0]}.",
+            do="download the model again",
+        )
 
 
 def other_shapes(folder: Path, wrong: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> UserError:

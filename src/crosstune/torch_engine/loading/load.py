@@ -25,7 +25,7 @@ from crosstune.torch_engine.loading.blocks import (
     expand_config,
     expand_evenly,
 )
-from crosstune.torch_engine.loading.file_layout import FileLayout, other_shapes, read_layout
+from crosstune.torch_engine.loading.file_layout import FileLayout, check_missing, other_shapes, read_layout
 from crosstune.torch_engine.loading.prequantized import (
     Prequantized,
     check_asked,
@@ -56,11 +56,11 @@ class Source:
         return self.plan.quant_spec is None and self.expansion is None
 
     def read_layout(self, model: nn.Module) -> tuple[FileLayout, dict[str, Place], dict[str, WeightForm]]:
-        """Return the layout of the files, the places of dense tensors and the forms of quantized ones; raise unless they
-        fit the model."""
-        prequantized = self.prequantized
-        places = find_tensors(self.folder) if prequantized is None else prequantized.dense
-        held = prequantized.forms(model) if prequantized is not None else {}
+        """Return the layout of the files, the places of dense tensors and the forms of quantized tensors; raise unless
+        they match the model."""
+        places, held = find_tensors(self.folder), dict[str, WeightForm]()
+        if self.prequantized is not None:
+            places, held = self.prequantized.dense, self.prequantized.forms(model)
         layout = read_layout(model, places, self.expansion, self.folder, held=held.keys())
         return layout, places, held
 
@@ -119,17 +119,13 @@ def load_model(
 
 def attention_name(plan: Plan, config: Any) -> str | None:
     """Return transformers' name for the plan's attention; None means torch's own where the model supports it."""
-    chosen, _ = plan.attention
-    if chosen == "flash_attn" and _supports_flash_package(config):
-        return "flash_attention_2"
-    return "eager" if chosen == "eager" else None
-
-
-def _supports_flash_package(config: Any) -> bool:
     from transformers import AutoModelForCausalLM
 
+    chosen, _ = plan.attention
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    return bool(getattr(kind, "_supports_flash_attn", False))
+    if chosen == "flash_attn" and getattr(kind, "_supports_flash_attn", False):
+        return "flash_attention_2"
+    return "eager" if chosen == "eager" else None
 
 
 def empty_model(folder: Path, config: Any = None, **options: Any) -> nn.Module:
@@ -180,13 +176,7 @@ def read_pretrained(
         )
     if wrong := sorted(info["mismatched_keys"], key=str):
         raise other_shapes(folder, wrong)
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise UserError(
-            f"The files in {folder} lack {len(missing)} of the model's tensors, such as {missing[0]}.",
-            why="transformers would fill them with random numbers.",
-            do="fetch the model again",
-        )
+    check_missing(folder, sorted(info["missing_keys"]))  # transformers would initialize them randomly
     return model
 
 
@@ -297,21 +287,16 @@ def plan_expansion(plan: Plan, folder: Path, config: Any) -> Expansion | None:
     """Return the new blocks of a llama_pro plan; for a folder that has them already, by its name."""
     if plan.method != "llama_pro":
         return None
-    named = read_expanded_name(folder.name)
-    if named is None and plan.config.llama_pro_path:
+    named, num_layers = read_expanded_name(folder.name), config.num_hidden_layers
+    if named is None and not plan.config.llama_pro_path:
+        return expand_evenly(num_layers, plan.config.num_new_blocks)
+    if named is None or named[1] != num_layers:
         raise UserError(
-            f"--llama_pro_path {folder.name} does not say which of its blocks are new.",
-            why="its name must end in _blk_exp-OLD-NEW: the number of blocks before and after.",
+            f"The folder name {folder.name} does not say which of its blocks are new.",
+            why=f"it must end in _blk_exp-OLD-{num_layers}, with the number of blocks before and after.",
             do="rename it, or remove --llama_pro_path to add --num_new_blocks blocks to the model",
         )
-    if named is not None:
-        if named[1] != config.num_hidden_layers:
-            raise UserError(
-                f"The name of {folder.name} says {named[1]} blocks, but its config has {config.num_hidden_layers}.",
-                do="rename the folder so that it ends in _blk_exp-OLD-NEW, with the number of blocks before and after",
-            )
-        return already_expanded(*named)
-    return expand_evenly(config.num_hidden_layers, plan.config.num_new_blocks)
+    return already_expanded(*named)
 
 
 def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:

@@ -41,7 +41,7 @@ class Prequantized:
     def spec(self) -> QuantSpec:
         return self.facts.spec
 
-    @property
+    @cached_property
     def layers(self) -> set[str]:
         return set(self.facts.layers)
 
@@ -58,26 +58,20 @@ class Prequantized:
     @cached_property
     def dense(self) -> dict[str, Place]:
         """Tensors that are not part of a quantized weight."""
-        return {name: place for name, place in self.places.items() if self._layer_of(name) is None}
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(place.end - place.start for place in self.places.values())
-
-    def shape(self, layer: str) -> tuple[int, int]:
-        rows, columns = self.facts.layers[layer]["shape"]
-        return rows, columns
+        held = {f"{layer}.weight{part}" for layer, parts in self._parts.items() for part in parts}
+        return {name: place for name, place in self.places.items() if name not in held}
 
     def forms(self, model: nn.Module) -> dict[str, WeightForm]:
         """Return the quantized weights by parameter. Expert stacks are stored matrix by matrix."""
-        left = self.layers
         found = {
             name: form
             for name, form in weight_forms(model).items()
-            if form.stacked and left.issuperset(form.matrices)
+            if form.stacked and self.layers.issuperset(form.matrices)
         }
-        left = left.difference(*(form.matrices for form in found.values()))
-        return found | {f"{layer}.weight": single_form(layer, self.shape(layer)) for layer in left}
+        for layer in self.layers.difference(*(form.matrices for form in found.values())):
+            rows, columns = self.facts.layers[layer]["shape"]
+            found[f"{layer}.weight"] = single_form(layer, (rows, columns))
+        return found
 
     def layer_spec(self, layer: str) -> QuantSpec:
         """Return the quantization of a layer; it may differ from the folder's."""
@@ -86,31 +80,25 @@ class Prequantized:
 
     def stored(self, layer: str, device: torch.device) -> StoredWeight:
         """Read the quantized weight of a layer."""
-        prefix = f"{layer}.weight."
         tensors = {
-            name.removeprefix(prefix): read_tensor(self.places[name]).to(device)
-            for name in self._parts[layer]
-            if name.startswith(prefix) and ".quant_state." not in name
+            part.removeprefix("."): read_tensor(place).to(device)
+            for part, place in self._parts[layer].items()
+            if not part.startswith(".quant_state.")
         }
-        facts = self.facts.layers[layer]
-        if self.facts.own:
-            weight_facts = {name: value for name, value in facts.items() if name != "spec"}
-            return restore_weight(self.layer_spec(layer).quantizer, tensors, weight_facts)
-        packed = read_tensor(self.places[f"{layer}.weight"]).to(device)
-        return restore_weight(self.spec.quantizer, {**tensors, "packed": packed}, facts)
+        facts = {name: value for name, value in self.facts.layers[layer].items() if name != "spec"}
+        if not self.facts.own:
+            tensors["packed"] = tensors.pop("")  # `LAYER.weight` itself
+        return restore_weight(self.layer_spec(layer).quantizer, tensors, facts)
 
     @cached_property
-    def _parts(self) -> dict[str, list[str]]:
-        parts: dict[str, list[str]] = {layer: [] for layer in self.facts.layers}
-        for name in self.places:
-            layer = self._layer_of(name)
-            if layer is not None:
-                parts[layer].append(name)
+    def _parts(self) -> dict[str, dict[str, Place]]:
+        """The tensors of each quantized weight, by the end of their name."""
+        parts: dict[str, dict[str, Place]] = {}
+        for name, place in self.places.items():
+            layer, found, part = name.partition(".weight")
+            if found and layer in self.layers:
+                parts.setdefault(layer, {})[part] = place
         return parts
-
-    def _layer_of(self, name: str) -> str | None:
-        layer, found, _ = name.partition(".weight")
-        return layer if found and layer in self.facts.layers else None
 
 
 def read_prequantized(folder: Path) -> Prequantized | None:
@@ -137,32 +125,28 @@ def read_prequantized(folder: Path) -> Prequantized | None:
 
 
 def check_asked(prequantized: Prequantized, asked: QuantSpec | None, *, train_type: str) -> None:
-    """Raise unless a run requests the quantization of the folder: nothing is quantized twice."""
-    spec = prequantized.spec
+    """Raise unless a run requests the quantization of the folder: nothing is quantized twice, or trained if quantized."""
+    spec, folder = prequantized.spec, prequantized.folder
     method, library = TRAIN_TYPE_PARTS[train_type]
-    matching = train_type if library in ("auto", spec.quantizer) else {"dora": "dora"}.get(method, "qlora")
-    flags = f"--quantization_backend {spec.quantizer} --n_bits {spec.bits}"
+    if method in ("lora", "dora") and asked is not None and same_meaning(asked, spec):
+        return
+    matching = "dora" if method == "dora" else "qlora"
+    if method in ("lora", "dora") and library in ("auto", spec.quantizer):
+        matching = train_type
+    flags = f"--train_type {matching} --quantization_backend {spec.quantizer} --n_bits {spec.bits}"
     if spec.has_groups():
         flags += f" --group_size {spec.group_size}"
     if spec.resolved_kind() != dataclasses.replace(spec, kind="auto").resolved_kind():
         flags += f" --quant_type {spec.kind}"
     if not spec.double and spec.has_double():
         flags += " --double_quant false"
-    if method not in ("lora", "dora"):
-        raise UserError(
-            f"{prequantized.folder} contains {spec.bits}-bit {spec.quantizer} weights, and {method} cannot train them.",
-            why="quantized weights cannot be updated.",
-            do=f"use --train_type qlora {flags}, or get plain weights: crosstune convert {prequantized.folder} --to none",
-        )
-    if asked is None or not same_meaning(asked, spec):
-        requested = (
-            "a base that is not quantized" if asked is None else f"{asked.quantizer} with {asked.bits} bits"
-        )
-        raise UserError(
-            f"{prequantized.folder} contains weights quantized differently than requested ({requested}).",
-            why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {spec.resolved_kind()}.",
-            do=f"use --train_type {matching} {flags}, or crosstune convert the folder",
-        )
+    requested = "not quantized" if asked is None else f"{asked.quantizer} with {asked.bits} bits"
+    raise UserError(
+        f"{folder} contains weights quantized differently than requested ({train_type}, {requested}).",
+        why=f"they are {spec.quantizer}, {spec.bits} bits, groups of {spec.group_size}, kind {spec.resolved_kind()}, "
+        "and only adapters can be trained on them.",
+        do=f"use {flags}, or get plain weights: crosstune convert {folder} --to none",
+    )
 
 
 def check_plain(folder: Path) -> None:
@@ -202,9 +186,3 @@ def write_record(
 def own_config(spec: QuantSpec) -> dict[str, Any]:
     """Return a quantization_config that stops transformers from loading the folder as plain weights."""
     return {"quant_method": OWN_METHOD, "quantizer": spec.quantizer, "bits": spec.bits}
-
-
-def pieces(weight: StoredWeight) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return copies of a stored weight's tensors, and its facts as JSON."""
-    tensors = {name: tensor.detach().clone() for name, tensor in weight.tensors().items()}
-    return tensors, dict(weight.facts)

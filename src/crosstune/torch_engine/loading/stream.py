@@ -14,6 +14,7 @@ import torch
 from crosstune.core.errors import UserError
 from crosstune.files.plain_files import open_plain
 from crosstune.files.safetensors_header import read_header
+from crosstune.models.folder import weight_files
 
 _DTYPES = {
     "F64": torch.float64,
@@ -44,27 +45,19 @@ class Place:
 
 def find_tensors(folder: Path) -> dict[str, Place]:
     """Return the place of every tensor of a model folder, reading only the file headers."""
-    places: dict[str, Place] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        places |= places_in(file)
-    return places
-
-
-def places_in(path: Path) -> dict[str, Place]:
-    """Return the place of every tensor of a file. Plain reads need less memory than a map, whose pages stay resident."""
-    header = read_header(path)
     places = {}
-    for name, entry in header.tensors.items():
-        if entry["dtype"] not in _DTYPES:
-            raise UserError(
-                f"{path} stores {name} as {entry['dtype']}.", why="torch does not support that dtype."
-            )
-        start, end = (header.data_start + offset for offset in entry["data_offsets"])
-        places[name] = Place(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end)
+    for path in weight_files(folder):
+        header = read_header(path)
+        for name, entry in header.tensors.items():
+            if entry["dtype"] not in _DTYPES:
+                raise UserError(f"{path} stores {name} as {entry['dtype']}, which torch does not support.")
+            start, end = (header.data_start + offset for offset in entry["data_offsets"])
+            places[name] = Place(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), start, end)
     return places
 
 
 def read_tensor(place: Place) -> torch.Tensor:
+    """Read a tensor. A plain read needs less memory than a map, whose pages stay resident."""
     with open_plain(place.file) as file:
         file.seek(place.start)
         buffer = bytearray(place.end - place.start)

@@ -64,17 +64,23 @@ def dense_shape(form: WeightForm) -> tuple[int, ...]:
     return (len(form.matrices), *shape) if form.stacked else shape
 
 
-def weight_forms(model: nn.Module) -> dict[str, WeightForm]:
-    """Return the linear layers and expert stacks of a dense model by parameter.
-
-    Without the head, since its errors reach the loss directly, and without layers whose parent reads the weight itself.
-    """
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers by name, without the head, whose errors reach the loss directly, and without layers whose
+    parent reads the weight itself."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head is not None else None
-    forms = [
-        single_form(name, linear_shape(module), transposed=is_conv1d(module))
+    return {
+        name: module
         for name, module in model.named_modules()
         if is_linear(module) and module is not head and not reads_weight(model, name)
+    }
+
+
+def weight_forms(model: nn.Module) -> dict[str, WeightForm]:
+    """Return the linear layers and expert stacks of a dense model by parameter."""
+    forms = [
+        single_form(name, linear_shape(module), transposed=is_conv1d(module))
+        for name, module in linear_layers(model).items()
     ]
     forms += [_stack_form(name, model) for name in expert_stacks(model)]
     return {form.parameter: form for form in forms}
@@ -99,11 +105,11 @@ def single_form(layer: str, shape: tuple[int, int], *, transposed: bool = False)
 def _stack_form(name: str, model: nn.Module) -> WeightForm:
     parent, _, child = name.rpartition(".")
     module: Any = model.get_submodule(parent)
-    experts, *shape = stack_shape(getattr(module, child), transposed=module.is_transposed)
+    experts, rows, columns = stack_shape(getattr(module, child), transposed=module.is_transposed)
     return WeightForm(
         parameter=name,
         matrices=tuple(f"{name}.{number}" for number in range(experts)),
-        shape=(shape[0], shape[1]),
+        shape=(rows, columns),
         stacked=True,
         transposed=module.is_transposed,
     )

@@ -15,7 +15,7 @@ from crosstune.core.model_folders import DenseWeights, OnBytes
 from crosstune.core.quantization import QuantSpec
 from crosstune.models.folder import PLAIN_STEM, QUANTIZED_STEM
 from crosstune.torch_engine.loading.load import check_layer_shapes, forms_to_quantize, read_config
-from crosstune.torch_engine.loading.prequantized import Prequantized, own_config, pieces, write_record
+from crosstune.torch_engine.loading.prequantized import Prequantized, own_config, write_record
 from crosstune.torch_engine.loading.weight_forms import WeightForm
 from crosstune.torch_engine.quantized import quantize_weight
 from crosstune.torch_engine.results import export
@@ -113,8 +113,9 @@ class Conversion:
         for layer, matrix in zip(form.matrices, form.split(tensor), strict=True):
             stored = quantize_weight(matrix.to(self.device), self.spec, self.dtype)
             self.errors.add(layer, stored.dequantize(torch.float32).cpu(), matrix)
-            tensors, self.layers[layer] = pieces(stored)
-            yield from ((f"{layer}.weight.{part}", values) for part, values in tensors.items())
+            self.layers[layer] = dict(stored.facts)
+            for part, values in stored.tensors().items():
+                yield f"{layer}.weight.{part}", values.detach().clone()
 
     @cached_property
     def _source(self) -> BaseTensors:

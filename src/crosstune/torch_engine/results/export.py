@@ -11,16 +11,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
 from crosstune.models.adapter_choice import AdapterSettings
-from crosstune.models.adapter_files import PEFT_WEIGHTS, copy_tokenizer
+from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.folder import PLAIN_STEM
 from crosstune.models.weights import write_shards
 from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear
-from crosstune.torch_engine.loading.stream import places_in, read_tensor
 from crosstune.torch_engine.session.state import copy_rows
 from crosstune.torch_engine.sharding.local_shard import local_part, whole
 
@@ -35,14 +33,6 @@ def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
 def host_weights(adapters: Mapping[str, Adapted]) -> dict[str, Array]:
     """Return fp32 copies of the adapter parameters on the host. A collective call if they are sharded."""
     return {name: whole(p).float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
-
-
-def read_adapter_file(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a PEFT adapter folder, under the names in its file."""
-    path = folder / PEFT_WEIGHTS
-    if not path.is_file():
-        raise UserError(f"{folder} is not an adapter folder.", why=f"it has no {path.name}.")
-    return {name: read_tensor(place) for name, place in places_in(path).items()}
 
 
 def load_adapter(folder: Path, adapters: Mapping[str, Adapted], *, settings: AdapterSettings) -> None:
@@ -86,6 +76,6 @@ def save_model(
 def save_tensors(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], *, stem: str = PLAIN_STEM
 ) -> None:
-    """Write tensors in shards. transformers reads files named `PLAIN_STEM`; use another stem if it cannot read them."""
+    """Write tensors in shards. transformers reads files named `PLAIN_STEM`; use a different stem for quantized tensors."""
     on_host = ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors)
     write_shards(folder, on_host, save=partial(save_file, metadata={"format": "pt"}), stem=stem)

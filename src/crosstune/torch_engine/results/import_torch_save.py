@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.protocols import Array
 
 _MODEL_KEYS = ("model_state_dict", "state_dict", "model")
@@ -41,14 +41,7 @@ def read_foreign(path: Path) -> Foreign:
         raise UserError(f"There is no file {path}.", do="specify a file written by torch.save")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        zipfile.BadZipFile,
-        ValueError,
-        KeyError,
-    ) as error:
+    except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, *LIBRARY_FAULTS) as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         why = f"{named[1]} could run code" if named else "it is damaged or not a torch.save file"
         raise UserError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch
 
 from crosstune.core.errors import UserError
 from crosstune.core.model_folders import AdapterFolder, DenseWeights, OnBytes
-from crosstune.models.adapter_files import canonical_name
+from crosstune.models.adapter_files import read_matrices
 from crosstune.torch_engine.device import PRECISIONS
 from crosstune.torch_engine.loading.adapters import split_by_expert
 from crosstune.torch_engine.loading.blocks import in_blocks
@@ -19,26 +19,19 @@ from crosstune.torch_engine.loading.load import empty_model, forms_to_quantize, 
 from crosstune.torch_engine.loading.prequantized import read_prequantized
 from crosstune.torch_engine.loading.stream import find_tensors
 from crosstune.torch_engine.loading.weight_forms import WeightForm, dense_shape, weight_forms
-from crosstune.torch_engine.quantized import quantize_weight
+from crosstune.torch_engine.quantized import StoredWeight, quantize_weight
 from crosstune.torch_engine.results import export
 
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Matrices:
-    """The adapter of one layer."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    magnitude: torch.Tensor | None
+Matrices = Mapping[str, torch.Tensor]
+"""The adapter of a layer: A, B and, for DoRA, magnitude_vector."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """The adapters of a folder by layer."""
-
     folder: Path
     scale: float
     layers: Mapping[str, Matrices]
@@ -48,42 +41,30 @@ def read_adapter(source: AdapterFolder) -> Adapter:
     """Read the matrices of an adapter in fp32."""
     folder, settings = source.path, source.settings
     parts: dict[str, dict[str, torch.Tensor]] = {}
-    parameters = settings.get("target_parameters") or ()
-    for name, tensor in export.read_adapter_file(folder).items():
-        layer, found, part = canonical_name(name, parameters).rpartition(".lora_")
-        if not found:
-            raise UserError(
-                f"The adapter {folder} contains {name}.", why="that is not part of a LoRA or DoRA layer."
-            )
-        parts.setdefault(layer, {})[part.removesuffix(".weight")] = tensor.float()
+    for name, matrix in read_matrices(folder, settings).items():
+        layer, _, part = name.rpartition(".lora_")
+        parts.setdefault(layer, {})[part.removesuffix(".weight")] = torch.from_numpy(matrix)
     for layer, tensors in parts.items():
         if not {"A", "B"} <= tensors.keys() <= {"A", "B", "magnitude_vector"}:
             raise UserError(
-                f"The adapter {folder} has {', '.join(sorted(tensors))} for {layer}.", why="it needs A and B."
+                f"The adapter {folder} contains unsupported tensors.",
+                why=f"a LoRA or DoRA layer needs A and B, got {', '.join(sorted(tensors))} for '{layer}'.",
             )
     root = settings["r"] ** 0.5 if settings.get("use_rslora") else settings["r"]
-    return Adapter(
-        folder=folder,
-        scale=settings["lora_alpha"] / root,
-        layers={
-            layer: Matrices(a=tensors["A"], b=tensors["B"], magnitude=tensors.get("magnitude_vector"))
-            for layer, tensors in parts.items()
-        },
-    )
+    return Adapter(folder=folder, scale=settings["lora_alpha"] / root, layers=parts)
 
 
 def fold(weight: torch.Tensor, matrices: Matrices, *, scale: float, form: WeightForm) -> torch.Tensor:
     """Return the weight with its adapter merged, in fp32."""
-    a, b = matrices.a.to(weight.device), matrices.b.to(weight.device)
+    a, b = matrices["A"].to(weight.device), matrices["B"].to(weight.device)
     if form.stacked:
         a, b = split_by_expert(a, b, num_experts=len(form.matrices))
     delta = b @ a
     merged = weight.float() + scale * (delta.transpose(-1, -2) if form.transposed else delta)
-    if matrices.magnitude is None:
+    if "magnitude_vector" not in matrices:
         return merged
-    ratio = matrices.magnitude.to(weight.device) / torch.linalg.vector_norm(
-        merged, dim=0 if form.transposed else 1
-    )
+    lengths = torch.linalg.vector_norm(merged, dim=0 if form.transposed else 1)
+    ratio = matrices["magnitude_vector"].to(weight.device) / lengths
     return merged * ratio if form.transposed else ratio[:, None] * merged
 
 
@@ -111,15 +92,18 @@ class BaseTensors:
 
     def read(self, *, on_read: OnBytes | None = None) -> Iterator[tuple[Group, dict[str, torch.Tensor]]]:
         """Yield the dense tensors. A tensor that was quantized in training has its dequantized values, in fp32."""
-        total = sum(place.end - place.start for place in self.places.values())
-        total, done = total if self.prequantized is None else self.prequantized.num_bytes, 0
+        places = self.places if self.prequantized is None else self.prequantized.places
+        total, done = sum(place.end - place.start for place in places.values()), 0
         for group, tensors in self.layout.read(self.places, num_workers=2):
             yield group, {name: self._as_trained(name, tensor) for name, tensor in tensors.items()}
             done += sum(self.places[name].end - self.places[name].start for name in group.files)
             if on_read is not None:
                 on_read(done, total)
         for number, (name, form) in enumerate(sorted(self.held.items()), start=1):
-            yield Group(target=name, files={name: None}), {name: self._dequantize(name, form)}
+            assert self.prequantized is not None
+            stored = (self.prequantized.stored(matrix, self.device) for matrix in form.matrices)
+            dense = self._join(self.forms.get(name, form), stored)
+            yield Group(target=name, files={name: None}), {name: dense}
             if on_read is not None:
                 on_read(done + number * (total - done) // len(self.held), total)
 
@@ -135,19 +119,11 @@ class BaseTensors:
         spec, form = self.weights.quantization, self.quantized.get(name)
         if spec is None or self.held or form is None or in_blocks(name, self.weights.new_blocks):
             return tensor
-        matrices = [
-            quantize_weight(matrix, spec, self.compute).dequantize(self.compute).float().cpu()
-            for matrix in form.split(tensor.to(self.device))
-        ]
-        return form.join(matrices)
+        matrices = form.split(tensor.to(self.device))
+        return self._join(form, (quantize_weight(matrix, spec, self.compute) for matrix in matrices))
 
-    def _dequantize(self, name: str, form: WeightForm) -> torch.Tensor:
-        assert self.prequantized is not None
-        matrices = [
-            self.prequantized.stored(matrix, self.device).dequantize(self.compute).float().cpu()
-            for matrix in form.matrices
-        ]
-        return self.forms.get(name, form).join(matrices)
+    def _join(self, form: WeightForm, stored: Iterable[StoredWeight]) -> torch.Tensor:
+        return form.join([weight.dequantize(self.compute).float().cpu() for weight in stored])
 
 
 def dense_tensors(
@@ -192,8 +168,8 @@ def check_layers(base: BaseTensors, adapter: Adapter) -> None:
     for layer, matrices in sorted(adapter.layers.items()):
         form = base.forms.get(f"{layer}.weight") or base.forms.get(layer)
         experts = len(form.matrices) if form is not None and form.stacked else 1
-        ranks = {matrices.a.shape[0] % experts, matrices.b.shape[1] % experts}
-        shape = (matrices.b.shape[0], matrices.a.shape[1])
+        a, b = matrices["A"], matrices["B"]
+        ranks, shape = {a.shape[0] % experts, b.shape[1] % experts}, (b.shape[0], a.shape[1])
         if form is None or form.shape != shape or ranks != {0}:
             held = form.shape if form is not None else base.shapes.get(f"{layer}.weight")
             wrong.append(f"{layer} is {shape} in the adapter and {held} in the base")
