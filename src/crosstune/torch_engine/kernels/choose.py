@@ -99,14 +99,8 @@ def share_base(base: BaseChoice | None, group: Group | None) -> BaseChoice | Non
     if group is None:
         return base
     fields = json.loads(group.share(json.dumps(asdict(base) if base is not None else None)))
-    if fields is None:
-        return None
-    groups = fields["outside_fp8"]
-    return BaseChoice(
-        quantizer=fields["quantizer"],
-        kept=tuple(fields["kept"]),
-        outside_fp8=tuple(groups) if groups is not None else None,
-    )
+    lists = {name: tuple(value) for name, value in (fields or {}).items() if isinstance(value, list)}
+    return BaseChoice(**fields | lists) if fields is not None else None
 
 
 def find_reason(

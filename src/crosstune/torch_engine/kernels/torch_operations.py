@@ -43,6 +43,7 @@ def rms_norm(
     out: torch.Tensor,
     quantize: Quantize | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+    """Return x + added, 1 / rms of each row, and the normalized rows in `out`."""
     total = x if added is None else x + added.to(x.dtype)
     values = _wide(total)
     length = torch.linalg.vector_norm(values, dim=-1)
@@ -51,6 +52,7 @@ def rms_norm(
 
 
 def rms_norm_again(total: torch.Tensor, rstd: torch.Tensor, norm: Norm, out: torch.Tensor) -> torch.Tensor:
+    """Rebuild the normalized rows in `out`."""
     _normalize(_wide(total), rstd, norm, out, None)
     return out
 
@@ -63,6 +65,7 @@ def rms_norm_backward(
     residual: torch.Tensor | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
+    """Write the gradient of the norm's input, plus `residual`, into `out`."""
     values = _wide(total)
     found = _wide(gradient) * _gain(norm, values)
     along = (found * values).sum(-1).mul_(rstd).mul_(rstd).mul_(rstd).div_(-values.shape[-1])
@@ -73,6 +76,8 @@ def rms_norm_backward(
 
 
 def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: Heads, norms: QKNorms) -> Triple:
+    """Return queries, keys and values of packed rows, with queries and keys normalized and rotated; without norms, rotated in
+    place."""
     parts = split_heads(qkv, heads)
     if norms is None:
         _turn(_rotated(qkv, heads), cos, sin, heads.rotary)
@@ -93,6 +98,7 @@ def rotate_backward(
     out: torch.Tensor,
     quantize: Quantize | None = None,
 ) -> Rows:
+    """Write the gradient of the packed rows into `out`. `raw`: the rows before the norms, if there are norms."""
     for part, gradient in zip(split_heads(out, heads), gradients, strict=True):
         part.copy_(gradient.flatten(0, 1))
     _turn(_rotated(out, heads), cos, -sin, heads.rotary)
@@ -106,6 +112,7 @@ def rotate_backward(
 
 
 def gate(gate_up: torch.Tensor, kind: str, out: torch.Tensor, quantize: Quantize | None = None) -> Rows:
+    """Write act(gate) * up into `out`."""
     gates, ups = gate_up.chunk(2, dim=-1)
     torch.mul(_ACTIVATIONS[kind][0](gates), ups, out=out)
     return Rows(out) if quantize is None else quantize_rows(out, quantize)
@@ -119,6 +126,7 @@ def gate_backward(
     out: torch.Tensor,
     quantize: Quantize | None = None,
 ) -> Rows:
+    """Write the packed gradients of gate and up into `out`; rebuild act(gate) * up in `product`, if given."""
     gates, ups = gate_up.chunk(2, dim=-1)
     activate, activate_backward = _ACTIVATIONS[kind]
     active = activate(gates)
@@ -132,12 +140,14 @@ def gate_backward(
 
 
 def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
+    """Return rows with their e4m3 copy."""
     return _quantized(values, _wide(values), quantize)
 
 
 def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the summed cross entropy in fp32, and the gradient of the logits, which may overwrite them."""
     total = logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
     num_rows = max(1, LOGITS_IN_CACHE // logits.shape[1])
     for rows, wanted in zip(logits.split(num_rows), targets.split(num_rows), strict=True):
