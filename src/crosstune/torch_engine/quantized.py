@@ -144,10 +144,6 @@ class StoredWeight(nn.Module):
         return self
 
 
-def stored_bytes(weight: StoredWeight) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in weight.tensors().values())
-
-
 class QuantLinear(nn.Module):
     """y = x W^T + b with a quantized, frozen W. The dense W exists only during the matmul."""
 

@@ -8,14 +8,11 @@ from types import ModuleType
 
 import torch
 
-E4M3_MAX = 448.0
 NUM_PARTS = 3
 """Columns of an fp8 matmul for one column of an adapter: each number is a sum of two e4m3 parts, and three terms of the
 product of two such sums matter."""
 LINES_IN_TILE = 32
 """Lines of an adapter that one program of a kernel writes."""
-SMALLEST_AMAX = 1e-12
-"""The smallest largest value of a row: keeps the scale of a row of zeros above zero."""
 
 
 @dataclass(frozen=True)

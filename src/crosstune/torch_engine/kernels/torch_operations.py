@@ -14,8 +14,6 @@ import torch.nn.functional as F  # noqa: N812
 
 from crosstune.estimate.fast_layers import LOGITS_IN_CACHE
 from crosstune.torch_engine.kernels.operations import (
-    E4M3_MAX,
-    SMALLEST_AMAX,
     Heads,
     Norm,
     QKNorms,
@@ -23,6 +21,7 @@ from crosstune.torch_engine.kernels.operations import (
     Rows,
     Triple,
 )
+from crosstune.torch_engine.quant.fp8 import LARGEST, SMALLEST_AMAX
 
 _aten = torch.ops.aten
 _ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
@@ -217,5 +216,5 @@ def _quantized(out: torch.Tensor, values: torch.Tensor, quantize: Quantize) -> R
     assert not quantize.room, "plain torch does not support fp8 adapters"
     if quantize.columns is not None:
         values = values * quantize.columns
-    scale = values.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX) / E4M3_MAX
+    scale = values.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX) / LARGEST
     return Rows(out, (values / scale).to(torch.float8_e4m3fn), scale.float())
