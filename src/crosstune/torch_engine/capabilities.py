@@ -40,7 +40,7 @@ _SAMPLE_S, _BUDGET_S, _MOST_ROUNDS = 0.004, 0.1, 15
 
 
 def works(what: str, notes: Notes, trial: Callable[..., Any], *arguments: Any) -> bool:
-    """Run a trial and return whether it succeeded; on failure, append the reason to `notes`."""
+    """Run a trial; return True if it succeeded, otherwise append the reason to `notes`."""
     try:
         # A probe must not change the random state of a run.
         with _quiet(), torch.random.fork_rng(devices=[]):
@@ -134,7 +134,7 @@ def working_attention(device: str, dtype: torch.dtype, *, notes: Notes) -> tuple
 
 
 def runs_triton(device: str, *, notes: Notes) -> bool:
-    """Return whether a kernel of the fast layers compiles and runs: Triton also needs a C compiler."""
+    """Return True if a kernel of the fast layers compiles and runs: Triton also needs a C compiler."""
     return works("Triton kernels do not run", notes, _try_triton, device)
 
 

@@ -31,7 +31,7 @@ class Documents:
         return self.positions is not None or (window is not None and window < self.length)
 
     def mask(self, window: int | None, device: torch.device) -> torch.Tensor:
-        """Return which keys each query attends to. Built once per batch."""
+        """Return the keys that each query attends to. Built once per batch."""
         if window not in self._masks:
             places = torch.arange(self.length, device=device)
             behind = places[:, None] - places[None, :]
@@ -70,7 +70,7 @@ def attend(
 
 
 def multiplies_in_batches(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has fast batched matmuls in a dtype."""
+    """Return True if this CPU has fast batched matmuls in a dtype."""
     if dtype.itemsize > 2:
         return True
     has_mkldnn = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
@@ -78,7 +78,7 @@ def multiplies_in_batches(dtype: torch.dtype) -> bool:
 
 
 def attends_by_document(device: torch.device, dtype: torch.dtype, window: int | None) -> bool:
-    """Return whether the device has a kernel for rows of documents without a mask."""
+    """Return True if the device has a kernel for rows of documents without a mask."""
     has_kernel = "window_size" in _varlen_options() or ("is_causal" in _varlen_options() and window is None)
     return device.type == "cuda" and dtype.itemsize == 2 and has_kernel
 
@@ -122,7 +122,7 @@ def _repeat(q: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=1)
 def _varlen_options() -> frozenset[str]:
-    """Return the options of torch's attention over documents; none if this torch does not support it."""
+    """Return the parameters of torch's attention over documents; empty if this torch does not have it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -56,9 +56,8 @@ def open_decoder(
     is_first = group is None or group.ranks.first
     if undecided and not is_first:
         base = share_base(base, group)
-        put_back_layers(
-            model, base.kept if base is not None else (), dtype=dtype, device=device, folder=folder
-        )
+        kept = base.kept if base is not None else ()
+        put_back_layers(model, kept, dtype=dtype, device=device, folder=folder)
     decoder = None
     if reason is None:
         in_fp8 = wants_fp8 and refused is None

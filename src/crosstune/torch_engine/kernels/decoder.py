@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class FastDecoder:
         self.drops_padding = all(
             attends_by_document(self.device, dtype, half.window) for half, _ in self.layers
         )
-        """Whether rows of different lengths are computed as one row of documents, without padding."""
+        """True if rows of different lengths are computed as one row of documents, without padding."""
 
     def set_recomputation(self, recompute: Sequence[Recompute] | Recompute) -> None:
         """Set the recomputation mode of each layer, or one mode for all."""
@@ -142,7 +143,7 @@ class FastDecoder:
                 total,
                 use_reentrant=False,
                 preserve_rng_state=False,
-                context_fn=given.recomputing.contexts,
+                context_fn=lambda: (contextlib.nullcontext(), given.recomputing),
             )
             return found
         return _run_layer(stream, layer, given, recompute == "none")

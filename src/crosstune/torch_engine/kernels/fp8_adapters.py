@@ -33,7 +33,8 @@ class Fp8Adapters:
         device, self.dtype = adapters[0].a.device, adapters[0].a.dtype
         ones = torch.ones(max(adapter.weights.num_inputs for adapter in adapters), device=device)
         self._keep = (adapters, ones)  # the table holds their addresses
-        rows, tiles, width = [], [], 0
+        rows: list[tuple[int, ...]] = []
+        tiles, width = [], 0
         for adapter in adapters:
             weights, room = adapter.weights, adapter.weights.room
             for lines, scales, target, length in (

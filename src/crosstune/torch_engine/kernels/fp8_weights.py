@@ -140,7 +140,7 @@ def scaled_product(
 
 
 def fits_fp8(bases: Sequence[Any]) -> bool:
-    """Return whether the shapes of a group fit fp8 tensor cores."""
+    """Return True if fp8 tensor cores support the shapes of a group."""
     outputs, inputs = stacked_shape(bases)
     return outputs % _ALIGNED == 0 and inputs % _ALIGNED == 0
 

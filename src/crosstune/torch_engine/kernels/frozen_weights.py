@@ -127,7 +127,7 @@ def make_dense(
 
 
 def has_own_kernel(base: QuantLinear, device: torch.device) -> bool:
-    """Return whether our kernel can dequantize a layer: NF4 on a GPU, in rows of multiples of 8 weights."""
+    """Return True if our kernel can dequantize a layer: NF4 on a GPU, in rows of multiples of 8 weights."""
     is_nf4 = base.stored.facts.get("quant_type") == "nf4" and base.in_features % 8 == 0
     return device.type == "cuda" and is_nf4 and has_triton()
 

@@ -188,9 +188,10 @@ class TorchSession:
 
     def _first(self, bad: Sequence[str], *, of: Sequence[str]) -> str | None:
         """Return the first bad name across all ranks, in the order of `of`."""
-        if self.parallel is None:
-            return bad[0] if bad else None
-        return self.parallel.first_flag({name: name in bad[:1] for name in of})
+        counts: Sequence[float] = [name in bad[:1] for name in of]
+        if self.parallel is not None:
+            counts = self.parallel.group.sum_numbers(*counts)
+        return next((name for name, count in zip(of, counts, strict=True) if count), None)
 
     def memory(self) -> Memory:
         return read_memory(self.device)

@@ -127,11 +127,6 @@ class Parallel:
             self.interrupted = error if self.strategy.sharded else None
             raise
 
-    def first_flag(self, flags: Mapping[str, bool]) -> str | None:
-        """Return the first name whose flag is set on any rank. All ranks pass the same names."""
-        totals = self.group.sum_numbers(*(float(flag) for flag in flags.values()))
-        return next((name for name, total in zip(flags, totals, strict=True) if total), None)
-
     def reduce_gradients(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Sum the gradients of replicated tensors. A tensor without a gradient on every rank stays without one."""
         present = self.group.sum_numbers(*(float(tensor.grad is not None) for tensor in tensors.values()))

@@ -225,7 +225,7 @@ def peer_errors(ranks: Ranks, *, doing: str) -> Iterator[None]:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether an error of torch means that another process ended or timed out."""
+    """Return True if an error of torch means that another process exited or timed out."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     text = str(error)

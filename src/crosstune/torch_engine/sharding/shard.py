@@ -172,7 +172,7 @@ def shard_module(
 
 @functools.lru_cache(maxsize=1)
 def shards_integers(mesh: DeviceMesh) -> bool:
-    """Check whether FSDP2 accepts a frozen integer parameter; torch 2.11 does not."""
+    """Return True if FSDP2 accepts a frozen integer parameter; torch 2.11 does not."""
     probe = nn.Module()
     zeros = torch.zeros(mesh.size(), dtype=torch.uint8, device=mesh.device_type)
     probe.packed = nn.Parameter(zeros, requires_grad=False)

@@ -68,7 +68,7 @@ class StagedWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the results are in place; copy them if gloo has finished."""
+        """Return True if the results are in place; copy them if gloo has finished."""
         if not self._is_done and all(work.is_completed() for work in self.works):
             self.wait()
         return self._is_done
