@@ -131,7 +131,7 @@ def test_base_precision_reaches_the_layers(tiny_model: Path, train_type: str, qu
         "layers.0.down",
         f"layers.{last}.down",
     }
-    stored = session.parts.model.model.layers[last].mlp.down_proj.base
+    stored = session.model.model.layers[last].mlp.down_proj.base
     assert isinstance(stored, torch.nn.Linear) == (quantizer == "fp8"), (
         "e4m3 weights would be too far off there"
     )

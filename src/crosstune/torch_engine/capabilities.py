@@ -35,32 +35,25 @@ _GROUP_SIZE = 64
 Notes = list[str]
 _TOO_SLOW = 0.2
 """Stop timing larger matmuls once bf16 reaches less than this fraction of the fp32 speed."""
-_SAMPLE_S, _WARM_UP_S, _BUDGET_S, _MOST_ROUNDS = 0.004, 0.01, 0.1, 15
-"""Seconds per sample, of warm-up and in total, and the most rounds; at least three rounds are timed."""
+_SAMPLE_S, _BUDGET_S, _MOST_ROUNDS = 0.004, 0.1, 15
+"""Seconds per sample and in total, and the most rounds; at least three rounds are timed."""
 
 
-def works(trial: Callable[[], None], *, what: str, notes: Notes) -> bool:
-    """Run a trial and return whether it succeeded; on failure, append the reason to `notes`."""
+def works(what: str, notes: Notes, trial: Callable[..., Any], *arguments: Any) -> bool:
+    """Run a trial; return True if it succeeded, otherwise append the reason to `notes`."""
     try:
         # A probe must not change the random state of a run.
         with _quiet(), torch.random.fork_rng(devices=[]):
-            trial()
+            trial(*arguments)
     except FAILURES as error:
-        notes.append(f"{what}: {describe(error)}")
+        lines = str(error).strip().splitlines()
+        notes.append(f"{what}: {lines[0] if lines else type(error).__name__}")
         return False
     return True
 
 
-def describe(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
 def working_dtypes(device: str, *, notes: Notes) -> tuple[str, ...]:
-    trials = {name: partial(_try_dtype, device, name) for name in DTYPES}
-    return tuple(
-        name for name, trial in trials.items() if works(trial, what=f"{name} does not work", notes=notes)
-    )
+    return tuple(name for name in DTYPES if works(f"{name} does not work", notes, _try_dtype, device, name))
 
 
 def _try_dtype(device: str, name: str) -> None:
@@ -98,61 +91,51 @@ def bf16_speedup(device: str) -> float:
 def _time_ratio(device: str, size: int) -> float:
     """Return the median ratio of several rounds. Both sides of a round see the same load of the machine."""
     operands = [_random(size, size).to(device, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    # The first matmuls load kernels and raise the clock.
-    counts = [max(1, round(_SAMPLE_S / _warm_product_s(operand))) for operand in operands]
+    matmuls = [partial(torch.mm, operand, operand) for operand in operands]
+    for matmul in matmuls:
+        mean_s(matmul, operands[0].device)  # loads kernels
+    counts = [max(1, round(_SAMPLE_S / mean_s(matmul, operands[0].device))) for matmul in matmuls]
     ratios: list[float] = []
     start = time.perf_counter()
     while len(ratios) < _MOST_ROUNDS and (len(ratios) < 3 or time.perf_counter() - start < _BUDGET_S):
         fp32_s, bf16_s = (
-            _products_s(operand, count) / count for operand, count in zip(operands, counts, strict=True)
+            mean_s(matmul, operands[0].device, count) for matmul, count in zip(matmuls, counts, strict=True)
         )
         ratios.append(fp32_s / bf16_s)
     return float(f"{statistics.median(ratios):.3g}")
 
 
-def _warm_product_s(operand: torch.Tensor) -> float:
-    """Return the time of a matmul after a short warm-up."""
-    seconds = _products_s(operand, 1)
-    start = time.perf_counter()
-    while time.perf_counter() - start < _WARM_UP_S:
-        seconds = min(seconds, _products_s(operand, 1))
-    return seconds
-
-
-def _products_s(operand: torch.Tensor, count: int) -> float:
-    synchronize = torch.get_device_module(operand.device.type).synchronize
+def mean_s(work: Callable[[], object], device: torch.device, count: int = 1) -> float:
+    """Return the mean time of `count` calls on a device."""
+    synchronize = torch.get_device_module(device).synchronize
     synchronize()
     start = time.perf_counter()
     for _ in range(count):
-        operand @ operand
+        work()
     synchronize()
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / count
 
 
 def working_attention(device: str, dtype: torch.dtype, *, notes: Notes) -> tuple[str, ...]:
     """Return the attention kernels of torch that ran forward and backward, and flash_attn if that package works."""
-    kernels = {
-        name.removesuffix("_ATTENTION").lower(): kernel for name, kernel in SDPBackend.__members__.items()
+    labels = {
+        kernel: name.removesuffix("_ATTENTION").lower() for name, kernel in SDPBackend.__members__.items()
     }
-    del kernels["error"]
-    found = [
-        label
-        for label, kernel in sorted(kernels.items(), key=lambda item: item[0] == "math")
+    del labels[SDPBackend.ERROR]
+    found = []
+    for kernel, label in sorted(labels.items(), key=lambda item: item[1] == "math"):
         # Kernels for other devices are expected to fail; only a missing flash kernel is worth a note.
-        if works(
-            partial(_try_attention, device, dtype, label, kernel),
-            what=f"{label} attention does not run",
-            notes=notes if label == "flash" else [],
-        )
-    ]
-    if device == "cuda" and works(partial(_try_flash_package, device, dtype), what="flash_attn", notes=[]):
+        noted = notes if label == "flash" else []
+        if works(f"{label} attention does not run", noted, _try_attention, device, dtype, label, kernel):
+            found.append(label)
+    if device == "cuda" and works("flash_attn", [], _try_flash_package, device, dtype):
         found.append("flash_attn")
     return tuple(found)
 
 
 def runs_triton(device: str, *, notes: Notes) -> bool:
-    """Return whether a kernel of the fast layers compiles and runs: Triton also needs a C compiler."""
-    return works(partial(_try_triton, device), what="Triton kernels do not run", notes=notes)
+    """Return True if a kernel of the fast layers compiles and runs: Triton also needs a C compiler."""
+    return works("Triton kernels do not run", notes, _try_triton, device)
 
 
 def _try_triton(device: str) -> None:
@@ -201,9 +184,8 @@ def working_collectives(device: str, *, notes: Notes) -> tuple[str, ...]:
         for name, devices in distributed.Backend.backend_capability.items()
         if name not in ("gloo", "fake") and device in devices and distributed.is_backend_available(name)
     ]
-    if distributed.is_gloo_available() and works(
-        partial(_try_gloo, device), what=f"gloo cannot move {device} tensors between processes", notes=notes
-    ):
+    failing = f"gloo cannot move {device} tensors between processes"
+    if distributed.is_gloo_available() and works(failing, notes, _try_gloo, device):
         others.append("gloo")
     return tuple(others)
 
@@ -220,7 +202,7 @@ def _try_gloo(device: str) -> None:
 def working_bits(quantizer: str, device: str, dtype: torch.dtype, *, notes: Notes) -> tuple[int, ...]:
     """Return the bit widths at which a quantized layer gives a correct output and gradient."""
     module = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer")
-    if not works(partial(_import, module.LIBRARY), what=f"{quantizer} does not import", notes=notes):
+    if not works(f"{quantizer} does not import", notes, importlib.import_module, module.LIBRARY):
         return ()
     sizes = getattr(module, "GROUP_SIZES", ())
     group_size = _GROUP_SIZE if not sizes or _GROUP_SIZE in sizes else sizes[0]
@@ -228,16 +210,8 @@ def working_bits(quantizer: str, device: str, dtype: torch.dtype, *, notes: Note
     return tuple(
         spec.bits
         for spec in specs
-        if works(
-            partial(_try_quantized, spec, device, dtype),
-            what=f"{spec.bits}-bit {quantizer} does not run",
-            notes=notes,
-        )
+        if works(f"{spec.bits}-bit {quantizer} does not run", notes, _try_quantized, spec, device, dtype)
     )
-
-
-def _import(module: str) -> None:
-    importlib.import_module(module)
 
 
 def _try_quantized(spec: QuantSpec, device: str, dtype: torch.dtype) -> None:
@@ -250,13 +224,8 @@ def _try_quantized(spec: QuantSpec, device: str, dtype: torch.dtype) -> None:
     output.float().square().sum().backward()
     _check_finite(output, inputs.grad)
     error = float((output.detach().cpu().double() - reference).norm() / reference.norm())
-    if error > _quantized_tolerance(spec.bits):
+    if error > next(bound for bits, bound in _QUANTIZED_TOLERANCE.items() if bits <= spec.bits):
         raise ValueError(f"a small matmul is off by {error:.0%}")
-
-
-def _quantized_tolerance(bits: int) -> float:
-    """Return the bound for the largest known number of bits up to `bits`."""
-    return _QUANTIZED_TOLERANCE[max(known for known in _QUANTIZED_TOLERANCE if known <= bits)]
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:

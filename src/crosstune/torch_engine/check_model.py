@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,19 @@ def check_model(folder: Path, *, plan: Plan) -> list[str]:
 
 def warn_of_rope(config: Any, *, plan: Plan) -> list[str]:
     """Return a warning if rows may exceed the length at which the rotary frequencies change."""
-    config_length = plan.config.context_length
+    settings = getattr(config, "rope_parameters", None) or {}
     is_alone = plan.config.batch_size == 1 and not plan.config.packing
-    for rope in _ropes(config):
-        kind, limit = rope.get("rope_type"), _limit(rope, config)
+    for rope in (
+        [settings] if "rope_type" in settings else settings.values()
+    ):  # a model may have one per type of layer
+        kind = rope.get("rope_type") if isinstance(rope, Mapping) else None
         # longrope depends on the longest row of the micro-batch only; dynamic frequencies keep the longest row ever seen.
-        if limit is None or config_length <= limit or (kind == "longrope" and is_alone):
+        if kind not in ("longrope", "dynamic") or (kind == "longrope" and is_alone):
+            continue
+        limit = config.max_position_embeddings
+        if kind == "longrope":
+            limit = rope.get("original_max_position_embeddings") or limit
+        if limit is None or plan.config.context_length <= limit:
             continue
         other = " or --batch_size 1 without --packing" if kind == "longrope" else ""
         return [
@@ -44,19 +51,3 @@ def warn_of_rope(config: Any, *, plan: Plan) -> list[str]:
             f"document; to avoid that, use --context_length {limit}{other}"
         ]
     return []
-
-
-def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the rotary settings of a model; it may have one for each type of layer."""
-    settings = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in settings:
-        yield settings
-    else:
-        yield from (each for each in settings.values() if isinstance(each, Mapping))
-
-
-def _limit(rope: Mapping[str, Any], config: Any) -> int | None:
-    """Return the length above which the frequencies change; None if they are fixed."""
-    if rope.get("rope_type") == "longrope":
-        return rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    return config.max_position_embeddings if rope.get("rope_type") == "dynamic" else None

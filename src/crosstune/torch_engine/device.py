@@ -104,20 +104,6 @@ def clear_cache(device: torch.device) -> None:
         module.empty_cache()
 
 
-@dataclass
-class CacheClearing:
-    """Release torch's cached memory every `every` steps; never if it is 0."""
-
-    device: torch.device
-    every: int
-    num_steps: int = 0
-
-    def after_step(self) -> None:
-        self.num_steps += 1
-        if self.every and self.num_steps % self.every == 0:
-            clear_cache(self.device)
-
-
 def give_back_freed() -> None:
     """Make glibc return freed memory to the system; it would otherwise hold several times the memory in use while a model
     loads."""

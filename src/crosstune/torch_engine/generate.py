@@ -41,9 +41,16 @@ def generate(
     for row, prompt in enumerate(prompts):
         input_ids[row, width - len(prompt) :] = torch.tensor(list(prompt))
         mask[row, width - len(prompt) :] = 1
+    drawing: dict[str, Any] = {
+        "do_sample": False,
+        "top_k": 0,
+    }  # transformers rejects filters for greedy decoding
+    if sampling.temperature:
+        drawing = {"do_sample": True, "temperature": sampling.temperature, "min_p": sampling.min_p or None}
+        drawing |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
     settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
-        **_drawing(sampling),
+        **drawing,
         pad_token_id=pad,
         eos_token_id=list(stop_ids) or None,
         use_cache=True,
@@ -70,19 +77,6 @@ def generate(
         model.generation_config = saved
         free_gathered(model)
     return [list(takewhile(lambda token: token not in stop_ids, new)) for new in output[:, width:].tolist()]
-
-
-def _drawing(sampling: Sampling) -> dict[str, Any]:
-    """Return transformers' settings for sampling; it rejects filters for greedy decoding."""
-    if sampling.temperature == 0:
-        return {"do_sample": False, "top_k": 0}
-    return {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p or None,
-    }
 
 
 class RepetitionPenalty(LogitsProcessor):
@@ -123,27 +117,19 @@ def cast_once(model: nn.Module, precision: Precision) -> Iterator[None]:
     """Cast adapters and head to the compute dtype once, for all passes within the context. Weights must not change there."""
     dtype = precision.autocast or precision.weights
     adapters = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
-    head = _head_to_cast(model, precision)
-    full = head.weight if head is not None else None
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    # Autocast would cast a frozen head in each pass, such as one tied to the embeddings.
+    casts_head = precision.autocast is not None and type(head) is nn.Linear and not head.weight.requires_grad
+    full = head.weight if casts_head else None
     try:
         with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
             for adapter in adapters:
                 adapter.held = adapter.factors(dtype)
-            if head is not None:
-                head.weight = nn.Parameter(head.weight.to(dtype), requires_grad=False)
+            if full is not None:
+                head.weight = nn.Parameter(full.to(dtype), requires_grad=False)
         yield
     finally:
         for adapter in adapters:
             adapter.held = None
-        if head is not None and full is not None:
+        if full is not None:
             head.weight = full
-
-
-def _head_to_cast(model: nn.Module, precision: Precision) -> nn.Linear | None:
-    """Return the output head if autocast casts its frozen weight in each pass, as with tied embeddings."""
-    find = getattr(model, "get_output_embeddings", None)
-    head: Any = find() if find is not None else None
-    if precision.autocast is None or type(head) is not nn.Linear:
-        return None
-    is_cast = not head.weight.requires_grad and head.weight.dtype != precision.autocast
-    return head if is_cast else None

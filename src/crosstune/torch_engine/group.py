@@ -64,10 +64,10 @@ class TorchGroup(Group):
     def __init__(self, ranks: Ranks, *, store: dist.Store, limits: Limits) -> None:
         super().__init__()
         self.ranks, self.limits, self.store = ranks, limits, store
-        self._has_default = False
+        self._has_default, self._timeout = False, timedelta(seconds=limits.collective_s)
         with peer_errors(ranks, doing="connecting to the other processes"):
             self._control = dist.ProcessGroupGloo(
-                dist.PrefixStore("control", store), ranks.rank, ranks.size, _seconds(limits.collective_s)
+                dist.PrefixStore("control", store), ranks.rank, ranks.size, self._timeout
             )
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -84,7 +84,10 @@ class TorchGroup(Group):
 
         `collective` is the backend by the plan; None means the default of the device.
         """
-        name = collective_for(device, requested=collective)
+        if device.type == "mps":  # staged through the host
+            prepare_mps()
+            collective = None
+        name = collective or backend_for(device.type)
         serves_all = device.type == "cpu" or name == STAGED
         backend = name if serves_all else f"cpu:gloo,{device.type}:{name}"
         if name == "nccl":
@@ -97,7 +100,7 @@ class TorchGroup(Group):
                 store=dist.PrefixStore("devices", self.store),
                 rank=self.ranks.rank,
                 world_size=self.ranks.size,
-                timeout=_seconds(self.limits.collective_s),
+                timeout=self._timeout,
                 device_id=device if name == "nccl" and device.index is not None else None,
             )
         self._has_default = True
@@ -123,15 +126,3 @@ class TorchGroup(Group):
         if self._has_default and dist.is_initialized():
             dist.destroy_process_group()
         self._has_default = False
-
-
-def collective_for(device: torch.device, *, requested: str | None = None) -> str:
-    """Return the backend of torch.distributed for a device. MPS tensors are staged through the host."""
-    if device.type == "mps":
-        prepare_mps()
-        return backend_for("mps")
-    return requested or backend_for(device.type)
-
-
-def _seconds(seconds: float) -> timedelta:
-    return timedelta(seconds=seconds)

@@ -15,13 +15,13 @@ from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.process.ranks import Group, SingleProcess
-from crosstune.torch_engine.device import PRECISIONS, CacheClearing, memory_errors, open_device
+from crosstune.torch_engine.device import PRECISIONS, memory_errors, open_device
 from crosstune.torch_engine.kernels.choose import decide_base, describe_general, open_decoder
 from crosstune.torch_engine.loading.adapters import Adapted, adapt
 from crosstune.torch_engine.loading.compile_blocks import compile_blocks
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session.optimizer import Masters, make_optimizer
-from crosstune.torch_engine.session.session import Parts, TorchSession
+from crosstune.torch_engine.session.session import TorchSession
 from crosstune.torch_engine.session.text_session import TextSession
 from crosstune.torch_engine.task import BuildContext, HasOwnHead, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
@@ -100,19 +100,19 @@ def open_session(
             raise nothing_to_train(type(model).__name__)
         optimizer = make_optimizer(masters.masters, plan.config) if trained else None
     spec = backend_specs()[plan.backend.name]
-    parts = Parts(
+    kind = TextSession if isinstance(task, CausalLM) else TorchSession
+    return kind(
         context=context,
         task=task,
         model=model.train(),
         adapters=adapters,
         masters=masters,
         optimizer=optimizer,
-        cache=CacheClearing(device, every=spec.cache_interval(low_memory=plan.config.low_memory)),
+        cache_interval=spec.cache_interval(low_memory=plan.config.low_memory),
         pin_memory=spec.pinned_memory,
         parallel=parallel,
         notes=notes,
     )
-    return TextSession(parts) if isinstance(task, CausalLM) else TorchSession(parts)
 
 
 def load_base_adapter(adapters: Mapping[str, Adapted], plan: Plan) -> None:

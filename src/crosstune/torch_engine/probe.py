@@ -96,20 +96,13 @@ def _why_missing(spec: BackendSpec) -> str:
         return f"torch {torch.__version__} does not support the device '{spec.device}'"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        available = _is_available(spec.device, module)
+        # torch.mps has no is_available() before torch 2.7.
+        backend = module if hasattr(module, "is_available") else getattr(torch.backends, spec.device)
+        available = backend.is_available()
     if available:
         return ""
     warning = f" ({str(caught[0].message).splitlines()[0]})" if caught else ""
     return f"no {spec.title} or driver was found{warning}"
-
-
-def _is_available(device: str, module: Any) -> bool:
-    is_available = getattr(module, "is_available", None)
-    if is_available is None:  # torch.mps before torch 2.7
-        import torch
-
-        is_available = getattr(torch.backends, device).is_available
-    return bool(is_available())
 
 
 def _is_built(build: str) -> bool:
@@ -129,9 +122,8 @@ def _why_not_built(spec: BackendSpec) -> str:
             f"this torch build lacks {spec.torch_build} support ({platform.system()}, {platform.machine()})"
         )
     built = [title for build, title in _BUILD_TITLES.items() if _is_built(build)]
-    if not built:
-        return "this torch is a CPU build"
-    return f"this torch was built for {built[0]}, not {_BUILD_TITLES.get(spec.torch_build, spec.torch_build)}"
+    title = _BUILD_TITLES.get(spec.torch_build, spec.torch_build)
+    return f"this torch was built for {built[0]}, not {title}" if built else "this torch is a CPU build"
 
 
 def _devices(device: str) -> tuple[tuple[Device, ...], bool]:
@@ -143,10 +135,8 @@ def _devices(device: str) -> tuple[tuple[Device, ...], bool]:
     module = torch.get_device_module(device)
     if hasattr(module, "recommended_max_memory"):
         total = module.recommended_max_memory()
-        free = min(total - module.driver_allocated_memory(), memory_bytes()[1])
-        return (
-            Device(name=processor_name(), memory_total_bytes=total, memory_free_bytes=max(0, free)),
-        ), True
+        free = max(0, min(total - module.driver_allocated_memory(), memory_bytes()[1]))
+        return (Device(name=processor_name(), memory_total_bytes=total, memory_free_bytes=free),), True
     properties = [module.get_device_properties(index) for index in range(module.device_count())]
     devices = tuple(
         Device(

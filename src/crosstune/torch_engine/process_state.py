@@ -14,18 +14,12 @@ from crosstune.torch_engine.session.state import separate_random
 @contextlib.contextmanager
 def keep_process_state() -> Iterator[None]:
     """Restore the random state and transformers' logging on exit."""
-    with separate_random(_device_in_use()), _keep_logging():
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # Reading the random state of an accelerator would initialize it.
+    if device is None or not getattr(torch.get_device_module(device), "is_initialized", lambda: True)():
+        device = torch.device("cpu")
+    with separate_random(device), _keep_logging():
         yield
-
-
-def _device_in_use() -> torch.device:
-    """Return the accelerator if it is initialized, else the CPU: reading its random state would initialize it."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    device = torch.device(torch.accelerator.current_accelerator() or "cpu")
-    module = torch.get_device_module(device)
-    is_started = getattr(module, "is_initialized", lambda: True)()
-    return device if is_started else torch.device("cpu")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Store quantized, frozen weights, multiply with them, and read linear layers whether quantized or not."""
+"""Quantized, frozen weights: storage and matmul; and helpers for linear layers, quantized or not."""
 
 from __future__ import annotations
 
@@ -144,10 +144,6 @@ class StoredWeight(nn.Module):
         return self
 
 
-def stored_bytes(weight: StoredWeight) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in weight.tensors().values())
-
-
 class QuantLinear(nn.Module):
     """y = x W^T + b with a quantized, frozen W. The dense W exists only during the matmul."""
 
@@ -182,7 +178,7 @@ def frozen_linear(x: torch.Tensor, weight: StoredWeight, bias: torch.Tensor | No
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """Multiply with a frozen weight; dequantize it again in the backward pass instead of saving it."""
+    """Matmul with a frozen weight; the backward pass dequantizes it again instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: StoredWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -198,12 +194,12 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Return whether a layer is linear, quantized or not."""
+    """Return True for a linear layer, quantized or not."""
     return isinstance(layer, (nn.Linear, QuantLinear)) or is_conv1d(layer)
 
 
 def is_conv1d(layer: nn.Module) -> bool:
-    """Return whether a layer is transformers' Conv1D (GPT-2), whose weight has a row per input."""
+    """Return True for transformers' Conv1D (GPT-2), whose weight has a row per input."""
     known = sys.modules.get("transformers.pytorch_utils")  # imported by every model that has one
     return known is not None and isinstance(layer, known.Conv1D)
 
@@ -242,10 +238,8 @@ def count_weights(model: nn.Module) -> int:
 
 
 def reads_weight(model: nn.Module, name: str) -> bool:
-    """Return whether the parent of a layer reads its weight instead of calling it, like Mamba's mixer.
-
-    Such a layer can be neither quantized nor adapted.
-    """
+    """Return True if the parent of a layer reads its weight instead of calling it, like Mamba's mixer. Such a layer can be
+    neither quantized nor adapted."""
     parent, _, child = name.rpartition(".")
     kind: Any = type(model.get_submodule(parent))
     return f"self.{child}.weight" in _source(kind)

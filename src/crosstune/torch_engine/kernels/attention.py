@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import inspect
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,7 +31,7 @@ class Documents:
         return self.positions is not None or (window is not None and window < self.length)
 
     def mask(self, window: int | None, device: torch.device) -> torch.Tensor:
-        """Return which keys each query attends to. Built once per batch."""
+        """Return the keys that each query attends to. Built once per batch."""
         if window not in self._masks:
             places = torch.arange(self.length, device=device)
             behind = places[:, None] - places[None, :]
@@ -71,7 +70,7 @@ def attend(
 
 
 def multiplies_in_batches(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has fast batched matmuls in a dtype."""
+    """Return True if this CPU has fast batched matmuls in a dtype."""
     if dtype.itemsize > 2:
         return True
     has_mkldnn = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
@@ -79,8 +78,9 @@ def multiplies_in_batches(dtype: torch.dtype) -> bool:
 
 
 def attends_by_document(device: torch.device, dtype: torch.dtype, window: int | None) -> bool:
-    """Return whether the device has a kernel for rows of documents without a mask."""
-    return device.type == "cuda" and dtype.itemsize == 2 and _varlen_supports(window)
+    """Return True if the device has a kernel for rows of documents without a mask."""
+    has_kernel = "window_size" in _varlen_options() or ("is_causal" in _varlen_options() and window is None)
+    return device.type == "cuda" and dtype.itemsize == 2 and has_kernel
 
 
 def prefer_cudnn(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -120,18 +120,13 @@ def _repeat(q: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     return shared if times == 1 else shared.repeat_interleave(times, dim=2)
 
 
-def _varlen_supports(window: int | None) -> bool:
-    names = _varlen_options()
-    return "window_size" in names or ("is_causal" in names and window is None)
-
-
 @lru_cache(maxsize=1)
 def _varlen_options() -> frozenset[str]:
-    """Return the options of torch's attention over documents; none if this torch does not support it."""
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+    """Return the parameters of torch's attention over documents; empty if this torch does not have it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
         return frozenset()
-    from torch.nn.attention.varlen import varlen_attn
-
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
@@ -145,25 +140,21 @@ def _varlen(
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    names, length = _varlen_options(), documents.length
-    bounds = documents.bounds
+    names, length, bounds = _varlen_options(), documents.length, documents.bounds
     if bounds is None:  # each row is a document, with a window
-        count = documents.num_rows
-        bounds = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=q.device)
-    options: dict[str, Any] = {}
+        stop = (documents.num_rows + 1) * length
+        bounds = torch.arange(0, stop, length, dtype=torch.int32, device=q.device)
+    options: dict[str, Any] = {"is_causal": True}
     if "window_size" in names:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    else:
-        options["is_causal"] = True
+        options = {"window_size": (-1 if window is None else window - 1, 0)}
     if "scale" in names:
         options["scale"] = scale
     else:
         q = q * (scale * q.shape[-1] ** 0.5)
-    if q.shape[2] != k.shape[2]:
-        if "enable_gqa" in names:
-            options["enable_gqa"] = True
-        else:
-            k, v = _repeat(q, k), _repeat(q, v)
+    if "enable_gqa" in names:
+        options["enable_gqa"] = q.shape[2] != k.shape[2]
+    else:
+        k, v = _repeat(q, k), _repeat(q, v)
     flat = [part.reshape(-1, *part.shape[2:]) for part in (q, k, v)]
     found: Any = varlen_attn(*flat, bounds, bounds, length, length, **options)
     return found.view(q.shape)

@@ -141,7 +141,7 @@ class Originals:
         self.model, self.dtype, self.device = model, dtype, device
         self.put: list[str] = []
         """Canonical names of the layers that got their original weights back."""
-        self._names = {module: name for name, module in self.model.named_modules()}
+        self._names = {module: name for name, module in model.named_modules()}
         self._places: Mapping[str, Place] = find_tensors(folder) if folder is not None else {}
 
     def read(self, base: QuantLinear) -> torch.Tensor:
@@ -158,17 +158,13 @@ class Originals:
         dense.weight = nn.Parameter(self.read(base), requires_grad=False)
         if base.bias is not None:
             dense.bias = nn.Parameter(base.bias.detach().to(self.dtype), requires_grad=False)
-        parent, _, child = self._names[base].rpartition(".")
-        setattr(self.model.get_submodule(parent), child, dense)
-        self.put.append(self._name(base))
+        self.model.set_submodule(self._names[base], dense)
+        self.put.append(self._names[base].removesuffix(".base"))
         return dense
-
-    def _name(self, base: QuantLinear) -> str:
-        return self._names[base].removesuffix(".base")
 
     def _place(self, base: QuantLinear) -> Place | None:
         """Return the place of a layer's dense weight; None if there is none or if the user chose a different quantizer."""
-        name = f"{self._name(base)}.weight"
+        name = f"{self._names[base].removesuffix('.base')}.weight"
         prefix = f"{getattr(self.model, 'base_model_prefix', '')}."
         place = self._places.get(name) or self._places.get(name.removeprefix(prefix))
         is_its = place is not None and place.dtype in _DENSE and place.shape == tuple(base.stored.shape)

@@ -56,9 +56,8 @@ def open_decoder(
     is_first = group is None or group.ranks.first
     if undecided and not is_first:
         base = share_base(base, group)
-        put_back_layers(
-            model, base.kept if base is not None else (), dtype=dtype, device=device, folder=folder
-        )
+        kept = base.kept if base is not None else ()
+        put_back_layers(model, kept, dtype=dtype, device=device, folder=folder)
     decoder = None
     if reason is None:
         in_fp8 = wants_fp8 and refused is None
@@ -99,14 +98,8 @@ def share_base(base: BaseChoice | None, group: Group | None) -> BaseChoice | Non
     if group is None:
         return base
     fields = json.loads(group.share(json.dumps(asdict(base) if base is not None else None)))
-    if fields is None:
-        return None
-    groups = fields["outside_fp8"]
-    return BaseChoice(
-        quantizer=fields["quantizer"],
-        kept=tuple(fields["kept"]),
-        outside_fp8=tuple(groups) if groups is not None else None,
-    )
+    lists = {name: tuple(value) for name, value in (fields or {}).items() if isinstance(value, list)}
+    return BaseChoice(**fields | lists) if fields is not None else None
 
 
 def find_reason(

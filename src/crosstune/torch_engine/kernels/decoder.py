@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -55,9 +56,10 @@ class FastDecoder:
         self._publishing = Publishing(list(self.groups().values()))
         self.set_recomputation(recompute)
         self.norm = _read_norm(self.inner.norm)
-        windows = {attention.window for attention, _ in self.layers}
-        self.drops_padding = all(attends_by_document(self.device, dtype, window) for window in windows)
-        """Whether rows of different lengths are computed as one row of documents, without padding."""
+        self.drops_padding = all(
+            attends_by_document(self.device, dtype, half.window) for half, _ in self.layers
+        )
+        """True if rows of different lengths are computed as one row of documents, without padding."""
 
     def set_recomputation(self, recompute: Sequence[Recompute] | Recompute) -> None:
         """Set the recomputation mode of each layer, or one mode for all."""
@@ -75,7 +77,7 @@ class FastDecoder:
     ) -> torch.Tensor:
         """Return the normalized hidden states of all tokens, or of the tokens `rows` (indices over all rows). Tokens attend
         within the documents of `positions` and `bounds`."""
-        self.publish()
+        self._publishing.publish()
         count, length = input_ids.shape
         documents = Documents(count, length, positions, bounds)
         with torch.autocast(self.device.type, enabled=False):
@@ -131,10 +133,6 @@ class FastDecoder:
                 self.layers[index] = self._build(layer, index)
         self._publishing = Publishing(list(self.groups().values()))
 
-    def publish(self) -> None:
-        """Copy the current adapters into the fast layers, before each pass."""
-        self._publishing.publish()
-
     def _run(self, layer: Layer, stream: Stream, given: Pass, recompute: Recompute) -> Stream:
         if recompute == "full" and torch.is_grad_enabled():
             total, added = stream
@@ -145,7 +143,7 @@ class FastDecoder:
                 total,
                 use_reentrant=False,
                 preserve_rng_state=False,
-                context_fn=given.recomputing.contexts,
+                context_fn=lambda: (contextlib.nullcontext(), given.recomputing),
             )
             return found
         return _run_layer(stream, layer, given, recompute == "none")
@@ -162,22 +160,17 @@ class FastDecoder:
             options = {"layer_type": kind} if kind else {}
             cos, sin = self.inner.rotary_emb(like, positions, **options)
             half = cos.shape[-1] // 2
-            tables[kind] = (
-                cos[..., :half].reshape(-1, half).contiguous(),
-                sin[..., :half].reshape(-1, half).contiguous(),
-            )
+            cos, sin = (table[..., :half].reshape(-1, half).contiguous() for table in (cos, sin))
+            tables[kind] = (cos, sin)
         return tables
 
     def _build(self, layer: Any, index: int) -> Layer:
         config, attention, mlp = self.inner.config, layer.self_attn, layer.mlp
-        post_norms: tuple[Norm | None, Norm | None] = (None, None)
-        mlp_norm = layer.post_attention_layernorm  # in most families it precedes the MLP
-        if hasattr(layer, "pre_feedforward_layernorm"):
-            mlp_norm = layer.pre_feedforward_layernorm
-            post_norms = (
-                _read_norm(layer.post_attention_layernorm),
-                _read_norm(layer.post_feedforward_layernorm),
-            )
+        post_attention: Norm | None = None
+        mlp_norm = _read_norm(layer.post_attention_layernorm)  # in most families it precedes the MLP
+        post_mlp = getattr(layer, "post_feedforward_layernorm", None)
+        if post_mlp is not None:
+            post_attention, mlp_norm = mlp_norm, _read_norm(layer.pre_feedforward_layernorm)
         has_qk_norms = hasattr(attention, "q_norm")
         kinds = getattr(config, "layer_types", None) if config.model_type == "gemma3_text" else None
         frequencies = f"{kinds[index]}_inv_freq" if kinds is not None else "inv_freq"
@@ -200,14 +193,14 @@ class FastDecoder:
             window=_layer_window(config, attention, index),
             rope=kinds[index] if kinds is not None else "",
             qk_norms=(_read_norm(attention.q_norm), _read_norm(attention.k_norm)) if has_qk_norms else None,
-            post_norm=post_norms[0],
+            post_norm=post_attention,
         )
         second = MLPHalf(
-            norm=_read_norm(mlp_norm),
+            norm=mlp_norm,
             gate_up=self._stack(f"layers.{index}.gate_up", gate_up),
             down=self._stack(f"layers.{index}.down", [mlp.down_proj], fp8=down_in_fp8),
             activation=ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
-            post_norm=post_norms[1],
+            post_norm=_read_norm(post_mlp) if post_mlp is not None else None,
         )
         return first, second
 
@@ -248,12 +241,7 @@ def _read_norm(norm: Any) -> Norm:
 
 def _layer_window(config: Any, attention: Any, index: int) -> int | None:
     """Return the number of tokens that a layer's attention sees; None for all."""
-    if hasattr(attention, "sliding_window"):
-        window: int | None = attention.sliding_window
-        return window
-    if config.model_type not in _WINDOW_IN_CONFIG:
-        return None
     kinds = getattr(config, "layer_types", None)
-    if kinds is not None and kinds[index] != "sliding_attention":
-        return None
-    return getattr(config, "sliding_window", None)
+    in_config = config.model_type in _WINDOW_IN_CONFIG and (not kinds or kinds[index] == "sliding_attention")
+    window: int | None = getattr(config, "sliding_window", None) if in_config else None
+    return getattr(attention, "sliding_window", window)

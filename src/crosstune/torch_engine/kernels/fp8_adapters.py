@@ -12,20 +12,6 @@ from crosstune.torch_engine.kernels.operations import LINES_IN_TILE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
-    """A or B of an adapter, and the place for its parts. Each line belongs to a row of the frozen matrix."""
-
-    lines: torch.Tensor
-    """Lines x columns, in any strides."""
-    scales: torch.Tensor | None
-    """Divisors of the lines; None for ones."""
-    target: torch.Tensor
-    """The place for the parts: lines x (3 times the columns, or more), in e4m3."""
-    length: int
-    """The length of the sums that the other side multiplies."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fp8Adapter:
     """The adapters of a group as columns of its fp8 matmuls."""
 
@@ -35,46 +21,40 @@ class Fp8Adapter:
     b: torch.Tensor
     """Outputs x columns, with the scale of each adapter."""
 
-    def sides(self) -> tuple[Side, Side]:
-        """Return the factors of x A and of the gradient of x A."""
-        weights = self.weights
-        forward = Side(
-            lines=self.b,
-            scales=weights.row_scales,
-            target=weights.weights[:, : weights.room],
-            length=weights.num_inputs,
-        )
-        backward = Side(
-            lines=self.a.t(),
-            scales=None,
-            target=weights.transposed[:, : weights.room],
-            length=weights.num_outputs,
-        )
-        return forward, backward
-
 
 class Fp8Adapters:
-    """Write the adapters of all groups, hundreds in a model, in two launches."""
+    """Write the adapters of all groups, hundreds in a model, in two launches.
+
+    Each adapter has two sides: B for x A, and A for the gradient of x A. Each line of a side belongs to a row of the frozen
+    matrix.
+    """
 
     def __init__(self, adapters: Sequence[Fp8Adapter]) -> None:
-        sides = [side for adapter in adapters for side in adapter.sides()]
-        device = sides[0].lines.device
-        ones = torch.ones(max(len(side.lines) for side in sides), device=device)
-        self._keep = (sides, ones)  # the table holds their addresses
-        self.dtype = sides[0].lines.dtype
-        self.table = torch.tensor([_fields(side, ones) for side in sides], device=device)
-        tiles = [
-            (index, start)
-            for index, side in enumerate(sides)
-            for start in range(0, len(side.lines), LINES_IN_TILE)
-        ]
+        device, self.dtype = adapters[0].a.device, adapters[0].a.dtype
+        ones = torch.ones(max(adapter.weights.num_inputs for adapter in adapters), device=device)
+        self._keep = (adapters, ones)  # the table holds their addresses
+        rows: list[tuple[int, ...]] = []
+        tiles, width = [], 0
+        for adapter in adapters:
+            weights, room = adapter.weights, adapter.weights.room
+            for lines, scales, target, length in (
+                (adapter.b, weights.row_scales, weights.weights[:, :room], weights.num_inputs),
+                (adapter.a.t(), ones, weights.transposed[:, :room], weights.num_outputs),
+            ):
+                count, columns = lines.shape
+                assert len(target) == count <= len(scales) and scales.dtype == torch.float32
+                tiles += [(len(rows), start) for start in range(0, count, LINES_IN_TILE)]
+                width = max(width, columns)
+                # The fields of triton_fp8_adapters.NUM_FIELDS.
+                source = (lines.data_ptr(), *lines.stride(), count, scales.data_ptr())
+                rows.append((*source, target.data_ptr(), target.stride(0), columns, length))
+        self.table = torch.tensor(rows, device=device)
         self.tile_sides, self.tile_starts = (
-            torch.tensor([tile[place] for tile in tiles], dtype=torch.int32, device=device)
-            for place in range(2)
+            torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in zip(*tiles, strict=True)
         )
-        width = 1 << (max(side.lines.shape[1] for side in sides) - 1).bit_length()  # a power of two
-        self.largest = torch.zeros(len(sides), width, dtype=torch.int32, device=device)
-        self.factors = torch.ones(len(sides), width, device=device)
+        width = 1 << (width - 1).bit_length()  # a power of two
+        self.largest = torch.zeros(len(rows), width, dtype=torch.int32, device=device)
+        self.factors = torch.ones(len(rows), width, device=device)
 
     def publish(self) -> None:
         from crosstune.torch_engine.kernels import triton_operations
@@ -90,19 +70,3 @@ class Fp8Adapters:
     def factors_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the factors of the columns of x A and of its gradient for one adapter."""
         return self.factors[2 * index], self.factors[2 * index + 1]
-
-
-def _fields(side: Side, ones: torch.Tensor) -> list[int]:
-    num_lines, num_columns = side.lines.shape
-    scales = ones if side.scales is None else side.scales
-    assert side.target.shape[0] == num_lines and scales.dtype == torch.float32 and len(scales) >= num_lines
-    return [
-        side.lines.data_ptr(),
-        *side.lines.stride(),
-        num_lines,
-        scales.data_ptr(),
-        side.target.data_ptr(),
-        side.target.stride(0),
-        num_columns,
-        side.length,
-    ]

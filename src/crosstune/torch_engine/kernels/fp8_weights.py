@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from crosstune.torch_engine.kernels.frozen_weights import Scratch, has_own_kernel, make_dense
+from crosstune.torch_engine.kernels.frozen_weights import (
+    QuantizedWeights,
+    Scratch,
+    each_rows,
+    has_own_kernel,
+    make_dense,
+    stacked_shape,
+)
 from crosstune.torch_engine.kernels.operations import NUM_PARTS, Rows, has_triton
 from crosstune.torch_engine.quant.fp8 import row_scales
 from crosstune.torch_engine.quantized import QuantLinear
@@ -28,7 +35,7 @@ class Fp8Weights:
     since tensor cores read e4m3 in one layout only. Both have `room` on the left for `columns` of adapters."""
 
     def __init__(self, bases: Sequence[QuantLinear], *, dtype: torch.dtype, columns: int = 0) -> None:
-        self.num_outputs, self.num_inputs = _shape(bases)
+        self.num_outputs, self.num_inputs = stacked_shape(bases)
         self.row_scales = _stack_scales(bases)
         if columns and bool(self.row_scales.amax() > _WIDEST * self.row_scales.amin()):
             columns = 0
@@ -36,12 +43,10 @@ class Fp8Weights:
         room = self.room = _round_up(NUM_PARTS * columns, _ALIGNED_ROOM)
         like = bases[0].stored.tensors()["packed"]
         packed = like.new_zeros(self.num_outputs, self.num_inputs + room)
-        start = 0
-        for base in bases:
-            rows = packed[start : start + base.out_features, room:]
-            rows.copy_(base.stored.tensors()["packed"])
-            base.stored.packed = nn.Parameter(rows, requires_grad=False)
-            start += base.out_features
+        for base, rows in each_rows(bases):
+            place = packed[rows, room:]
+            place.copy_(base.stored.tensors()["packed"])
+            base.stored.packed = nn.Parameter(place, requires_grad=False)
         self.weights = packed.view(E4M3)
         transposed = like.new_zeros(self.num_inputs, self.num_outputs + room)
         transposed[:, room:] = packed[:, room:].t()
@@ -49,72 +54,52 @@ class Fp8Weights:
         self._ones = torch.ones(1, self.num_inputs, device=packed.device)
 
     def product(self, inputs: Rows) -> torch.Tensor:
-        return self._product(inputs, self.weights[:, self.room :])
+        return scaled_product(inputs, self.weights[:, self.room :], self.row_scales[None], self.dtype)
 
     def input_gradient(self, gradient: Rows) -> torch.Tensor:
-        return self._input_gradient(gradient, self.transposed[:, self.room :])
+        return scaled_product(gradient, self.transposed[:, self.room :], self._ones, self.dtype)
 
     def product_with(self, inputs: Rows, low: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Return inputs @ W.T plus x A @ B.T."""
         prepend_low(inputs, low, self.columns, factors)
-        return self._product(inputs, self.weights)
+        return scaled_product(inputs, self.weights, self.row_scales[None], self.dtype)
 
     def input_gradient_with(self, gradient: Rows, low: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Return the gradients @ W plus the gradients of x A @ A."""
         prepend_low(gradient, low, self.columns, factors, self.row_scales)
-        return self._input_gradient(gradient, self.transposed)
+        return scaled_product(gradient, self.transposed, self._ones, self.dtype)
 
     def dense(self) -> torch.Tensor:
         return (self.weights[:, self.room :].float() * self.row_scales[:, None]).to(self.dtype)
 
-    def _product(self, inputs: Rows, weights: torch.Tensor) -> torch.Tensor:
-        return scaled_product(inputs, weights, self.row_scales[None], self.dtype)
 
-    def _input_gradient(self, gradient: Rows, weights: torch.Tensor) -> torch.Tensor:
-        return scaled_product(gradient, weights, self._ones, self.dtype)
-
-
-class ComputedInFp8:
+class ComputedInFp8(QuantizedWeights):
     """Weights of a different quantizer, such as NF4, converted to e4m3 in a shared buffer at each use, with fixed row scales."""
 
     def __init__(
         self, bases: Sequence[QuantLinear], *, dtype: torch.dtype, scratch: Scratch, packed_scratch: Scratch
     ) -> None:
-        self.bases, self.dtype = bases, dtype
-        self.num_outputs, self.num_inputs = _shape(bases)
-        self._scratch, self._packed_scratch = scratch, packed_scratch
-        self.row_scales = row_scales(self.dense())
-        self._ones = torch.ones(1, self.num_inputs, device=self.row_scales.device)
-        packed_scratch.take(
-            self.num_outputs, self.num_inputs
-        )  # allocate now, not in the middle of an evaluation
+        super().__init__(bases, scratch=scratch)
+        self.dtype, self._packed_scratch = dtype, packed_scratch
+        self._scales = self.row_scales = row_scales(self.matrix())
+        self._ones = torch.ones(1, self.num_inputs, device=self._scales.device)
+        packed_scratch.take(self.num_outputs, self.num_inputs)
 
     def product(self, inputs: Rows) -> torch.Tensor:
-        return scaled_product(inputs, self._packed(), self.row_scales[None], self.dtype)
+        return scaled_product(inputs, self._packed(), self._scales[None], self.dtype)
 
     def input_gradient(self, gradient: Rows) -> torch.Tensor:
         transposed = self._packed().view(torch.uint8).t().contiguous().view(E4M3)
         return scaled_product(gradient, transposed, self._ones, self.dtype)
 
-    def dense(self) -> torch.Tensor:
-        dense = self._scratch.take(self.num_outputs, self.num_inputs)
-        start = 0
-        for base in self.bases:
-            make_dense(base, dense[start : start + base.out_features])
-            start += base.out_features
-        return dense
-
     def _packed(self) -> torch.Tensor:
         packed = self._packed_scratch.take(self.num_outputs, self.num_inputs)
-        start = 0
-        for base in self.bases:
-            rows = slice(start, start + base.out_features)
+        for base, rows in each_rows(self.bases):
             if has_own_kernel(base, packed.device):
-                make_dense(base, packed[rows], row_scales=self.row_scales[rows])
+                make_dense(base, packed[rows], row_scales=self._scales[rows])
             else:
                 dense = base.stored.dequantize(self.dtype)
-                packed[rows] = (dense.float() / self.row_scales[rows, None]).to(E4M3)
-            start += base.out_features
+                packed[rows] = (dense.float() / self._scales[rows, None]).to(E4M3)
         return packed
 
 
@@ -155,8 +140,8 @@ def scaled_product(
 
 
 def fits_fp8(bases: Sequence[Any]) -> bool:
-    """Return whether the shapes of a group fit fp8 tensor cores."""
-    outputs, inputs = _shape(bases)
+    """Return True if fp8 tensor cores support the shapes of a group."""
+    outputs, inputs = stacked_shape(bases)
     return outputs % _ALIGNED == 0 and inputs % _ALIGNED == 0
 
 
@@ -199,7 +184,3 @@ def _stack_scales(bases: Sequence[QuantLinear]) -> torch.Tensor:
 
 def _round_up(number: int, step: int) -> int:
     return -(-number // step) * step
-
-
-def _shape(bases: Sequence[Any]) -> tuple[int, int]:
-    return sum(base.out_features for base in bases), bases[0].in_features

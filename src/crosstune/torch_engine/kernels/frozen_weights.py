@@ -7,37 +7,52 @@ right or `with_rows` below.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from crosstune.torch_engine.kernels.operations import Rows, has_triton
-from crosstune.torch_engine.quantized import QuantLinear, linear_shape
+from crosstune.torch_engine.quantized import QuantLinear
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""A matrix to copy in the launch that dequantizes weights, and its target."""
 
 
-class DenseWeights:
-    """Dense weights, stacked once; the layers keep views of their rows. The caller fills the `columns` on the right and the
-    `rows` below."""
+class _DenseMatmul:
+    """Dense matmuls with the stacked weights."""
 
     row_scales: torch.Tensor | None = None
 
+    def __init__(self, bases: Sequence[Any]) -> None:
+        self.num_outputs, self.num_inputs = stacked_shape(bases)
+
+    def matrix(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def product(self, inputs: Rows) -> torch.Tensor:
+        return inputs.values @ self.matrix().t()
+
+    def input_gradient(self, gradient: Rows) -> torch.Tensor:
+        return gradient.values @ self.matrix()
+
+
+class DenseWeights(_DenseMatmul):
+    """Dense weights, stacked once; the layers keep views of their rows. The caller fills the `columns` on the right and the
+    `rows` below."""
+
     def __init__(self, bases: Sequence[Any], *, dtype: torch.dtype, right: int = 0, below: int = 0) -> None:
-        self.num_outputs = sum(linear_shape(base)[0] for base in bases)
-        self.num_inputs = linear_shape(bases[0])[1]
+        super().__init__(bases)
         if len(bases) == 1 and not right and not below and bases[0].weight.dtype == dtype:
             self._matrix = bases[0].weight.detach()
         else:
             size = (self.num_outputs + below, self.num_inputs + right)
             self._matrix = torch.zeros(size, dtype=dtype, device=bases[0].weight.device)
-            start = 0
-            for base in bases:
-                rows = self._matrix[start : start + base.out_features, : self.num_inputs]
-                rows.copy_(base.weight.detach())
-                base.weight.data = rows
-                start += base.out_features
+            for base, rows in each_rows(bases):
+                place = self._matrix[rows, : self.num_inputs]
+                place.copy_(base.weight.detach())
+                base.weight.data = place
         self.columns = self._matrix[: self.num_outputs, self.num_inputs :]
         self.rows = self._matrix[self.num_outputs :, : self.num_inputs]
 
@@ -52,12 +67,6 @@ class DenseWeights:
         assert rows.data_ptr() == self.rows.data_ptr()
         return self._matrix[:, : self.num_inputs]
 
-    def product(self, inputs: Rows) -> torch.Tensor:
-        return inputs.values @ self.matrix().t()
-
-    def input_gradient(self, gradient: Rows) -> torch.Tensor:
-        return gradient.values @ self.matrix()
-
 
 class Scratch:
     """A buffer for dequantized weights, shared by all layers; it grows to the largest."""
@@ -71,96 +80,83 @@ class Scratch:
         return self._buffer[: rows * columns].view(rows, columns)
 
 
-class QuantizedWeights:
+class QuantizedWeights(_DenseMatmul):
     """Weights of layers, some or all quantized, dequantized into a shared buffer at each use."""
 
-    row_scales: torch.Tensor | None = None
-
     def __init__(self, bases: Sequence[Any], *, scratch: Scratch, right: int = 0, below: int = 0) -> None:
+        super().__init__(bases)
         self.bases, self._scratch = bases, scratch
-        self.num_outputs = sum(base.out_features for base in bases)
-        self.num_inputs = bases[0].in_features
         # Allocate now, not in the middle of an evaluation.
         scratch.take(self.num_outputs, self.num_inputs + right)
         scratch.take(self.num_outputs + below, self.num_inputs)
 
     def matrix(self) -> torch.Tensor:
         dense = self._scratch.take(self.num_outputs, self.num_inputs)
-        self._make_dense(dense, None)
+        self._make_dense(dense)
         return dense
 
     def with_columns(self, columns: torch.Tensor) -> torch.Tensor:
         dense = self._scratch.take(self.num_outputs, self.num_inputs + columns.shape[1])
-        self._make_dense(dense[:, : self.num_inputs], Copy(columns, dense[:, self.num_inputs :]))
+        self._make_dense(dense[:, : self.num_inputs], (columns, dense[:, self.num_inputs :]))
         return dense
 
     def with_rows(self, rows: torch.Tensor) -> torch.Tensor:
         dense = self._scratch.take(self.num_outputs + len(rows), self.num_inputs)
-        self._make_dense(dense[: self.num_outputs], Copy(rows, dense[self.num_outputs :]))
+        self._make_dense(dense[: self.num_outputs], (rows, dense[self.num_outputs :]))
         return dense
 
-    def product(self, inputs: Rows) -> torch.Tensor:
-        return inputs.values @ self.matrix().t()
-
-    def input_gradient(self, gradient: Rows) -> torch.Tensor:
-        return gradient.values @ self.matrix()
-
-    def _make_dense(self, out: torch.Tensor, copy: Copy | None) -> None:
-        start = 0
-        for base in self.bases:
-            make_dense(base, out[start : start + base.out_features], copy=None if start else copy)
-            start += base.out_features
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A matrix to copy in the launch that dequantizes weights."""
-
-    source: torch.Tensor
-    target: torch.Tensor
+    def _make_dense(self, out: torch.Tensor, copy: Copy | None = None) -> None:
+        for base, rows in each_rows(self.bases):
+            make_dense(base, out[rows], copy=None if rows.start else copy)
 
 
 def make_dense(
-    base: Any,
-    out: torch.Tensor,
-    *,
-    row_scales: torch.Tensor | None = None,
-    copy: Copy | None = None,
+    base: Any, out: torch.Tensor, *, row_scales: torch.Tensor | None = None, copy: Copy | None = None
 ) -> None:
     """Write the weight of a layer into `out`, whose rows may be strided, and make `copy`. NF4 weights on a GPU may be divided
     by `row_scales`, for an `out` in e4m3."""
     if not is_dense(base) and has_own_kernel(base, out.device):
         from crosstune.torch_engine.kernels.triton_operations import make_nf4_dense
 
-        copied = (copy.source, copy.target) if copy is not None else None
-        make_nf4_dense(base.stored.tensors(), base.stored.facts, out, row_scales=row_scales, copied=copied)
+        make_nf4_dense(base.stored.tensors(), base.stored.facts, out, row_scales=row_scales, copied=copy)
         return
     assert row_scales is None
     out.copy_(base.weight.detach() if is_dense(base) else base.stored.dequantize(out.dtype))
     if copy is not None:
-        copy.target.copy_(copy.source)
+        copy[1].copy_(copy[0])
 
 
 def has_own_kernel(base: QuantLinear, device: torch.device) -> bool:
-    """Return whether our kernel can dequantize a layer: NF4 on a GPU, in rows of multiples of 8 weights."""
+    """Return True if our kernel can dequantize a layer: NF4 on a GPU, in rows of multiples of 8 weights."""
     is_nf4 = base.stored.facts.get("quant_type") == "nf4" and base.in_features % 8 == 0
     return device.type == "cuda" and is_nf4 and has_triton()
 
 
 def stack_biases(bases: Sequence[Any], *, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the concatenated biases of the layers; None if no layer has one."""
-    if all(base.bias is None for base in bases):
+    biases = [base.bias for base in bases]
+    if all(bias is None for bias in biases):
         return None
-    device = next(base.bias.device for base in bases if base.bias is not None)
-    return torch.cat(
-        [
-            torch.zeros(linear_shape(base)[0], dtype=dtype, device=device)
-            if base.bias is None
-            else base.bias.detach().to(dtype)
-            for base in bases
-        ]
-    )
+    device = next(bias.device for bias in biases if bias is not None)
+    stacked = torch.zeros(stacked_shape(bases)[0], dtype=dtype, device=device)
+    for base, rows in each_rows(bases):
+        if base.bias is not None:
+            stacked[rows] = base.bias.detach()
+    return stacked
 
 
 def is_dense(base: Any) -> bool:
     return isinstance(base, nn.Linear) and not isinstance(base, QuantLinear)
+
+
+def stacked_shape(bases: Sequence[Any]) -> tuple[int, int]:
+    """Return the outputs and inputs of stacked layers."""
+    return sum(base.out_features for base in bases), bases[0].in_features
+
+
+def each_rows(bases: Sequence[Any]) -> Iterator[tuple[Any, slice]]:
+    """Yield each layer with its rows of the stacked matrix."""
+    stop = 0
+    for base in bases:
+        start, stop = stop, stop + base.out_features
+        yield base, slice(start, stop)

@@ -6,8 +6,7 @@ kernel of its norm.
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,14 +45,10 @@ class MLPHalf:
 class Recomputing:
     """Mark the recomputation of a layer in the backward pass, where its outputs are not needed.
 
-    The object is the context of the recomputation, entered for each backward pass through the same graph.
+    It is entered for each backward pass through the same graph.
     """
 
     on = False
-
-    def contexts(self) -> tuple[contextlib.AbstractContextManager[None], Recomputing]:
-        """Return the contexts of forward pass and recomputation for `torch.utils.checkpoint`."""
-        return contextlib.nullcontext(), self
 
     def __enter__(self) -> None:
         self.on = True
@@ -118,13 +113,13 @@ class _AttentionInput(torch.autograd.Function):
         total, rstd, rows = operations.rms_norm(
             stream, added, half.norm, qkv.inputs_in(buffer), qkv.quantize_inputs
         )
-        packed, low = qkv.forward(_whole(rows, buffer))
+        packed, low = qkv.forward(replace(rows, values=buffer))
         parts = operations.rotate(packed, *given.tables[half.rope], half.heads, half.qk_norms)
         ctx.half, ctx.given, ctx.added = half, given, added.dtype if added is not None else None
         ctx.save_for_backward(
             total,
             rstd,
-            low if keep else _kept(low),
+            low if keep else low.contiguous(),  # copied, so that the buffer can be freed
             buffer if keep else None,
             packed if half.qk_norms is not None else None,
         )
@@ -200,7 +195,7 @@ class _MLP(torch.autograd.Function):
         total, rstd, rows = operations.rms_norm(
             stream, added, half.norm, gate_up.inputs_in(buffer), gate_up.quantize_inputs
         )
-        both, low = gate_up.forward(_whole(rows, buffer))
+        both, low = gate_up.forward(replace(rows, values=buffer))
         inner = down.make_input(len(stream))
         product = post_rstd = None
         if given.recomputing.on and half.post_norm is None:
@@ -210,10 +205,10 @@ class _MLP(torch.autograd.Function):
         else:
             rows = operations.gate(both, half.activation, down.inputs_in(inner), down.quantize_inputs)
             out, low_down, product, post_rstd = _product(
-                inner, down, half.post_norm, operations, rows=_whole(rows, inner)
+                inner, down, half.post_norm, operations, rows=replace(rows, values=inner)
             )
         ctx.half, ctx.given, ctx.added = half, given, added.dtype
-        lows = (low if keep else _kept(low), _kept(low_down))
+        lows = (low if keep else low.contiguous(), low_down.contiguous())
         ctx.save_for_backward(total, rstd, both, *lows, buffer if keep else None, product, post_rstd)
         return total, out
 
@@ -319,16 +314,6 @@ def _rebuild_norm(
         buffer = stacked.make_input(len(total))
         operations.rms_norm_again(total, rstd, norm, stacked.inputs_in(buffer))
     return buffer
-
-
-def _whole(rows: Rows, buffer: torch.Tensor) -> Rows:
-    """Return rows whose values are the whole buffer that they were written into."""
-    return Rows(buffer, rows.packed, rows.scale)
-
-
-def _kept(low: torch.Tensor) -> torch.Tensor:
-    """Copy x A out of its buffer, so that the buffer can be freed."""
-    return low if low.is_contiguous() else low.contiguous()
 
 
 def _added(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:

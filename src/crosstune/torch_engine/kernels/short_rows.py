@@ -8,29 +8,11 @@ a block skips the keys after its last query.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from crosstune.estimate.fast_layers import QUERIES_AT_A_TIME
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block of queries with its visible keys."""
-
-    start: int
-    stop: int
-    first_key: int
-
-    @property
-    def keys(self) -> slice:
-        return slice(self.first_key, self.stop)
-
-    def queries(self, shared: int) -> slice:
-        """Return its rows if each token has `shared` stacked queries."""
-        return slice(self.start * shared, self.stop * shared)
 
 
 def attend_short_rows(
@@ -68,10 +50,9 @@ class _ShortRows(torch.autograd.Function):
         queries, keys, values = _fold(q, num_keys, scale), _columns(k), _fold(v, num_keys)
         out = torch.empty_like(queries)
         kept = []
-        for block in _blocks(q.shape[1], window):
-            rows = block.queries(shared)
-            probs = _probabilities(queries[:, rows], keys, block, mask)
-            torch.bmm(probs, values[:, block.keys], out=out[:, rows])
+        for tokens, rows, seen in _blocks(q.shape[1], shared, window):
+            probs = _probabilities(queries[:, rows], keys[..., seen], tokens, seen, mask)
+            torch.bmm(probs, values[:, seen], out=out[:, rows])
             if keep and any(ctx.needs_input_grad):
                 kept.append(probs)
         ctx.mask, ctx.window, ctx.scale = mask, window, scale
@@ -88,12 +69,11 @@ class _ShortRows(torch.autograd.Function):
         # Sum the blocks in fp32 or wider.
         wide = torch.promote_types(k.dtype, torch.float32)
         dk, dv = (torch.zeros_like(keys, dtype=wide) for _ in range(2))
-        for index, block in enumerate(_blocks(q.shape[1], ctx.window)):
-            rows, seen = block.queries(shared), block.keys
+        for index, (tokens, rows, seen) in enumerate(_blocks(q.shape[1], shared, ctx.window)):
             if key_columns is None:
                 probs = kept[index]
             else:
-                probs = _probabilities(queries[:, rows], key_columns, block, ctx.mask)
+                probs = _probabilities(queries[:, rows], key_columns[..., seen], tokens, seen, ctx.mask)
             dv[:, seen] += torch.bmm(probs.transpose(1, 2), upstream[:, rows])
             found = torch.bmm(upstream[:, rows], values[..., seen])
             scores = torch._softmax_backward_data(found, probs, -1, probs.dtype)
@@ -103,24 +83,26 @@ class _ShortRows(torch.autograd.Function):
         return *(_unfold(part, like.shape).to(like.dtype) for part, like in parts), None, None, None, None
 
 
-def _blocks(length: int, window: int | None) -> Iterator[_Block]:
+def _blocks(length: int, shared: int, window: int | None) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield blocks of tokens, with their rows of `shared` stacked queries and their visible keys."""
     for start in range(0, length, QUERIES_AT_A_TIME):
         stop = min(start + QUERIES_AT_A_TIME, length)
-        yield _Block(start, stop, 0 if window is None else max(0, start - window + 1))
+        first_key = 0 if window is None else max(0, start - window + 1)
+        yield slice(start, stop), slice(start * shared, stop * shared), slice(first_key, stop)
 
 
 def _probabilities(
-    queries: torch.Tensor, keys: torch.Tensor, block: _Block, mask: torch.Tensor | None
+    queries: torch.Tensor, keys: torch.Tensor, tokens: slice, seen: slice, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the softmax of a block's scores for keys in columns. torch computes it in fp32 for 16-bit numbers."""
-    scores = torch.bmm(queries, keys[..., block.keys])
-    count = block.stop - block.start
+    scores = torch.bmm(queries, keys)
+    count = tokens.stop - tokens.start
     by_query = scores.view(len(scores), count, -1, scores.shape[-1])
     if mask is None:  # only the last keys can follow a query
         after = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu_(1)
         by_query[..., -count:].masked_fill_(after[:, None], -torch.inf)
     else:
-        hidden = ~mask[:, 0, block.start : block.stop, block.keys]
+        hidden = ~mask[:, 0, tokens, seen]
         by_row = by_query.unflatten(0, (-1, len(scores) // len(mask))) if len(mask) > 1 else by_query[None]
         by_row.masked_fill_(hidden[:, None, :, None], -torch.inf)
     return torch.softmax(scores, dim=-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,16 +39,6 @@ class Adapter:
     """Its columns in x A of the group."""
 
 
-class Watch(Protocol):
-    """Observe the matmuls and gradients of a group."""
-
-    def on_product(self, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Handle the inputs and outputs of the matmul with the frozen weights."""
-
-    def on_gradient(self, gradient: torch.Tensor) -> None:
-        """Handle the gradient of the outputs."""
-
-
 class Stacked:
     """y = x W^T + bias + adapters, for the stacked weights W of a group of layers.
 
@@ -68,7 +58,8 @@ class Stacked:
         """Stack layers. With `fp8`, a buffer for e4m3 weights, quantized layers use fp8 matmul."""
         bases: list[Any] = [layer.base if isinstance(layer, AdaptedLinear) else layer for layer in layers]
         self.bases = bases
-        self.watch: Watch | None = None
+        self.watch: Any = None
+        """Observes frozen matmuls: `on_product(inputs, outputs)` and `on_gradient(gradient)` of the outputs."""
         self.fp8_factors: tuple[torch.Tensor, ...] = ()
         """Factors of the columns of x A and of its gradient in fp8 matmuls."""
         self.dtype = dtype
@@ -145,15 +136,12 @@ class Stacked:
 
     def forward(self, inputs: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the outputs and x A. `inputs` holds a whole buffer of `make_input`."""
+        low = self.low(inputs.values)
         if self.extended:
-            buffer = inputs.values
-            low = self.low(buffer)
-            assert self._b_columns is not None
             matrix = self.weights.with_columns(self._b_columns)
             if self.bias is None:
-                return buffer @ matrix.t(), low
-            return torch.addmm(self.bias, buffer, matrix.t()), low
-        low = self.low(inputs.values)
+                return inputs.values @ matrix.t(), low
+            return torch.addmm(self.bias, inputs.values, matrix.t()), low
         if self._fp8_room and self.watch is None:
             out = self.weights.product_with(inputs, low, self.fp8_factors[0])
             return (out if self.bias is None else out.add_(self.bias)), low
@@ -241,12 +229,6 @@ class Stacked:
             return self.weights.columns
         return torch.zeros(self.weights.num_outputs, self.extra, dtype=self.dtype, device=self.device)
 
-    def b_slots(self) -> list[torch.Tensor]:
-        """Return the places of each B in the extra columns."""
-        if self._b_columns is None:
-            return []
-        return [self._b_columns[adapter.rows, adapter.columns] for adapter in self.adapters]
-
 
 def rows_with_room(
     num_rows: int, width: int, room: int, *, dtype: torch.dtype, device: torch.device
@@ -269,14 +251,17 @@ class Publishing:
     """Copy the fp32 adapters into the compute dtype, in a few launches for all layers."""
 
     def __init__(self, groups: Sequence[Stacked]) -> None:
-        adapters = [(group, index) for group in groups for index in range(len(group.adapters))]
-        found = [group.adapters[index] for group, index in adapters]
-        self._a, self._scales = [adapter.a for adapter in found], [adapter.scale for adapter in found]
-        self._a_slots = [group._a[group.adapters[index].columns] for group, index in adapters]
-        self._b = [adapter.b for adapter in found]
-        self._b_copies = [group._b[index] for group, index in adapters]
+        found = [(group, adapter) for group in groups for adapter in group.adapters]
+        self._a, self._b = [adapter.a for _, adapter in found], [adapter.b for _, adapter in found]
+        self._scales = [adapter.scale for _, adapter in found]
+        self._a_slots = [group._a[adapter.columns] for group, adapter in found]
+        self._b_copies = [b for group in groups for b in group._b]
         self._placed = [b for group in groups if group._b_columns is not None for b in group._b]
-        self._places = [slot for group in groups for slot in group.b_slots()]
+        self._places = [
+            group._b_columns[adapter.rows, adapter.columns]
+            for group, adapter in found
+            if group._b_columns is not None
+        ]
         in_fp8 = [(group, adapter) for group in groups if (adapter := group.fp8_adapter()) is not None]
         self._fp8 = Fp8Adapters([adapter for _, adapter in in_fp8]) if in_fp8 else None
         for index, (group, _) in enumerate(in_fp8):

@@ -14,8 +14,6 @@ import torch.nn.functional as F  # noqa: N812
 
 from crosstune.estimate.fast_layers import LOGITS_IN_CACHE
 from crosstune.torch_engine.kernels.operations import (
-    E4M3_MAX,
-    SMALLEST_AMAX,
     Heads,
     Norm,
     QKNorms,
@@ -23,6 +21,7 @@ from crosstune.torch_engine.kernels.operations import (
     Rows,
     Triple,
 )
+from crosstune.torch_engine.quant.fp8 import LARGEST, SMALLEST_AMAX
 
 _aten = torch.ops.aten
 _ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
@@ -43,6 +42,7 @@ def rms_norm(
     out: torch.Tensor,
     quantize: Quantize | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
+    """Return x + added, 1 / rms of each row, and the normalized rows in `out`."""
     total = x if added is None else x + added.to(x.dtype)
     values = _wide(total)
     length = torch.linalg.vector_norm(values, dim=-1)
@@ -51,6 +51,7 @@ def rms_norm(
 
 
 def rms_norm_again(total: torch.Tensor, rstd: torch.Tensor, norm: Norm, out: torch.Tensor) -> torch.Tensor:
+    """Rebuild the normalized rows in `out`."""
     _normalize(_wide(total), rstd, norm, out, None)
     return out
 
@@ -63,6 +64,7 @@ def rms_norm_backward(
     residual: torch.Tensor | None,
     out: torch.Tensor,
 ) -> torch.Tensor:
+    """Write the gradient of the norm's input, plus `residual`, into `out`."""
     values = _wide(total)
     found = _wide(gradient) * _gain(norm, values)
     along = (found * values).sum(-1).mul_(rstd).mul_(rstd).mul_(rstd).div_(-values.shape[-1])
@@ -73,6 +75,8 @@ def rms_norm_backward(
 
 
 def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: Heads, norms: QKNorms) -> Triple:
+    """Return queries, keys and values of packed rows, with queries and keys normalized and rotated; without norms, rotated in
+    place."""
     parts = split_heads(qkv, heads)
     if norms is None:
         _turn(_rotated(qkv, heads), cos, sin, heads.rotary)
@@ -93,6 +97,7 @@ def rotate_backward(
     out: torch.Tensor,
     quantize: Quantize | None = None,
 ) -> Rows:
+    """Write the gradient of the packed rows into `out`. `raw`: the rows before the norms, if there are norms."""
     for part, gradient in zip(split_heads(out, heads), gradients, strict=True):
         part.copy_(gradient.flatten(0, 1))
     _turn(_rotated(out, heads), cos, -sin, heads.rotary)
@@ -106,6 +111,7 @@ def rotate_backward(
 
 
 def gate(gate_up: torch.Tensor, kind: str, out: torch.Tensor, quantize: Quantize | None = None) -> Rows:
+    """Write act(gate) * up into `out`."""
     gates, ups = gate_up.chunk(2, dim=-1)
     torch.mul(_ACTIVATIONS[kind][0](gates), ups, out=out)
     return Rows(out) if quantize is None else quantize_rows(out, quantize)
@@ -119,6 +125,7 @@ def gate_backward(
     out: torch.Tensor,
     quantize: Quantize | None = None,
 ) -> Rows:
+    """Write the packed gradients of gate and up into `out`; rebuild act(gate) * up in `product`, if given."""
     gates, ups = gate_up.chunk(2, dim=-1)
     activate, activate_backward = _ACTIVATIONS[kind]
     active = activate(gates)
@@ -132,12 +139,14 @@ def gate_backward(
 
 
 def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
+    """Return rows with their e4m3 copy."""
     return _quantized(values, _wide(values), quantize)
 
 
 def cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the summed cross entropy in fp32, and the gradient of the logits, which may overwrite them."""
     total = logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
     num_rows = max(1, LOGITS_IN_CACHE // logits.shape[1])
     for rows, wanted in zip(logits.split(num_rows), targets.split(num_rows), strict=True):
@@ -207,5 +216,5 @@ def _quantized(out: torch.Tensor, values: torch.Tensor, quantize: Quantize) -> R
     assert not quantize.room, "plain torch does not support fp8 adapters"
     if quantize.columns is not None:
         values = values * quantize.columns
-    scale = values.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX) / E4M3_MAX
+    scale = values.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX) / LARGEST
     return Rows(out, (values / scale).to(torch.float8_e4m3fn), scale.float())

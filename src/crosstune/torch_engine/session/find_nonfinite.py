@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,16 +16,14 @@ def watch_outputs(model: nn.Module) -> Iterator[list[str]]:
     """Collect the names of layers whose output is not finite, in the order of the forward pass, innermost first."""
     bad: list[str] = []
 
-    def watch(name: str) -> Callable[..., None]:
-        def check(module: nn.Module, inputs: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, (tuple, list)) and output else output
-            checked = isinstance(first, torch.Tensor) and first.is_floating_point()
-            if checked and not bool(torch.isfinite(first).all()):
-                bad.append(name)
+    def check(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        checked = isinstance(first, torch.Tensor) and first.is_floating_point()
+        if checked and not bool(torch.isfinite(first).all()):
+            bad.append(name)
 
-        return check
-
-    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    modules = [(name, module) for name, module in model.named_modules() if name]
+    hooks = [module.register_forward_hook(partial(check, name)) for name, module in modules]
     try:
         yield bad
     finally:

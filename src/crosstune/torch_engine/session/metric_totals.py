@@ -34,7 +34,7 @@ class MetricTotals:
         """Return the means across all ranks. All ranks have the same metrics."""
         numbers = _read([number for pair in self._sums.values() for number in pair])
         if parallel is not None:
-            numbers = parallel.sum_numbers(*numbers)
+            numbers = parallel.group.sum_numbers(*numbers)
         pairs = zip(numbers[::2], numbers[1::2], strict=True)
         return {
             name: total / weight if weight else math.nan

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,17 @@ def offload_activations(device: torch.device, *, enabled: bool) -> contextlib.Ab
     """
     if not enabled or device.type == "cpu":
         return contextlib.nullcontext()
-    kept: Any = _AsyncCopies(device) if device.type == "cuda" else _Copies(device)
+    copies = _AsyncCopies(device) if device.type == "cuda" else None
 
     def pack(tensor: torch.Tensor) -> Any:
-        return kept.send(tensor) if _is_activation(tensor, device) else tensor
+        if not _is_activation(tensor, device):
+            return tensor
+        return copies.send(tensor) if copies is not None else OnHost(tensor.to("cpu"))
 
     def unpack(packed: Any) -> torch.Tensor:
-        return packed if isinstance(packed, torch.Tensor) else kept.fetch(packed)
+        if isinstance(packed, torch.Tensor):
+            return packed
+        return copies.fetch(packed) if copies is not None else packed.host.to(device)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -39,30 +43,18 @@ def offload_activations(device: torch.device, *, enabled: bool) -> contextlib.Ab
 class OnHost:
     """A tensor on the host and, shortly before it is needed, its copy on the device."""
 
-    def __init__(self, host: torch.Tensor, place: int) -> None:
+    def __init__(self, host: torch.Tensor, place: int = 0) -> None:
         self.host, self.place = host, place
         self.copy: torch.Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
-
-
-class _Copies:
-    """Copies in sequence with the computation."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def send(self, tensor: torch.Tensor) -> OnHost:
-        return OnHost(tensor.to("cpu"), place=0)
-
-    def fetch(self, sent: OnHost) -> torch.Tensor:
-        return sent.host.to(self.device)
 
 
 class _AsyncCopies:
     """Copies to pinned memory on a separate stream. The backward pass needs the tensors in reverse order."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, _copy_stream(device)
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self.device, self.stream = device, _copy_stream(index)
         self._sent: list[weakref.ref[OnHost]] = []
 
     def send(self, tensor: torch.Tensor) -> OnHost:
@@ -78,7 +70,8 @@ class _AsyncCopies:
     def fetch(self, sent: OnHost) -> torch.Tensor:
         """Return a tensor on the device, and start to copy back the ones that were sent before it."""
         self._start(sent)  # needs no wait: the copy stream allocates the memory
-        for before in _alive(self._sent[: sent.place], NUM_AHEAD):
+        alive = (one for ref in reversed(self._sent[: sent.place]) if (one := ref()) is not None)
+        for before in itertools.islice(alive, NUM_AHEAD):
             self._start(before)
         assert sent.copy is not None and sent.arrived is not None
         current, found = torch.cuda.current_stream(self.device), sent.copy
@@ -95,21 +88,10 @@ class _AsyncCopies:
             sent.arrived = self.stream.record_event()
 
 
-def _alive(sent: Sequence[weakref.ref[OnHost]], count: int) -> list[OnHost]:
-    """Return the last `count` tensors that the graph still references, latest first."""
-    found = (one for ref in reversed(sent) if (one := ref()) is not None)
-    return list(itertools.islice(found, count))
-
-
-_STREAMS: dict[int, torch.cuda.Stream] = {}
-
-
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+@functools.cache
+def _copy_stream(index: int) -> torch.cuda.Stream:
     """Return the copy stream of a GPU: one for all passes, since freed memory stays with its stream."""
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    if index not in _STREAMS:
-        _STREAMS[index] = torch.cuda.Stream(device)
-    return _STREAMS[index]
+    return torch.cuda.Stream(index)
 
 
 def _is_activation(tensor: torch.Tensor, device: torch.device) -> bool:

@@ -13,8 +13,7 @@ from crosstune.config.schema import Config
 from crosstune.core.weights import SLOT
 from crosstune.torch_engine.sharding.local_shard import is_sharded, local_part
 
-BETAS = (0.9, 0.999)
-EPSILON = 1e-8
+_ADAM: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8}
 
 
 class Masters:
@@ -126,27 +125,21 @@ Groups = list[dict[str, Any]]
 def _adamw(groups: Groups, *, fused: bool | None = None) -> torch.optim.Optimizer:
     if fused is None and all(master.is_cuda for group in groups for master in group["params"]):
         fused = True  # one kernel for many weights
-    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=fused)
-
-
-def _adam(groups: Groups, *, fused: bool | None = None) -> torch.optim.Optimizer:
-    return torch.optim.Adam(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=fused)
+    return torch.optim.AdamW(groups, **_ADAM, fused=fused)
 
 
 def _bitsandbytes(groups: Groups, *, kind: str) -> torch.optim.Optimizer:
     import bitsandbytes.optim
 
-    optimizer: torch.optim.Optimizer = getattr(bitsandbytes.optim, kind)(
-        groups, lr=0.0, betas=BETAS, eps=EPSILON
-    )
+    optimizer: torch.optim.Optimizer = getattr(bitsandbytes.optim, kind)(groups, **_ADAM)
     return optimizer
 
 
 _OPTIMIZERS: Mapping[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "fused_adamw": partial(_adamw, fused=True),
-    "adam": _adam,
-    "fused_adam": partial(_adam, fused=True),
+    "adam": partial(torch.optim.Adam, **_ADAM),
+    "fused_adam": partial(torch.optim.Adam, **_ADAM, fused=True),
     "adamw_8bit": partial(_bitsandbytes, kind="AdamW8bit"),
     "paged_adamw_8bit": partial(_bitsandbytes, kind="PagedAdamW8bit"),
     "sgd": partial(torch.optim.SGD, lr=0.0),

@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from crosstune.core.profiling import Limits, Operator, ProfileSettings, Recorded
+from crosstune.torch_engine.capabilities import mean_s
 
 _MICROSECOND = 1e-6
 _TRACED_DEVICES = ("cuda", "xpu")
@@ -40,7 +41,6 @@ _FIRST_FACTOR = {
 }
 """Operator -> the position of its left factor; the right one follows."""
 _ATTENTION = "aten::_scaled_dot_product_"
-Shape = Sequence[int]
 
 
 class TorchProfiler:
@@ -91,7 +91,7 @@ class TorchProfiler:
         collectives = [each.seconds for each in operators if each.name.lower().startswith(_COLLECTIVES)]
         return Recorded(
             operators=operators,
-            device_busy_s=_busy_s(_device_events(events)) if self.device.type in _TRACED_DEVICES else None,
+            device_busy_s=_busy_s(events) if self.device.type in _TRACED_DEVICES else None,
             communication_s=sum(collectives),
             flops=float(sum(count_flops(event.name, event.input_shapes) for event in events)),
             memory_timeline=timeline,
@@ -150,19 +150,15 @@ def _shapes(shapes: Any) -> str:
     return " ".join("x".join(map(str, shape)) for shape in shapes or () if shape)
 
 
-def _device_events(events: Iterable[Any]) -> list[tuple[float, float]]:
-    """Return the intervals of kernels and copies, in microseconds."""
-    return [
+def _busy_s(events: Iterable[Any]) -> float:
+    """Return the time in which kernels or copies run on the device."""
+    covered, last = 0.0, float("-inf")
+    intervals = (
         (event.time_range.start, event.time_range.end)
         for event in events
         if event.device_type != torch.autograd.DeviceType.CPU
         and not getattr(event, "is_user_annotation", False)
-    ]
-
-
-def _busy_s(intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of the intervals."""
-    covered, last = 0.0, float("-inf")
+    )
     for start, end in sorted(intervals):
         covered += max(0.0, end - max(start, last))
         last = max(last, end)
@@ -205,43 +201,28 @@ def _without_messages() -> Iterator[None]:
         os.close(nowhere)
 
 
-def count_flops(name: str, shapes: Sequence[Shape] | None) -> float:
+def count_flops(name: str, shapes: Sequence[Sequence[int]] | None) -> float:
     """Return the operations of one call; 0 for operators without matmuls, or whose matmuls are counted below them.
 
     The masked half of causal attention counts in full, as in published figures.
     """
-    if not shapes:
-        return 0.0
     if name in _FIRST_FACTOR:
-        left = _FIRST_FACTOR[name]
-        return _product(shapes[left : left + 2])
-    if name.startswith(_ATTENTION) and "math" not in name:
-        if name.endswith("_backward"):
-            return _BACKWARD_FACTOR * _attention(shapes[1:3])
-        return _attention(shapes[:2])
-    return 0.0
-
-
-def _product(factors: Sequence[Shape]) -> float:
-    if len(factors) < 2 or min(map(len, factors)) < 2:
+        first, factor, dim = _FIRST_FACTOR[name], 2.0, -1
+    elif name.startswith(_ATTENTION) and "math" not in name:  # q @ k and weights @ v, for one head size
+        first, factor, dim = (1, 4.0 * _BACKWARD_FACTOR, -2) if name.endswith("_backward") else (0, 4.0, -2)
+    else:
         return 0.0
-    left, right = factors
-    return 2.0 * math.prod(left) * right[-1]
-
-
-def _attention(shapes: Sequence[Shape]) -> float:
-    """Return the operations of q @ k and weights @ v, for one head size."""
-    if len(shapes) < 2 or min(map(len, shapes)) < 3:
+    factors = (shapes or ())[first : first + 2]
+    if len(factors) < 2 or min(map(len, factors)) < 1 - dim:
         return 0.0
-    query, key = shapes
-    return 4.0 * math.prod(query) * key[-2]
+    return factor * math.prod(factors[0]) * factors[1][dim]
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits | None:
     """Measure the limits of a device in half a second; return None if it lacks the memory."""
     kind = "cpu" if device.type == "cpu" else "other"
     try:
-        flops = max(_product_rates(device, dtype, _SIZES[kind]))
+        flops = _matmul_rate(device, dtype, _SIZES[kind])
         bandwidth = _copy_rate(device, _COPIED_BYTES[kind])
     except RuntimeError as error:  # every device has its own out-of-memory error
         if "memory" not in str(error).lower():
@@ -250,18 +231,19 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits | None:
     return Limits(flops_per_s=flops, dtype=str(dtype).removeprefix("torch."), bytes_per_s=bandwidth)
 
 
-def _product_rates(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> list[float]:
-    rates = list[float]()
+def _matmul_rate(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> float:
+    best = 0.0
     # Gaussian numbers: with zeros a GPU needs less power and runs faster than in training.
     generator = torch.Generator().manual_seed(0)
     for size in sizes:
         operand = torch.randn(size, size, generator=generator).to(device, dtype)
         product = torch.empty_like(operand)
         seconds = _seconds(lambda a=operand, out=product: torch.mm(a, a, out=out), device)  # type: ignore[misc]
-        rates.append(2.0 * size**3 / seconds)
-        if rates[-1] < _SLOW:
+        rate = 2.0 * size**3 / seconds
+        best = max(best, rate)
+        if rate < _SLOW:
             break
-    return rates
+    return best
 
 
 def _copy_rate(device: torch.device, num_bytes: int) -> float:
@@ -273,20 +255,10 @@ def _copy_rate(device: torch.device, num_bytes: int) -> float:
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
     """Return the shortest mean time of a call over several rounds."""
-    synchronize = torch.get_device_module(device).synchronize
-
-    def timed(count: int) -> float:
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            work()
-        synchronize()
-        return (time.perf_counter() - start) / count
-
-    timed(1)  # loads kernels
-    once = timed(1)
+    mean_s(work, device)  # loads kernels
+    once = mean_s(work, device)
     count = max(1, round(BUDGET_S / 5 / max(once, 1e-7)))
     best, start = once, time.perf_counter()
     while time.perf_counter() - start < BUDGET_S:
-        best = min(best, timed(count))
+        best = min(best, mean_s(work, device, count))
     return best

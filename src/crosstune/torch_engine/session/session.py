@@ -37,7 +37,7 @@ from crosstune.core.protocols import (
 )
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
-from crosstune.torch_engine.device import CacheClearing, evaluating, memory_errors, read_memory, reset_peak
+from crosstune.torch_engine.device import clear_cache, evaluating, memory_errors, read_memory, reset_peak
 from crosstune.torch_engine.loading.adapters import Adapted, name_targets
 from crosstune.torch_engine.loading.compile_blocks import compile_errors, without_compiled
 from crosstune.torch_engine.quantized import count_weights
@@ -57,6 +57,7 @@ from crosstune.torch_engine.task import (
     TorchTask,
     WritesModel,
 )
+from crosstune.torch_engine.tasks.causal_lm import CausalLM
 
 if TYPE_CHECKING:
     from crosstune.torch_engine.sharding.parallel import Parallel
@@ -65,9 +66,9 @@ LARGE_STATE_BYTES = 2**30
 """Each rank writes its own part of a sharded state of at least this size."""
 
 
-@dataclass(kw_only=True)
-class Parts:
-    """The parts of an opened model."""
+@dataclass(kw_only=True, eq=False)
+class TorchSession:
+    """A model, its adapters and its optimizer on the device of this process."""
 
     context: BuildContext
     task: TorchTask
@@ -76,26 +77,20 @@ class Parts:
     masters: Masters
     optimizer: torch.optim.Optimizer | None
     """None if the model is only evaluated."""
-    cache: CacheClearing
+    cache_interval: int = 0
+    """Release torch's cached memory after this number of updates; never if 0."""
     pin_memory: bool = False
     parallel: Parallel | None = None
     """None for a single process."""
     notes: Sequence[str] = ()
     """Decisions made while opening the model, for the user."""
 
-
-class TorchSession:
-    """A model, its adapters and its optimizer on the device of this process."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.plan, self.device = parts.context.plan, parts.context.device
-        self.precision = parts.context.precision
-        self.task, self.model, self.adapters = parts.task, parts.model, parts.adapters
-        self.masters, self.optimizer, self.parallel = parts.masters, parts.optimizer, parts.parallel
-        self.notes = tuple(parts.notes)
+    def __post_init__(self) -> None:
+        context = self.context
+        self.plan, self.device, self.precision = context.plan, context.device, context.precision
         self._random_before: dict[str, Array] = {}
         self._is_averaged = False
+        self._num_updates = 0
         self.phase: Phase = no_phase
 
     def prepare(self, batch: Batch) -> PreparedBatch:
@@ -104,7 +99,7 @@ class TorchSession:
             name: torch.from_numpy(np.ascontiguousarray(array))
             for name, array in self.task.arrays(batch).items()
         }
-        if self.parts.pin_memory:
+        if self.pin_memory:
             arrays = {name: tensor.pin_memory() for name, tensor in arrays.items()}
         return PreparedBatch(weight=int(batch.weight), num_tokens=int(batch.num_tokens), arrays=arrays)
 
@@ -130,7 +125,9 @@ class TorchSession:
                     optimizer.step()
                 self.masters.publish()
             self.masters.clear_gradients()
-        self.parts.cache.after_step()
+        self._num_updates += 1
+        if self.cache_interval and self._num_updates % self.cache_interval == 0:
+            clear_cache(self.device)
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
         measure, names = self.task.loss, self.task.metric_names
@@ -141,7 +138,7 @@ class TorchSession:
             self.connected(EVALUATING),
             self.averaged(),
             evaluating(self.model),
-            self._agreeing(),
+            self.parallel.passes(self.model, doing=EVALUATING) if self.parallel else contextlib.nullcontext(),
             memory_errors(self.device, doing=EVALUATING),
             states.separate_random(self.device),
             without_gradients(self.model),
@@ -156,7 +153,7 @@ class TorchSession:
                     weight += batch.weight
                     metrics.add(sums)
         if self.parallel is not None:
-            total, weights = self.parallel.sum_numbers(total, weight)
+            total, weights = self.parallel.group.sum_numbers(total, weight)
             weight = int(weights)
         loss_mean = total / weight if weight else math.nan
         return EvalResult(loss=loss_mean, weight=weight, metrics=metrics.means(self.parallel))
@@ -169,7 +166,7 @@ class TorchSession:
         before = states.export_random(self.device)
         try:
             with (
-                self._general_layers(),
+                self.task.general_layers() if isinstance(self.task, CausalLM) else contextlib.nullcontext(),
                 self.connected("a step"),
                 without_compiled(self.model),
                 memory_errors(self.device),
@@ -191,9 +188,10 @@ class TorchSession:
 
     def _first(self, bad: Sequence[str], *, of: Sequence[str]) -> str | None:
         """Return the first bad name across all ranks, in the order of `of`."""
-        if self.parallel is None:
-            return bad[0] if bad else None
-        return self.parallel.first_flag({name: name in bad[:1] for name in of})
+        counts: Sequence[float] = [name in bad[:1] for name in of]
+        if self.parallel is not None:
+            counts = self.parallel.group.sum_numbers(*counts)
+        return next((name for name, count in zip(of, counts, strict=True) if count), None)
 
     def memory(self) -> Memory:
         return read_memory(self.device)
@@ -265,18 +263,18 @@ class TorchSession:
             if self.adapters and not isinstance(self.task, HasOwnHead):
                 weights = export.host_weights(self.adapters)
                 return None if folder is None else self._write_adapter(folder / "adapter", weights)
-            self._measure_result()
+            if isinstance(self.task, CausalLM):
+                self.task.measure_result(self.model)
             return self._write_model(folder / "model" if folder is not None else None)
 
     def _write_adapter(self, folder: Path, weights: Mapping[str, Array]) -> Path:
-        context = self.parts.context
         save_adapter(
             folder,
             weights,
             settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
             targets=name_targets(self.model, self.adapters),
-            base=context.folder,
-            base_name=context.base_name,
+            base=self.context.folder,
+            base_name=self.context.base_name,
             record=self.task.base_record() if isinstance(self.task, RecordsBase) else {},
         )
         return folder
@@ -350,12 +348,6 @@ class TorchSession:
             metrics=metrics.means(self.parallel),
         )
 
-    def _agreeing(self) -> contextlib.AbstractContextManager[None]:
-        """Raise OutOfMemory on every rank if one of them runs out of memory within the context."""
-        if self.parallel is None:
-            return contextlib.nullcontext()
-        return self.parallel.passes(self.model, doing=EVALUATING)
-
     def _clip(self, trained: Sequence[torch.Tensor]) -> torch.Tensor | float:
         """Clip the gradients and return their norm before; with one process, as a tensor on the device."""
         config = self.plan.config
@@ -372,7 +364,7 @@ class TorchSession:
             loss, norm = torch.stack([total, norm]).tolist()
         else:
             loss, norm = float(total), float(norm)
-        return self.parallel.sum_numbers(loss)[0] if self.parallel is not None else loss, norm
+        return self.parallel.group.sum_numbers(loss)[0] if self.parallel is not None else loss, norm
 
     def _replicated(self) -> dict[str, torch.Tensor]:
         """Return the masters that are not sharded."""
@@ -402,13 +394,9 @@ class TorchSession:
 
     def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
         """Raise if the model cannot train on a batch. Called on every rank, since it may need a forward pass."""
-
-    def _measure_result(self) -> None:
-        """Measure the model before it is written. Called on every rank."""
-
-    def _general_layers(self) -> contextlib.AbstractContextManager[None]:
-        """Run the model's own layers, with their hooks, within the context."""
-        return contextlib.nullcontext()
+        if self.parallel is not None and isinstance(self.task, CausalLM):
+            for batch in batches:
+                self.task.check_batch(self.model, self._to_device(batch))
 
     def _to_device(self, batch: PreparedBatch) -> Tensors:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.arrays.items()}

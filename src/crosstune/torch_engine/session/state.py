@@ -81,12 +81,12 @@ def import_moments(
     masters: Mapping[str, torch.Tensor],
     moments: Moments,
     *,
-    parameters: Mapping[str, torch.Tensor] | None = None,
+    parameters: Mapping[str, torch.Tensor],
 ) -> None:
     """Load moments through the optimizer's state dict, so that they move to the right device. For sharded `parameters`,
     load only the rows of this rank."""
     names = {id(master): name for name, master in masters.items()}
-    parts = {name: part_of(parameter) for name, parameter in (parameters or masters).items()}
+    parts = {name: part_of(parameter) for name, parameter in parameters.items()}
     plain = optimizer.state_dict()
     state: dict[int, dict[str, Any]] = {}
     for group, described in zip(optimizer.param_groups, plain["param_groups"], strict=True):
@@ -98,15 +98,10 @@ def import_moments(
                 if name in arrays
             }
             if found:
-                state[number] = {slot: _value(slot, array, optimizer) for slot, array in found.items()}
+                state[number] = {slot: torch.from_numpy(np.array(array)) for slot, array in found.items()}
+                if "step" in found and not type(optimizer).__module__.startswith("torch."):
+                    state[number]["step"] = int(found["step"])  # bitsandbytes counts in Python
     optimizer.load_state_dict({"state": state, "param_groups": plain["param_groups"]})
-
-
-def _value(slot: str, array: Array, optimizer: torch.optim.Optimizer) -> Any:
-    counts_in_python = not type(optimizer).__module__.startswith("torch.")
-    if slot == "step" and counts_in_python:
-        return int(array)
-    return torch.from_numpy(np.array(array))
 
 
 def export_random(device: torch.device) -> dict[str, Array]:

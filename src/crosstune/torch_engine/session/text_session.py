@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.out_of_memory import EVALUATING, GENERATING
-from crosstune.core.protocols import PreparedBatch
 from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.generate import OnToken, cast_once, generate
@@ -39,7 +38,10 @@ class TextSession(TorchSession):
             self.connected(GENERATING),
             evaluating(self.model),
             memory_errors(self.device, doing=GENERATING),
-            self._cast_once(),
+            # Compiled code and FSDP2 read the weights themselves.
+            contextlib.nullcontext()
+            if self.parallel is not None or self.plan.config.torch_compile
+            else cast_once(self.model, self.precision),
             self.precision.context(self.device),
         ):
             return generate(
@@ -51,20 +53,3 @@ class TextSession(TorchSession):
                 sampling=sampling,
                 on_token=on_token,
             )
-
-    def _cast_once(self) -> contextlib.AbstractContextManager[None]:
-        """Cast adapters and head once for all passes, unless weights are sharded or compiled code reads them."""
-        if self.parallel is not None or self.plan.config.torch_compile:
-            return contextlib.nullcontext()
-        return cast_once(self.model, self.precision)
-
-    def _check_batches(self, batches: Sequence[PreparedBatch]) -> None:
-        if self.parallel is not None:
-            for batch in batches:
-                self.task.check_batch(self.model, self._to_device(batch))
-
-    def _measure_result(self) -> None:
-        self.task.measure_result(self.model)
-
-    def _general_layers(self) -> contextlib.AbstractContextManager[None]:
-        return self.task.general_layers()

@@ -90,7 +90,7 @@ def free_gathered(model: nn.Module) -> None:
 
 
 def set_gradient_sync(model: nn.Module, reduces: bool) -> None:
-    """Choose whether the next backward pass reduces gradients across the ranks or only accumulates them."""
+    """Make the next backward pass reduce gradients across the ranks, or only accumulate them."""
     for module in sharded_modules(model)[:1]:  # the root passes it on
         module.set_requires_gradient_sync(reduces)
 
@@ -115,11 +115,11 @@ def find_blocks(model: nn.Module, *, fewest: int = 2) -> dict[str, nn.Module]:
 
 
 def _is_repeated(blocks: nn.ModuleList, fewest: int) -> bool:
-    """Return whether a list has enough modules of one class with parameters and a forward() method."""
+    """Return True for a list of enough modules of one class with parameters and a forward() method."""
     kinds = {type(block) for block in blocks}
     return (
         len(blocks) >= fewest
         and len(kinds) == 1
-        and "forward" in {name for kind in kinds for base in kind.__mro__[:-2] for name in vars(base)}
+        and kinds.pop().forward is not nn.Module.forward
         and all(any(True for _ in block.parameters()) for block in blocks)
     )

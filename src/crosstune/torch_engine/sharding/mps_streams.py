@@ -35,11 +35,10 @@ def add_streams(handle: Any) -> None:
         def __init__(self, priority: int = 0) -> None:
             self.priority = priority
 
-        def wait_stream(self, stream: Any) -> None:
+        def wait_stream(self, awaited: Any) -> None:
             """Do nothing: work runs in the order of submission."""
 
-        def wait_event(self, event: Any) -> None:
-            """Do nothing: work runs in the order of submission."""
+        wait_event = wait_stream
 
         def record_event(self, event: Any = None) -> Any:
             """Return a recorded event, on which the host can wait."""

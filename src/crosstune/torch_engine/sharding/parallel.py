@@ -127,17 +127,9 @@ class Parallel:
             self.interrupted = error if self.strategy.sharded else None
             raise
 
-    def sum_numbers(self, *numbers: float) -> list[float]:
-        return self.group.sum_numbers(*numbers) if numbers else []
-
-    def first_flag(self, flags: Mapping[str, bool]) -> str | None:
-        """Return the first name whose flag is set on any rank. All ranks pass the same names."""
-        totals = self.sum_numbers(*(float(flag) for flag in flags.values()))
-        return next((name for name, total in zip(flags, totals, strict=True) if total), None)
-
     def reduce_gradients(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Sum the gradients of replicated tensors. A tensor without a gradient on every rank stays without one."""
-        present = self.sum_numbers(*(float(tensor.grad is not None) for tensor in tensors.values()))
+        present = self.group.sum_numbers(*(float(tensor.grad is not None) for tensor in tensors.values()))
         used = [tensor for tensor, count in zip(tensors.values(), present, strict=True) if count]
         for bucket in _buckets(used):
             parts = [torch.zeros_like(t) if t.grad is None else t.grad for t in bucket]
@@ -153,7 +145,7 @@ class Parallel:
         both = [*sharded, *whole]
         norm = _norm(both)
         if self.size > 1 and self.strategy.sharded:
-            [squares] = self.sum_numbers(float(_norm(sharded)) ** 2)
+            [squares] = self.group.sum_numbers(float(_norm(sharded)) ** 2)
             total = math.sqrt(squares / self.num_replicas + float(_norm(whole)) ** 2)
             norm = torch.tensor(total, device=norm.device)
         clip_grads_with_norm_(both, limit, norm)

@@ -9,8 +9,9 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -29,13 +30,22 @@ def join_store(ranks: Ranks, limits: Limits) -> dist.Store:
     if ranks.num_nodes > 1:
         check_master(ranks.master_addr, node_rank=ranks.node_rank)
     deadline = time.monotonic() + limits.connect_s
-    served = _serve_store(ranks, limits) if ranks.serves_store else None
+    served = None
+    if ranks.serves_store:
+        served = _make_store(ranks, limits.connect_s, master_listen_fd=_listen(ranks).detach())
     ends = _await_master(ranks, limits)
-    opened = served if served is not None else _open_client(ranks, deadline)
-    store = dist.PrefixStore(f"crosstune/{ranks.attempt}", opened)
-    with _store_errors(ranks):
+    store = dist.PrefixStore(
+        f"crosstune/{ranks.attempt}", served if served is not None else _open_client(ranks, deadline)
+    )
+    try:
         _sign_in(store, ranks, ends)
         _await_all(store, ranks, deadline, limits)
+    except RuntimeError as error:
+        raise UserError(
+            f"{ranks.name} lost rank 0 at {ranks.master_addr}:{ranks.master_port} while connecting.",
+            why=_first_line(error),
+            do="read the last output of rank 0",
+        ) from error
     store.set_timeout(timedelta(seconds=limits.collective_s))
     return store
 
@@ -57,58 +67,42 @@ def use_interface_of(ranks: Ranks, store: dist.Store) -> None:
 
     By default gloo uses the address of the host's name: often loopback or another network.
     """
-    interface = _interface_between(ranks, store)
-    if interface is None:
-        return
-    add_variables({"GLOO_SOCKET_IFNAME": interface})
-    if ranks.num_nodes > 1:
-        add_variables({"NCCL_SOCKET_IFNAME": interface})
-
-
-def _interface_between(ranks: Ranks, store: dist.Store) -> str | None:
-    """Return the interface between this rank and the master. On the master's machine that may be loopback; use the
-    interface that another machine reached instead."""
     own = json.loads(store.get(f"rank/{ranks.rank}"))["from"]
-    if ranks.num_nodes > 1 and is_loopback(own):
+    if ranks.num_nodes > 1 and is_loopback(
+        own
+    ):  # on the master's node: use the interface that another node reached
         entries = (json.loads(store.get(f"rank/{rank}")) for rank in range(ranks.size))
         own = next((entry["reached"] for entry in entries if not is_loopback(entry["reached"])), own)
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(plain_address(one.address) == plain_address(own) for one in addresses):
-            return name
-    return None
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(plain_address(each.address) == plain_address(own) for each in addresses):
+            add_variables({"GLOO_SOCKET_IFNAME": interface})
+            if ranks.num_nodes > 1:
+                add_variables({"NCCL_SOCKET_IFNAME": interface})
+            return
 
 
-def _serve_store(ranks: Ranks, limits: Limits) -> dist.Store:
+def _make_store(ranks: Ranks, timeout_s: float, **served: Any) -> dist.Store:
     return dist.TCPStore(
         ranks.master_addr,
         ranks.master_port,
-        is_master=True,
-        timeout=timedelta(seconds=limits.connect_s),
+        is_master=bool(served),
+        timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=_listen(ranks).detach(),
+        **served,
     )
 
 
 def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
     """Connect to the master's store in a thread: torch would wait forever for a program that never answers."""
-    place = f"{ranks.master_addr}:{ranks.master_port}"
     found: list[dist.Store] = []
     problems: list[str] = []
     left_s = max(1.0, deadline - time.monotonic())
 
     def open_it() -> None:
         try:
-            found.append(
-                dist.TCPStore(
-                    ranks.master_addr,
-                    ranks.master_port,
-                    is_master=False,
-                    timeout=timedelta(seconds=left_s),
-                    wait_for_workers=False,
-                )
-            )
+            found.append(_make_store(ranks, left_s))
         except RuntimeError as error:
-            problems.append(str(error).strip().splitlines()[0])
+            problems.append(_first_line(error))
 
     thread = threading.Thread(target=open_it, daemon=True)
     thread.start()
@@ -116,7 +110,7 @@ def _open_client(ranks: Ranks, deadline: float) -> dist.Store:
     if found:
         return found[0]
     raise UserError(
-        f"{ranks.name} reaches {place}, but another program answers there.",
+        f"{ranks.name} reaches {ranks.master_addr}:{ranks.master_port}, but a different program answers.",
         why=problems[0] if problems else f"it did not answer as a store within {left_s:.0f} s.",
         do="choose a different --master_port (MASTER_PORT)",
     )
@@ -128,9 +122,7 @@ def _listen(ranks: Ranks) -> socket.socket:
     try:
         return listen(ranks.master_addr, ranks.master_port, several=ranks.num_nodes > 1)
     except socket.gaierror as error:
-        raise _unreachable(
-            ranks, why=f"{ranks.master_addr} is not an address of a machine: {error}"
-        ) from error
+        raise _unreachable(ranks, why=f"{ranks.master_addr} is not a valid address: {error}") from error
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(
@@ -165,14 +157,13 @@ def _unreachable(ranks: Ranks, *, why: str) -> UserError:
 
 def _sign_in(store: dist.Store, ranks: Ranks, ends: dict[str, str]) -> None:
     """Record this rank; raise if another process has the same rank."""
-    entry = {"host": ranks.host, "size": ranks.size, **ends}
     if store.add(f"count/{ranks.rank}", 1) > 1:
         raise UserError(
             f"Two processes claim to be rank {ranks.rank} of {ranks.size}.",
             why=f"both reached the store at {ranks.master_addr}:{ranks.master_port}.",
             do="give each process its own RANK; two runs at the same time need different values of MASTER_PORT",
         )
-    store.set(f"rank/{ranks.rank}", json.dumps(entry))
+    store.set(f"rank/{ranks.rank}", json.dumps({"host": ranks.host, "size": ranks.size, **ends}))
 
 
 def _await_all(store: dist.Store, ranks: Ranks, deadline: float, limits: Limits) -> None:
@@ -192,30 +183,13 @@ def _await_all(store: dist.Store, ranks: Ranks, deadline: float, limits: Limits)
         if not missing:
             return
         if time.monotonic() > deadline:
+            shown = ", ".join(map(str, sorted(missing)[:8])) + (", ..." if len(missing) > 8 else "")
             raise UserError(
-                f"{_listed(sorted(missing))} of {ranks.size} did not connect within {limits.connect_s:g} s.",
+                f"{'Ranks' if len(missing) > 1 else 'Rank'} {shown} of {ranks.size} did not connect within {limits.connect_s:g} s.",
                 why=f"{ranks.name} waited for it at {ranks.master_addr}:{ranks.master_port}.",
                 do="check the output of that process; start all processes within this time, or raise --connect_timeout",
             )
         time.sleep(0.02)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    return f"Rank {shown}" if len(ranks) == 1 else f"Ranks {shown}"
-
-
-@contextlib.contextmanager
-def _store_errors(ranks: Ranks) -> Iterator[None]:
-    """Convert the loss of the store while signing in to a UserError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise UserError(
-            f"{ranks.name} lost rank 0 at {ranks.master_addr}:{ranks.master_port} while it connected.",
-            why=str(error).strip().splitlines()[0],
-            do="read the last output of rank 0",
-        ) from error
 
 
 _LOST = re.compile(
@@ -251,7 +225,7 @@ def peer_errors(ranks: Ranks, *, doing: str) -> Iterator[None]:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return whether an error of torch means that another process ended or timed out."""
+    """Return True if an error of torch means that another process exited or timed out."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     text = str(error)

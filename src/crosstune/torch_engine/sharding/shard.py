@@ -73,42 +73,26 @@ def make_mesh(strategy: Strategy, ranks: Ranks, *, device_type: str) -> DeviceMe
 
 
 def shard(
-    model: nn.Module,
-    *,
-    mesh: DeviceMesh,
-    strategy: Strategy,
-    cpu_offload: bool = False,
-    blocks: Iterable[nn.Module] | None = None,
-    precision: MixedPrecisionPolicy | None = None,
+    model: nn.Module, *, strategy: Strategy, blocks: Iterable[nn.Module] | None = None, **options: Any
 ) -> nn.Module:
-    """Shard a model in place and return it; do nothing if the strategy does not shard.
+    """Shard a model in place with the options of `shard_module` and return it; do nothing if the strategy does not shard.
 
-    `blocks` are the modules to gather one at a time, by default the result of `find_blocks`. Without `precision`, trained
-    16-bit parameters are stored in fp32 and gathered in 16 bits.
+    `blocks` are the modules to gather one at a time, by default the result of `find_blocks`.
     """
     if not strategy.sharded:
         return model
     for block in find_blocks(model).values() if blocks is None else blocks:
-        shard_module(block, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, precision=precision)
-    return shard_root(model, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, precision=precision)
+        shard_module(block, strategy=strategy, **options)
+    return shard_root(model, strategy=strategy, **options)
 
 
-def shard_root(
-    model: nn.Module,
-    *,
-    mesh: DeviceMesh,
-    strategy: Strategy,
-    cpu_offload: bool = False,
-    precision: MixedPrecisionPolicy | None = None,
-) -> nn.Module:
+def shard_root(model: nn.Module, **options: Any) -> nn.Module:
     """Shard the parameters outside of blocks: the input embedding, unless it is tied to the head, and the rest."""
     embedding = _own_embedding(model)
     if embedding is not None and not isinstance(embedding, FSDPModule):
-        shard_module(embedding, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, precision=precision)
+        shard_module(embedding, **options)
     # The backward pass starts with the root, so its parameters stay gathered after the forward pass.
-    shard_module(
-        model, mesh=mesh, strategy=strategy, cpu_offload=cpu_offload, precision=precision, reshard=False
-    )
+    shard_module(model, **options, reshard=False)
     if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.12 and later
         # A weight that only some ranks use, such as an expert's, would make their messages differ in length.
         model.set_reduce_scatter_unused_params(True)
@@ -148,13 +132,24 @@ def shard_module(
     precision: MixedPrecisionPolicy | None = None,
     reshard: bool | None = None,
 ) -> None:
-    """Shard the parameters of a module that are not sharded yet. Scalars are replicated."""
+    """Shard the parameters of a module that are not sharded yet. Scalars are replicated.
+
+    Without `precision`, trained 16-bit parameters are stored in fp32 and gathered in 16 bits, and gradients are reduced in
+    fp32; adapters, scales and a frozen base keep their dtypes.
+    """
     integers = shards_integers(mesh)
     _make_scales_parameters(module, integers=integers)
     if not integers:
         _store_as_floats(module, precision=precision)
-    kept = _kept_wide(module) if precision is None else set()
-    compute = _widen_trained(module, kept) if precision is None else precision.param_dtype
+    kept: set[nn.Parameter] = set()
+    if precision is None:
+        kept = _kept_wide(module)
+        precision = MixedPrecisionPolicy(
+            param_dtype=_widen_trained(module, kept),
+            reduce_dtype=torch.float32,
+            output_dtype=None,
+            cast_forward_inputs=False,
+        )
     for parameter in module.parameters():
         if not parameter.is_contiguous():  # FSDP2 rejects it
             parameter.data = parameter.data.contiguous()
@@ -162,13 +157,13 @@ def shard_module(
         module,
         mesh=mesh,
         reshard_after_forward=strategy.reshard_after_forward if reshard is None else reshard,
-        mp_policy=_precision(compute) if precision is None else precision,
+        mp_policy=precision,
         offload_policy=CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if cpu_offload
         else OffloadPolicy(),
         ignored_params=kept | {parameter for parameter in module.parameters() if parameter.ndim == 0},
     )
-    sharded.computes_in = compute
+    sharded.computes_in = precision.param_dtype
     # The loss is already divided by the weight of the whole step, so gradients are summed. gloo supports no other factor
     # unless it is forced to a plain sum.
     sharded.set_force_sum_reduction_for_comms(True)
@@ -177,7 +172,7 @@ def shard_module(
 
 @functools.lru_cache(maxsize=1)
 def shards_integers(mesh: DeviceMesh) -> bool:
-    """Check whether FSDP2 accepts a frozen integer parameter; torch 2.11 does not."""
+    """Return True if FSDP2 accepts a frozen integer parameter; torch 2.11 does not."""
     probe = nn.Module()
     zeros = torch.zeros(mesh.size(), dtype=torch.uint8, device=mesh.device_type)
     probe.packed = nn.Parameter(zeros, requires_grad=False)
@@ -199,16 +194,6 @@ def _store_as_floats(module: nn.Module, *, precision: MixedPrecisionPolicy | Non
     for weight in stored:
         if not is_sharded(weight.packed):
             weight.store_as_float()
-
-
-def _precision(compute: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Return a policy that casts widened parameters when they are gathered and reduces gradients in fp32.
-
-    Adapters, scales and a frozen base keep their dtypes.
-    """
-    return MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
-    )
 
 
 def _make_scales_parameters(module: nn.Module, *, integers: bool) -> None:
@@ -264,13 +249,9 @@ class ShardOnLoad:
         part = model.get_submodule(block)
         if self.plan.method in ADAPTER_METHODS:
             self._add_adapters(model, part, block)
-        shard_loaded = functools.partial(
-            shard_module if block else shard_root,
-            mesh=self.mesh,
-            strategy=self.strategy,
-            cpu_offload=self.plan.config.use_cpu_offload,
-        )
-        shard_loaded(part)
+        shard_loaded: Any = shard_module if block else shard_root
+        offload = self.plan.config.use_cpu_offload
+        shard_loaded(part, mesh=self.mesh, strategy=self.strategy, cpu_offload=offload)
         self.is_done = not block
         give_back_freed()
 

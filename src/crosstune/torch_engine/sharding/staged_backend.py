@@ -19,37 +19,57 @@ from torch.distributed.distributed_c10d import Work
 
 
 class StagedWork(Work):
-    """The gloo works of one collective. The tensors hold the results after `wait`."""
+    """One collective: gloo's works, their host buffers, and the tensors that hold the results after `wait`.
+
+    Contiguous host tensors are their own buffers, unless `stage_host` is set. With a `divisor`, the results are divided by it.
+    """
 
     def __init__(
-        self,
-        works: Sequence[Any],
-        copies: HostCopies,
-        outputs: Sequence[torch.Tensor],
-        *,
-        divisor: int | None = None,
+        self, outputs: Sequence[torch.Tensor], *, stage_host: bool, divisor: int | None = None
     ) -> None:
         super().__init__()
-        self._works, self._copies, self._outputs, self._divisor = list(works), copies, list(outputs), divisor
+        self.works: list[Any] = []
+        self._outputs, self._stage_host, self._divisor = list(outputs), stage_host, divisor
+        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._results: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._is_done = False
 
+    def to_host(self, tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+        """Return an input of the collective, contiguous on the host. Waits for the device."""
+        return tensor.detach().to("cpu", copy=copy or self._stage_host).contiguous()
+
+    def from_host(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
+        """Return a host buffer for an output, copied to `tensor` by `wait`. A collective in place also reads the buffer."""
+        if not self._stage_host and tensor.device.type == "cpu" and tensor.is_contiguous():
+            host = tensor.detach()
+        else:
+            host = (
+                self.to_host(tensor, copy=True) if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
+            )
+            self._pending.append((host, tensor.detach()))
+        self._results.append(host)
+        return host
+
     def wait(self, *timeout: Any, **named: Any) -> bool:
-        """Wait for gloo and, in the first call, copy the results. Raises the errors of gloo."""
+        """Wait for gloo and, in the first call, copy the results, blocking, so that any stream may read them. Raises the errors
+        of gloo."""
         with self._lock:
             if not self._is_done:
-                for work in self._works:
+                for work in self.works:
                     work.wait(*timeout, **named)
-                if self._divisor is not None:  # a mean instead of a sum
-                    for host in self._copies.results:
+                if self._divisor is not None:
+                    for host in self._results:
                         host.div_(self._divisor)
-                self._copies.finish()
+                for host, tensor in self._pending:
+                    tensor.copy_(host.view(tensor.shape))
+                self._pending.clear()
                 self._is_done = True
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the results are in place; copy them if gloo has finished."""
-        if not self._is_done and all(work.is_completed() for work in self._works):
+        """Return True if the results are in place; copy them if gloo has finished."""
+        if not self._is_done and all(work.is_completed() for work in self.works):
             self.wait()
         return self._is_done
 
@@ -68,46 +88,6 @@ class StagedWork(Work):
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         future.set_result(self._outputs)
         return future
-
-
-class HostCopies:
-    """The host buffers of one collective, and the tensors that receive its results.
-
-    Contiguous host tensors are their own buffers, unless `stage_host` is set.
-    """
-
-    def __init__(self, *, stage_host: bool = False) -> None:
-        self._stage_host = stage_host
-        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.results: list[torch.Tensor] = []
-        """Host tensors with the results."""
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an input of the collective, contiguous on the host. Waits for the device."""
-        return on_host(tensor, copy=self._stage_host)
-
-    def from_host(self, tensor: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
-        """Return a host buffer for an output of the collective, copied to `tensor` at the end.
-
-        A collective that works in place also reads the buffer.
-        """
-        if not self._stage_host and tensor.device.type == "cpu" and tensor.is_contiguous():
-            host = tensor.detach()
-        else:
-            host = on_host(tensor, copy=True) if in_place else torch.empty(tensor.shape, dtype=tensor.dtype)
-            self._pending.append((host, tensor.detach()))
-        self.results.append(host)
-        return host
-
-    def finish(self) -> None:
-        """Copy the results to their tensors, blocking, so that any stream may read them afterwards."""
-        for host, tensor in self._pending:
-            tensor.copy_(host.view(tensor.shape))
-        self._pending.clear()
-
-
-def on_host(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=copy).contiguous()
 
 
 def as_bytes(host: torch.Tensor) -> torch.Tensor:
@@ -133,13 +113,11 @@ def backend_for(device: str) -> str:
     return NAME
 
 
-def register_staged_backend(
-    name: str = NAME, *, devices: Sequence[str] = _DEVICES, stage_host: bool = False
-) -> None:
+def register_staged_backend(*, stage_host: bool = False) -> None:
     """Register the backend with torch. With `stage_host` it copies host tensors too, as tests need."""
-    if name.upper() not in dist.Backend._plugins:
+    if NAME.upper() not in dist.Backend._plugins:
         make = partial(StagedProcessGroup, stage_host=stage_host)
-        dist.Backend.register_backend(name, make, devices=list(devices))
+        dist.Backend.register_backend(NAME, make, devices=list(_DEVICES))
 
 
 class StagedProcessGroup(dist.ProcessGroup):
@@ -165,46 +143,41 @@ class StagedProcessGroup(dist.ProcessGroup):
         self._gloo._set_default_timeout(timeout)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
-        copies = self._copies()
-        hosts = [copies.from_host(tensor, in_place=True) for tensor in tensors]
-        # One call per tensor: gloo sums the tensors of one call with each other.
-        works = [self._gloo.allreduce([host], _reducing(c10d.AllreduceOptions(), opts)) for host in hosts]
-        return self._finish(works, copies, tensors, mean=_is_mean(opts))
+        work = self._start(tensors, opts)
+        for tensor in tensors:  # one call each: gloo sums the tensors of one call with each other
+            host = work.from_host(tensor, in_place=True)
+            work.works.append(self._gloo.allreduce([host], _reducing(c10d.AllreduceOptions(), opts)))
+        return work
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Any:
-        copies = self._copies()
-        hosts = [as_bytes(copies.from_host(tensor, in_place=True)) for tensor in tensors]
-        return self._finish([self._gloo.broadcast([host], opts) for host in hosts], copies, tensors)
+        work = self._start(tensors)
+        for tensor in tensors:
+            work.works.append(self._gloo.broadcast([as_bytes(work.from_host(tensor, in_place=True))], opts))
+        return work
 
     def allgather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
-        copies = self._copies()
-        works = [
-            self._gloo.allgather(
-                [[as_bytes(copies.from_host(tensor)) for tensor in tensors]],
-                [as_bytes(copies.to_host(given))],
-                _timed(c10d.AllgatherOptions(), opts),
-            )
-            for tensors, given in zip(output_lists, inputs, strict=True)
-        ]
-        return self._finish(works, copies, [tensor for tensors in output_lists for tensor in tensors])
+        work = self._start([tensor for tensors in output_lists for tensor in tensors])
+        for tensors, given in zip(output_lists, inputs, strict=True):
+            parts = [as_bytes(work.from_host(tensor)) for tensor in tensors]
+            self._gather(work, parts, given, opts)
+        return work
 
     def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [given], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        copies, works = self._copies(), []
+        work = self._start(outputs)
         for output, given in zip(outputs, inputs, strict=True):
             if output.numel() != given.numel() * self._num_ranks or output.dtype != given.dtype:
                 raise ValueError(
                     f"all_gather: an output of {output.numel()} x {output.dtype} does not hold "
                     f"{given.numel()} x {given.dtype} of {self._num_ranks} ranks"
                 )
-            parts = as_bytes(copies.from_host(output)).chunk(self._num_ranks)
-            own = as_bytes(copies.to_host(given))
-            works.append(self._gloo.allgather([list(parts)], [own], _timed(c10d.AllgatherOptions(), opts)))
-        return self._finish(works, copies, outputs)
+            parts = as_bytes(work.from_host(output)).chunk(self._num_ranks)
+            self._gather(work, list(parts), given, opts)
+        return work
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -213,31 +186,26 @@ class StagedProcessGroup(dist.ProcessGroup):
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
-        copies = self._copies()
-        works = [
-            self._reduce_scatter(copies.from_host(output), copies.to_host(given), opts)
-            for output, given in zip(outputs, inputs, strict=True)
-        ]
-        return self._finish(works, copies, outputs, mean=_is_mean(opts))
+        run = getattr(self._gloo, "reduce_scatter_single", None) or self._gloo._reduce_scatter_base
+        work = self._start(outputs, opts)
+        for output, given in zip(outputs, inputs, strict=True):
+            flat = work.from_host(output).view(-1), work.to_host(given).view(-1)
+            work.works.append(run(*flat, _reducing(c10d.ReduceScatterOptions(), opts)))
+        return work
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Any:
-        """Reduce a contiguous host tensor and keep the shard of this rank."""
-        run = getattr(self._gloo, "reduce_scatter_single", None) or self._gloo._reduce_scatter_base
-        return run(output.view(-1), given.view(-1), _reducing(c10d.ReduceScatterOptions(), opts))
-
     def barrier(self, opts: Any = None) -> Any:
         return self._gloo.barrier(_timed(c10d.BarrierOptions(), opts))
 
-    def _copies(self) -> HostCopies:
-        return HostCopies(stage_host=self._stage_host)
+    def _start(self, outputs: Tensors, opts: Any = None) -> StagedWork:
+        divisor = self._num_ranks if _is_mean(opts) else None
+        return StagedWork(outputs, stage_host=self._stage_host, divisor=divisor)
 
-    def _finish(
-        self, works: Sequence[Any], copies: HostCopies, outputs: Tensors, *, mean: bool = False
-    ) -> StagedWork:
-        return StagedWork(works, copies, outputs, divisor=self._num_ranks if mean else None)
+    def _gather(self, work: StagedWork, parts: list[torch.Tensor], given: torch.Tensor, opts: Any) -> None:
+        own = as_bytes(work.to_host(given))
+        work.works.append(self._gloo.allgather([parts], [own], _timed(c10d.AllgatherOptions(), opts)))
 
 
 def _make_gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
