@@ -207,21 +207,10 @@ def _build(own: argparse.Namespace) -> int:
                 cache=cache_override(),
                 device=own.device,
                 progress=lambda stage, done, total: screen.show_stage(
-                    f"{stage} encoder or corpus",
-                    done=done,
-                    total=total,
-                    amounts=[size(done)],
-                    finished=done == total,
-                    quiet_s=1.0,
+                    f"{stage} encoder or corpus", done, total, [size(done)]
                 ),
                 on_text=lambda stage, done, total: screen.show_stage(
-                    stage,
-                    done=done,
-                    total=total,
-                    amounts=[f"{done:,} texts"],
-                    finished=done == total,
-                    quiet_s=1.0,
-                    unit=count,
+                    stage, done, total, [f"{done:,} texts"], unit=count
                 ),
             )
         )
