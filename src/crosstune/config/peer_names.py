@@ -192,15 +192,14 @@ REMOVED: Mapping[str, str] = {
 }
 """Option of an earlier version -> advice."""
 
-OFF_BY_DEFAULT = frozenset(
-    """
-    load_in_4bit load_in_8bit quantization_bit use_dora deepspeed fsdp fsdp_config neftune_noise_alpha
-    noisy_embedding_alpha group_by_length trust_remote_code push_to_hub use_peft full_finetuning
-    do_train do_predict loftq_config lora_modules_to_save modules_to_save use_wandb wandb_run_id
-    wandb_name xformers_attention use_liger_kernel use_unsloth label_smoothing_factor plot_loss use_cpu
-    no_cuda datasets tf32 special_tokens
-    """.split()
-)
+_OFF = """
+load_in_4bit load_in_8bit quantization_bit use_dora deepspeed fsdp fsdp_config neftune_noise_alpha
+noisy_embedding_alpha group_by_length trust_remote_code push_to_hub use_peft full_finetuning
+do_train do_predict loftq_config lora_modules_to_save modules_to_save use_wandb wandb_run_id
+wandb_name xformers_attention use_liger_kernel use_unsloth label_smoothing_factor plot_loss use_cpu
+no_cuda datasets tf32 special_tokens
+"""
+OFF_BY_DEFAULT = frozenset(_OFF.split())
 """Names to ignore if their value is false, 0 or empty, as often in other tools' configurations."""
 
 SECTIONS: Mapping[str, Mapping[str, str]] = _by_name(
