@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from crosstune.config.conditions import (
     ADAPTERS,
@@ -22,17 +23,13 @@ from crosstune.core.names import plugin_names
 from crosstune.core.quantization import quantizer_names
 
 
-def _recipe_names() -> Sequence[str]:
-    return plugin_names("crosstune.recipes")
-
-
 def _quantizer_names() -> Sequence[str]:
     return ("auto", "none", *quantizer_names())
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions:
-    recipe: str = option("sft", "Kind of training", choices=_recipe_names)
+    recipe: str = option("sft", "Kind of training", choices=partial(plugin_names, "crosstune.recipes"))
     train_type: str = option(
         "lora",
         "Training method; qlora and types with bnb or hqq in their name quantize the frozen base; llama_pro needs torch",

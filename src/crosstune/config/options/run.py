@@ -142,7 +142,7 @@ class RunOptions:
     log_every_n_steps: int = _option(
         1, "Print a line every N steps; with the progress bar only if set", low=1, high=10**12
     )
-    verbose: bool = _option(False, "Print more")
+    verbose: bool = _option(False, "Verbose output")
     strict: bool = _option(False, "Stop with an error instead of changing an option that was set")
     project_name: str = _option("crosstune", "Project in the trackers", needs=(PROJECTS,))
     tracker_group: str | None = _option(
