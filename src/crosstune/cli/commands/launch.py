@@ -27,18 +27,14 @@ shared folder for the runs. --print shows the script, the manifest or the comman
 
 def make_parser() -> Parser:
     parser = Parser("launch", description="Start a multi-node run.", epilog=EXAMPLES, json=None)
-    names = scheduler_names()
-    parser.add_argument("--on", required=True, choices=names, help="scheduler that starts the processes")
-    parser.add_argument(
-        "--print", action="store_true", help="print the script or manifest, and submit nothing"
-    )
-    parser.add_argument(
-        "--output", type=read_path, metavar="FILE", help="write the script or manifest to this file"
-    )
-    parser.add_argument("--config", type=read_path, metavar="FILE", help="YAML file with options of train")
+    add, names = parser.add_argument, scheduler_names()
+    add("--on", required=True, choices=names, help="scheduler that starts the processes")
+    add("--print", action="store_true", help="print the script or manifest, and submit nothing")
+    add("--output", type=read_path, metavar="FILE", help="write the script or manifest to this file")
+    add("--config", type=read_path, metavar="FILE", help="YAML file with options of train")
     for option, takers in options_of_schedulers().items():
         of = "" if option in COMMON else f"{', '.join(takers)}: "
-        parser.add_argument(
+        add(
             *dict.fromkeys((f"--{option.name}", f"--{option.name.replace('_', '-')}")),
             dest=option.name,
             metavar=option.metavar,

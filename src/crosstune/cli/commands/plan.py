@@ -42,7 +42,6 @@ _SOURCES = {
     "table": "the bundled table of models",
     "size": "a typical model of this size",
 }
-_COST_UNKNOWN = ("cost", "unknown, because the time is unknown")
 
 Rows = list[tuple[str, str]]
 """Title and text of each row."""
@@ -59,8 +58,7 @@ def make_parser() -> Parser:
     add("--nnodes", type=at_least(1), default=1, metavar="N", help=nodes)
     price = "price of one node per hour, to predict the cost of the run"
     add("--price_per_hour", type=at_least(0.0), metavar="PRICE", help=price)
-    machine = "plan for a different machine"
-    add("--machine", type=read_path_or_name, metavar="NAME|FILE", help=machine)
+    add("--machine", type=read_path_or_name, metavar="NAME|FILE", help="plan for a different machine")
     return parser
 
 
@@ -141,11 +139,11 @@ def figure_rows(plan: Plan, prediction: Prediction | None) -> Rows:
     share = 100 * prediction.trained / prediction.parameters
     names = {} if plan.fitted.step.method in ("lora", "dora") else {"adapters": "fp32 copies"}
     parts = describe_parts(prediction.memory).items()
+    trained = f"{count(prediction.trained)} trained ({share:.3g} %)"
     rows = [
         (
             "parameters",
-            f"{count(prediction.parameters)}, {count(prediction.trained)} trained ({share:.3g} %); "
-            f"sizes from {_SOURCES[prediction.source]}",
+            f"{count(prediction.parameters)}, {trained}; sizes from {_SOURCES[prediction.source]}",
         ),
         ("memory", _memory(plan)),
         ("of which", ", ".join(f"{names.get(name, name)} {size(part)}" for name, part in parts)),
@@ -170,10 +168,9 @@ def _memory(plan: Plan) -> str:
 
 def _time_rows(prediction: Prediction) -> Rows:
     time, steps, cluster = prediction.time, prediction.num_steps, prediction.cluster
-    unknown_cost = [] if prediction.price_per_hour is None else [_COST_UNKNOWN]
     rows = [] if steps is None else [("steps", f"{steps:,}")]
     if time is None:
-        return [*rows, ("time", "unknown for this device; the first steps of a run show it"), *unknown_cost]
+        return [*rows, ("time", "unknown for this device; the first steps of a run show it")]
     step = f"{1000 * time.seconds:.0f} ms" if time.seconds < 10 else duration(time.seconds)
     rows.append(
         (
@@ -192,8 +189,7 @@ def _time_rows(prediction: Prediction) -> Rows:
             )
         )
     if prediction.hours is None:
-        unknown = ("time", "unknown: the number of steps is unknown; --max_steps sets it")
-        return [*rows, unknown, *unknown_cost]
+        return [*rows, ("time", "unknown: the number of steps is unknown; --max_steps sets it")]
     rows.append(("time", f"about {duration(3600 * prediction.hours)} for all steps"))
     if prediction.cost is not None:
         several = cluster.num_nodes > 1
@@ -203,7 +199,7 @@ def _time_rows(prediction: Prediction) -> Rows:
     return rows
 
 
-def _own_model_rows(plan: Plan, own: OwnModel | None, *, priced: bool) -> Rows:
+def _own_model_rows(plan: Plan, own: OwnModel | None) -> Rows:
     """Return the rows of a run whose recipe builds its own model."""
     rows: Rows = []
     if own is None or own.parameters is None:
@@ -225,27 +221,22 @@ def _own_model_rows(plan: Plan, own: OwnModel | None, *, priced: bool) -> Rows:
     rows.append(
         ("time", "unknown: speed is predicted only for language models; the first steps of a run show it")
     )
-    return [*rows, *([_COST_UNKNOWN] if priced else [])]
+    return rows
 
 
 def _cluster(config: Config, machine: Machine | None, num_nodes: int) -> Ranks | None:
     """Return the processes of a multi-node run; None for a single node."""
     if num_nodes == 1:
         return None
-    if machine is None:
-        raise UserError(
-            "--nnodes needs --machine.",
-            why="a multi-node run is predicted from the profile of one node.",
-            do="add --machine with a name from `crosstune plan --machine list`, such as h200-x8",
-        )
     from crosstune.machines.probe import fastest_backend
 
-    backend = fastest_backend(machine)
-    if backend_specs()[backend].engine != "torch":
+    backend = fastest_backend(machine) if machine is not None else "none"
+    if machine is None or backend_specs()[backend].engine != "torch":
+        wrong = f", not {machine.name}" if machine is not None else ""
         raise UserError(
-            f"--nnodes is not predicted for {machine.name}.",
-            why=f"its backend is {backend}, and multi-node runs are predicted only for torch.",
-            do="remove --nnodes, or choose a machine with GPUs, such as h200-x8",
+            f"--nnodes needs --machine with a torch backend{wrong}.",
+            why="a multi-node run is predicted from the profile of one node, and only for torch.",
+            do="add --machine with a name from `crosstune plan --machine list`, such as h200-x8",
         )
     local = max(1, len(machine.backends[backend].devices))
     if config.world_size not in (-1, num_nodes * local):
@@ -281,7 +272,9 @@ def _plan_lines(
     own = checked.own_model if checked is not None else None
     needs_base = load_recipe(plan.config.recipe).needs_base_model
     rows = _option_rows(plan, checked, needs_base=needs_base)
-    rows += figure_rows(plan, prediction) if needs_base else _own_model_rows(plan, own, priced=priced)
+    rows += figure_rows(plan, prediction) if needs_base else _own_model_rows(plan, own)
+    if priced and "cost" not in dict(rows):
+        rows.append(("cost", "unknown, because the time is unknown"))
     for name, value in rows:
         yield f"{name:<12} {value}", None
     for adjustment in plan.adjustments:
