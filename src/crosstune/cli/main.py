@@ -212,10 +212,10 @@ def _report(error: UserError) -> int:
 
 def check_words(words: Sequence[str]) -> None:
     """Raise a UserError for an argument that is not UTF-8 or contains a NUL character."""
-    for word in words:
+    for place, word in enumerate(words):
         if "\0" in word or any(0xD800 <= ord(char) <= 0xDFFF for char in word):
             raise UserError(
-                f"An argument cannot be {shown(word)}.",
+                f"An argument cannot be read: {shown(' '.join(words[max(0, place - 1) : place + 1]))}.",
                 why="it contains a NUL character or is not UTF-8 text.",
                 do="if it is a file name, rename the file",
             )

@@ -42,6 +42,7 @@ def _check_name(value: str) -> str | None:
 
 
 _option = partial(option, on_resume=OnResume.FREE)
+_steps = partial(_option, low=0, high=10**12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +60,14 @@ class RunOptions:
         on_resume=OnResume.ONE_START,
     )
     save_model: bool = _option(True, "Save the trained adapter or model at the end")
-    save_steps: int = _option(0, "Save a checkpoint every N steps; 0: never", low=0, high=10**12)
+    save_steps: int = _steps(0, "Save a checkpoint every N steps; 0: never")
     save_minutes: float = _option(10, "Save a checkpoint every N minutes; 0: never", low=0, high=1e6)
     keep_last_n: int = _option(3, "Number of newest checkpoints to keep", low=1, high=10**6, needs=(SAVING,))
     keep_best: bool = _option(
         True, "Also keep the checkpoint with the lowest evaluation loss", needs=(SAVING,)
     )
-    keep_every: int = _option(
-        0,
-        "Also keep checkpoints whose step is a multiple of N; 0: none",
-        low=0,
-        high=10**12,
-        needs=(SAVING,),
+    keep_every: int = _steps(
+        0, "Also keep checkpoints whose step is a multiple of N; 0: none", needs=(SAVING,)
     )
     on_save_error: str = _option(
         "stop",
@@ -101,12 +98,8 @@ class RunOptions:
         on_resume=OnResume.ONE_START,
         check=check_duration,
     )
-    eval_steps: int = _option(
-        0,
-        "Evaluate every N steps; 0: only before and after training",
-        low=0,
-        high=10**12,
-        needs=(EVALUATION,),
+    eval_steps: int = _steps(
+        0, "Evaluate every N steps; 0: only before and after training", needs=(EVALUATION,)
     )
     early_stopping: int = _option(
         0,
