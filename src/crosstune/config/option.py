@@ -78,9 +78,9 @@ class Option:
     text: str
     group: str
     aliases: Sequence[str] = ()
-    low: float | None = None
+    low: float = 0
     high: float | None = None
-    """Bounds of a number."""
+    """Bounds of a number; None for other types."""
     holds: Holds = Holds.WORDS
     check: Check | None = None
     """Validates a value of the right type."""

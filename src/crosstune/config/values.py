@@ -37,7 +37,7 @@ def convert_value(option: Option, raw: Any, source: str) -> Any:
     if choices is not None and value not in choices:
         hint = did_you_mean(str(value), choices)
         raise _refused(option, value, source, do=f"{hint}Choices: {', '.join(choices)}.")
-    if (option.low is not None and value < option.low) or (option.high is not None and value > option.high):
+    if option.high is not None and not option.low <= value <= option.high:
         rounded = isinstance(raw, str) and option.type is int and not _INTEGER.fullmatch(raw.strip())
         raise _refused(option, raw if rounded else value, source)
     if option.check is not None and (accepted := option.check(value)) is not None:
@@ -50,7 +50,7 @@ def accepted_values(option: Option) -> str:
     expected = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[option.type]
     if option.choices:
         expected = f"one of {', '.join(option.choices)}"
-    if option.low is not None and option.high is not None:
+    if option.high is not None:
         expected += f" from {option.low:g} to {_number(option.high)}"
     return expected + (", or auto" if option.auto is not None else "")
 

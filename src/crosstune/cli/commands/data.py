@@ -77,35 +77,26 @@ def run(words: Sequence[str]) -> int:
 def report_lines(report: Mapping[str, Any]) -> list[str]:
     """Return the data report of a recipe as lines; its values are computed in `Corpus.stats`."""
     train = report["train"]
-    rows = [
-        ("data", f"{report['dataset']}, read as {report['format']}"),
-        ("identity", report["identity"][:16]),
-        ("rows", f"{train['rows']:,} read, {train['examples']:,} to train on"),
-        (
-            "tokens",
-            f"{count(train['tokens'])}, {count(train['supervised_tokens'])} supervised "
-            f"({train['supervised_share']:.1%})",
-        ),
-        (
-            "lengths",
-            f"50 % up to {train['length_p50']:,}, 90 % up to {train['length_p90']:,}, "
-            f"99 % up to {train['length_p99']:,}, longest {train['longest']:,} (context {report['context_length']:,})",
-        ),
-        (
-            "left out",
-            f"{train['empty_answers']:,} empty, {train['without_answer']:,} without an answer, "
-            f"{train['dropped_examples']:,} too long; {train['cut_examples']:,} cut by {train['cut_tokens']:,} tokens",
-        ),
-        ("duplicates", f"{train['duplicates']:,}"),
-    ]
+    rows = {
+        "data": f"{report['dataset']}, read as {report['format']}",
+        "identity": report["identity"][:16],
+        "rows": f"{train['rows']:,} read, {train['examples']:,} to train on",
+        "tokens": f"{count(train['tokens'])}, {count(train['supervised_tokens'])} supervised "
+        f"({train['supervised_share']:.1%})",
+        "lengths": f"50 % up to {train['length_p50']:,}, 90 % up to {train['length_p90']:,}, "
+        f"99 % up to {train['length_p99']:,}, longest {train['longest']:,} (context {report['context_length']:,})",
+        "left out": f"{train['empty_answers']:,} empty, {train['without_answer']:,} without an answer, "
+        f"{train['dropped_examples']:,} too long; {train['cut_examples']:,} cut by {train['cut_tokens']:,} tokens",
+        "duplicates": f"{train['duplicates']:,}",
+    }
     if "packed_rows" in report:
-        rows.append(("packed", f"{report['packed_rows']:,} rows, {report['packed_fill']:.1%} full"))
+        rows["packed"] = f"{report['packed_rows']:,} rows, {report['packed_fill']:.1%} full"
     if "eval" in report:
         held_out = report["eval"]
-        rows.append(("held out", f"{held_out['examples']:,} examples, {count(held_out['tokens'])} tokens"))
-    rows.append(("steps", f"{report['num_steps']:,}"))
-    rows += [("note", sentence) for sentence in report.get("notes", ())]
-    lines = [f"{name:<11} {value}" for name, value in rows]
+        rows["held out"] = f"{held_out['examples']:,} examples, {count(held_out['tokens'])} tokens"
+    rows["steps"] = f"{report['num_steps']:,}"
+    lines = [f"{name:<11} {value}" for name, value in rows.items()]
+    lines += [f"{'note':<11} {sentence}" for sentence in report.get("notes", ())]
     return lines + [f"{'warning':<11} {sentence}" for sentence in report.get("warnings", ())]
 
 

@@ -183,7 +183,7 @@ def _show(text: str) -> None:
 
 def make_parser_chat() -> Parser:
     parser = Parser(
-        "chat", description="Chat with a model or a trained run.", epilog=CHAT_EXAMPLES, json=None
+        "chat", description="Chat with a model or a trained run.", epilog=CHAT_EXAMPLES, has_json=False
     )
     add_model_arguments(parser)
     return parser

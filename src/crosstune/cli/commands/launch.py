@@ -26,7 +26,7 @@ shared folder for the runs. --print shows the script, the manifest or the comman
 
 
 def make_parser() -> Parser:
-    parser = Parser("launch", description="Start a multi-node run.", epilog=EXAMPLES, json=None)
+    parser = Parser("launch", description="Start a multi-node run.", epilog=EXAMPLES, has_json=False)
     add, names = parser.add_argument, scheduler_names()
     add("--on", required=True, choices=names, help="scheduler that starts the processes")
     add("--print", action="store_true", help="print the script or manifest, and submit nothing")
@@ -84,7 +84,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], Config]
         own_words, after = own_words[:place], own_words[place + 1 :]
     own, flags = make_parser().parse_known_args(own_words)
     if after:
-        trains = Parser("launch", description="", json=None)
+        trains = Parser("launch", description="", has_json=False)
         trains.add_argument("--config", type=read_path)
         more, after = trains.parse_known_args(after)
         own.config = more.config or own.config

@@ -122,7 +122,6 @@ class ProcessOptions:
     max_restarts: int = _several(
         3,
         "Maximum number of restarts, from the newest checkpoint, after a process was killed or crashed",
-        low=0,
         high=10_000,
     )
     connect_timeout: str = _several(

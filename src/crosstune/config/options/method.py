@@ -47,15 +47,14 @@ class MethodOptions:
         0.0025,
         "Maximum KL divergence, in nats per token, between the base in fp8 and the unquantized base, measured before "
         "training: the worst layer groups are not converted; 0: convert all layers",
-        low=0,
         high=100,
         needs=(ADAPTERS, TORCH_ENGINE),
     )
     lora_rank: int = _adapter(16, "Rank of the adapters", low=1, high=2**16, on_resume=OnResume.ADAPTER)
     lora_alpha: float = _adapter(
-        32, "Scaling of the adapters: alpha / rank", low=0, high=1e6, on_resume=OnResume.ADAPTER
+        32, "Scaling of the adapters: alpha / rank", high=1e6, on_resume=OnResume.ADAPTER
     )
-    lora_dropout: float = _adapter(0.0, "Dropout on adapter inputs", low=0, high=1)
+    lora_dropout: float = _adapter(0.0, "Dropout on adapter inputs", high=1)
     lora_target_modules: str = _adapter(
         "all",
         "Layers with an adapter: all (linear layers and experts), attention, default (query and value), a "
@@ -69,7 +68,7 @@ class MethodOptions:
         on_resume=OnResume.ADAPTER,
     )
     loraplus_lr_ratio: float = _adapter(
-        1, "Learning rate of B divided by the learning rate of A (LoRA+)", low=0, high=1e6
+        1, "Learning rate of B divided by the learning rate of A (LoRA+)", high=1e6
     )
     num_new_blocks: int = option(
         1,

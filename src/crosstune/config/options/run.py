@@ -42,7 +42,7 @@ def _check_name(value: str) -> str | None:
 
 
 _option = partial(option, on_resume=OnResume.FREE)
-_steps = partial(_option, low=0, high=10**12)
+_steps = partial(_option, high=10**12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class RunOptions:
     )
     save_model: bool = _option(True, "Save the trained adapter or model at the end")
     save_steps: int = _steps(0, "Save a checkpoint every N steps; 0: never")
-    save_minutes: float = _option(10, "Save a checkpoint every N minutes; 0: never", low=0, high=1e6)
+    save_minutes: float = _option(10, "Save a checkpoint every N minutes; 0: never", high=1e6)
     keep_last_n: int = _option(3, "Number of newest checkpoints to keep", low=1, high=10**6, needs=(SAVING,))
     keep_best: bool = _option(
         True, "Also keep the checkpoint with the lowest evaluation loss", needs=(SAVING,)
@@ -90,7 +90,7 @@ class RunOptions:
         check=_check_mismatches,
     )
     skip_nonfinite: int = option(
-        0, "Number of steps with a non-finite loss or gradient to skip before stopping", low=0, high=10**9
+        0, "Number of steps with a non-finite loss or gradient to skip before stopping", high=10**9
     )
     time_limit: str | None = option(
         None,
@@ -104,7 +104,6 @@ class RunOptions:
     early_stopping: int = _option(
         0,
         "Stop after N consecutive evaluations without a lower loss; 0: never",
-        low=0,
         high=10**6,
         needs=(EVALUATION, EVALUATIONS),
     )
@@ -118,7 +117,6 @@ class RunOptions:
     num_samples: int = _option(
         3,
         "Number of held-out prompts to answer and record in each evaluation",
-        low=0,
         high=10**4,
         needs=(EVALUATION,),
     )
@@ -161,13 +159,13 @@ class ProfilingOptions:
         False, "Write a memory timeline", aliases=("export_memory_timeline",)
     )
     profile_wait_steps: int = _profiling(
-        0, "Steps to wait in each cycle", low=0, high=10**9, aliases=("wait_steps",)
+        0, "Steps to wait in each cycle", high=10**9, aliases=("wait_steps",)
     )
-    profiler_warmup_steps: int = _profiling(1, "Warm-up steps in each cycle", low=0, high=10**9)
+    profiler_warmup_steps: int = _profiling(1, "Warm-up steps in each cycle", high=10**9)
     profile_active_steps: int = _profiling(
         2, "Steps to record in each cycle", low=1, high=10**6, aliases=("active_steps",)
     )
     profile_repeat: int = _profiling(
-        1, "Number of profiling cycles; 0: no limit", low=0, high=10**6, aliases=("repeat",)
+        1, "Number of profiling cycles; 0: no limit", high=10**6, aliases=("repeat",)
     )
     profiling_frequency: int = _profiling(10, "Start a profiling cycle every N steps", low=1, high=10**9)
