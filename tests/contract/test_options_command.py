@@ -31,7 +31,7 @@ def test_examples_are_requests_that_work(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     Path("MLX_CONFIG").write_text("{}")
     for option in option_list():
-        words = describe_option(option).example.split()
+        words = describe_option(option)["example"].split()
         assert words[:2] == ["crosstune", "train"]
         assert list(load_config(words[2:], environment={}).sources) == [option.name]
 

@@ -14,21 +14,13 @@ from crosstune.config.load import load_config
 from crosstune.config.schema import Config, options_by_name
 from crosstune.config.values import wrong_path
 from crosstune.core.errors import EXIT_DONE, UserError, shown
-from crosstune.core.names import nearest, unknown_name
+from crosstune.core.names import did_you_mean, unknown_name
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError instead of exiting, and accepts no abbreviations."""
 
-    def __init__(
-        self,
-        command: str,
-        *,
-        description: str,
-        epilog: str = "",
-        json: str | None = "print the result as JSON",
-    ) -> None:
-        """`json` is the help text of --json; None for a command without it."""
+    def __init__(self, command: str, *, description: str, epilog: str = "", has_json: bool = True) -> None:
         super().__init__(
             prog=f"crosstune {command}",
             description=description,
@@ -36,8 +28,8 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        if json is not None:
-            self.add_argument("--json", action="store_true", help=json)
+        if has_json:
+            self.add_argument("--json", action="store_true", help="print the result as JSON")
 
     def format_help(self) -> str:
         return fold_help(super().format_help())
@@ -52,13 +44,8 @@ class Parser(argparse.ArgumentParser):
         """Raise a UserError for unknown arguments."""
         word = next((word for word in words if word.startswith("-")), words[0])
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
-        close = nearest(word.partition("=")[0].replace("-", "_"), [flag.replace("-", "_") for flag in flags])
-        hint = (
-            f"did you mean {' or '.join(match.replace('__', '--', 1) for match in close)}? " if close else ""
-        )
-        raise UserError(
-            f"{self.prog}: unrecognized argument {shown(word)}.", do=f"{hint}See: {self.prog} --help"
-        )
+        do = f"{did_you_mean(word.partition('=')[0], flags)}See: {self.prog} --help"
+        raise UserError(f"{self.prog}: unrecognized argument {shown(word)}.", do=do)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -124,7 +124,7 @@ def end_quietly(run: Callable[[], int], *, is_process: bool) -> int:
 
 
 def _comes_from_ctrl_c(error: BaseException | None) -> bool:
-    """Return whether a Ctrl-C surfaced from an import as a different error, as with native extensions."""
+    """True if a Ctrl-C surfaced from an import as a different error, as with native extensions."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -213,13 +213,9 @@ def _report(error: UserError) -> int:
 def check_words(words: Sequence[str]) -> None:
     """Raise a UserError for an argument that is not UTF-8 or contains a NUL character."""
     for place, word in enumerate(words):
-        is_text = not any(0xD800 <= ord(char) <= 0xDFFF for char in word)
-        if is_text and "\0" not in word:
-            continue
-        before = words[place - 1] if place else ""
-        name = word.partition("=")[0] if word.startswith("--") else before if before.startswith("--") else ""
-        raise UserError(
-            f"{name or 'an argument'} cannot be {shown(word.removeprefix(name).removeprefix('='))}.",
-            why="it contains a NUL character." if is_text else "it is not UTF-8 text.",
-            do="if it is a file name, rename the file",
-        )
+        if "\0" in word or any(0xD800 <= ord(char) <= 0xDFFF for char in word):
+            raise UserError(
+                f"An argument cannot be read: {shown(' '.join(words[max(0, place - 1) : place + 1]))}.",
+                why="it contains a NUL character or is not UTF-8 text.",
+                do="if it is a file name, rename the file",
+            )

@@ -124,7 +124,8 @@ def _build(given: Given, problems: list[UserError]) -> Config:
             values[name] = convert_value(options_by_name()[name], setting.raw, setting.source)
         except UserError as error:
             problems.append(error)
-    if _counts_micro_batches(given) and values.get("gradient_accumulation_steps", 1) != 1:
+    counts_micro_batches = "max_steps" in given and given["max_steps"].peers_name == "iters"
+    if counts_micro_batches and values.get("gradient_accumulation_steps", 1) != 1:
         problems.append(
             UserError(
                 "iters cannot be combined with gradient_accumulation_steps.",
@@ -140,34 +141,26 @@ def _build(given: Given, problems: list[UserError]) -> Config:
     )
 
 
-def _counts_micro_batches(given: Given) -> bool:
-    return "max_steps" in given and given["max_steps"].peers_name == "iters"
-
-
 def _add_mlx_settings(given: Given, problems: list[UserError]) -> Given:
     """Add the options in the --mlx_config file; other sources override them."""
     if "mlx_config" not in given:
         return given
-    setting, option = given["mlx_config"], options_by_name()["mlx_config"]
-    found: Given = {}
+    setting, found = given["mlx_config"], Given()
     try:
-        file = convert_value(option, setting.raw, setting.source)
+        file = convert_value(options_by_name()["mlx_config"], setting.raw, setting.source)
         if file is None:
             return given
         data = read_settings(file)
+        for key, raw in options_in(data).items():
+            where = f"{shown(key)[1:-1]} in {file}"
+            _add(found, problems, key=key, raw=raw, where=where, source=file, section=SECTION)
+        problems += wrong_settings(data, file)
+        if "scale" in data:
+            known = {name: other.raw for name, other in (found | given).items()}
+            found["lora_alpha"] = Setting(alpha_for_scale(data, known, file), file)
     except UserError as error:
         problems.append(error)
-        return {name: other for name, other in given.items() if name != "mlx_config"}
-    for key, raw in options_in(data).items():
-        where = f"{shown(key)[1:-1]} in {file}"
-        _add(found, problems, key=key, raw=raw, where=where, source=file, section=SECTION)
-    problems += wrong_settings(data, file)
-    if "scale" in data:
-        known = {name: other.raw for name, other in (found | given).items()}
-        try:
-            found["lora_alpha"] = Setting(alpha_for_scale(data, known, file), file)
-        except UserError as error:
-            problems.append(error)
+        del given["mlx_config"]
     return found | given
 
 
@@ -210,11 +203,12 @@ def _flat(data: Mapping[Any, Any], path: Path, problems: list[UserError]) -> Ite
 
 
 def _is_value(name: str, value: Mapping[Any, Any]) -> bool:
-    """Return whether a mapping is the value of an option, such as data sources with weights, and not a section."""
+    """True if a mapping is the value of an option, such as data sources with weights, and not a section."""
     names = options_by_name()
     option = names.get(name.replace("-", "_"))
-    takes_items = option is not None and bool(option.joins_items)
-    return takes_items and not any(str(inner).replace("-", "_") in names for inner in value)
+    if option is None or not option.joins_items:
+        return False
+    return not any(str(inner).replace("-", "_") in names for inner in value)
 
 
 def _read_environment(environment: Mapping[str, str]) -> Given:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.config.peer_names import DIFFERENT
+from crosstune.config.schema import options_by_name
+from crosstune.config.values import convert_value
 from crosstune.core.errors import UserError, raise_all, shown
 from crosstune.files.json_fields import FLAG, Rule, real
 from crosstune.files.yaml_files import read_yaml
@@ -119,20 +121,15 @@ def wrong_settings(data: Mapping[str, Any], file: str) -> list[UserError]:
 
 def alpha_for_scale(data: Mapping[str, Any], options: Mapping[str, Any], file: str) -> float:
     """Return alpha for mlx-lm's `scale`: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
-    rank, scale = _number(options.get("lora_rank")), _number(data["scale"])
-    if rank is None or rank < 1 or scale is None or "alpha" in data:
+    scale = data["scale"]
+    if "lora_rank" not in options or "alpha" in data or not real().fits(scale):
         raise UserError(
             f"scale cannot be read from {file}.",
             why="it means alpha / rank, so it needs a rank and excludes alpha.",
             do="specify rank and scale, or rank and alpha, as numbers",
         )
-    return scale * (math.sqrt(rank) if str(options.get("use_rslora", False)).lower() == "true" else rank)
-
-
-def _number(value: Any) -> float | None:
-    """Convert a value, possibly a string from a flag; return None if it is not a finite number."""
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
+    rank, by_root = (
+        convert_value(options_by_name()[name], options.get(name, False), file)
+        for name in ("lora_rank", "use_rslora")
+    )
+    return float(scale * (math.sqrt(rank) if by_root else rank))

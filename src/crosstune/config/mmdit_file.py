@@ -95,22 +95,14 @@ def _add(found: dict[str, Any], key: str, value: Any, path: Any, problems: list[
         found["sequential_schedule"] = ",".join(
             f"{phase.get('type')}:{phase.get('steps')}" for phase in value if isinstance(phase, dict)
         )
-    elif key in FIXED:
-        if value not in FIXED[key]:
-            allowed = " or ".join(map(str, FIXED[key]))
-            problems.append(
-                UserError(
-                    f"{key} is {shown(value)} in {path}.",
-                    why=f"crosstune trains with {allowed}.",
-                    do=f"set it to {allowed}, or remove it",
-                )
-            )
-    elif key not in WITHOUT_EFFECT and not key.startswith("logging.wandb_"):
-        problems.append(
-            UserError(
-                f"Unknown option: {shown(key)} in {path}.", do="remove it; see docs/guide/latent-diffusion.md"
-            )
-        )
+    elif key not in FIXED:
+        if key not in WITHOUT_EFFECT and not key.startswith("logging.wandb_"):
+            do = "remove it; see docs/guide/latent-diffusion.md"
+            problems.append(UserError(f"Unknown option: {shown(key)} in {path}.", do=do))
+    elif value not in FIXED[key]:
+        allowed = " or ".join(map(str, FIXED[key]))
+        why, do = f"crosstune trains with {allowed}.", f"set it to {allowed}, or remove it"
+        problems.append(UserError(f"{key} is {shown(value)} in {path}.", why=why, do=do))
 
 
 def _dataset(data: Any) -> str | None:

@@ -11,6 +11,8 @@ from enum import Enum, Flag, auto
 from typing import Any, Union
 
 from crosstune.config.conditions import Condition
+from crosstune.core.backend import BACKENDS_PACKAGE
+from crosstune.core.names import plugin_names
 
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _PART = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([dhms])")
@@ -31,6 +33,7 @@ def parse_duration(text: str) -> float:
 
 
 Choices = Sequence[str] | Callable[[], Sequence[str]]
+"""A callable is evaluated on use, since it lists plug-ins."""
 Check = Callable[[Any], str | None]
 """Return the accepted values if a value of the right type is invalid, otherwise None."""
 
@@ -75,9 +78,9 @@ class Option:
     text: str
     group: str
     aliases: Sequence[str] = ()
-    low: float | None = None
+    low: float = 0
     high: float | None = None
-    """Bounds of a number."""
+    """Bounds of a number; None for other types."""
     holds: Holds = Holds.WORDS
     check: Check | None = None
     """Validates a value of the right type."""
@@ -107,6 +110,10 @@ class Option:
 def option(default: Any, text: str, *, choices: Choices | None = None, **facts: Any) -> Any:
     """Declare an option as a dataclass field; `facts` are fields of `Option`."""
     return field(default=default, metadata={"text": text, "all_choices": choices, **facts})
+
+
+def backend_choices() -> Sequence[str]:
+    return ("auto", *plugin_names(BACKENDS_PACKAGE))
 
 
 def not_zero(value: int) -> str | None:

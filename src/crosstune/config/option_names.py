@@ -60,15 +60,11 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
     options = options_by_name()
     if name in (inside := SECTIONS.get(section, {})):
         return Named(options[inside[name]], key)
-    if name in options:
-        return Named(options[name], key)
-    if name.lower() in options:
-        return Named(options[name.lower()], key)
+    if found := options.get(name) or options.get(name.lower()):
+        return Named(found, key)
     peers = SAME.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
-    if peers and raw is None:  # null in other trainers' files means not set
-        return None
-    if peers:
-        return Named(options[peers], name, is_peers=True)
+    if peers:  # null in other trainers' files means not set
+        return Named(options[peers], name, is_peers=True) if raw is not None else None
     if name in DIFFERENT:
         if _is_off(raw) and (raw is None or name in OFF_BY_DEFAULT):
             return None
@@ -79,13 +75,9 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
         if _is_off(raw):
             return None
         raise UserError(f"crosstune no longer has the option {name} ({where}).", do=REMOVED[name])
-    raise unknown_option(key, where)
-
-
-def unknown_option(key: str, where: str) -> UserError:
     close = suggestions(key)
     do = f"did you mean {' or '.join(close)}?" if close else "see: crosstune train --help"
-    return UserError(f"Unknown option: {where}.", do=do)
+    raise UserError(f"Unknown option: {where}.", do=do)
 
 
 def suggestions(key: str) -> list[str]:
@@ -120,8 +112,4 @@ def _negated(name: str) -> bool:
 
 
 def _is_off(raw: Any) -> bool:
-    return (
-        raw in (None, False, 0, "")
-        or raw == []
-        or (isinstance(raw, str) and raw.lower() in ("false", "none", "no"))
-    )
+    return not raw or (isinstance(raw, str) and raw.lower() in ("false", "none", "no"))

@@ -6,12 +6,11 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
-from crosstune.core.events import Observer
 from crosstune.core.names import load_plugin, plugin_names
 from crosstune.core.protocols import Recipe
 from crosstune.estimate.machine import BackendReport
@@ -20,20 +19,12 @@ from crosstune.files.json_files import read_json
 PACKAGE = "crosstune.recipes"
 
 
-class OpensRecipe(Protocol):
-    def __call__(self, config: Config, *, model_folder: Any, observer: Observer) -> Recipe: ...
-
-
-class ChecksData(Protocol):
-    def __call__(self, config: Config, *, model_folder: Path | None) -> list[str]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecipeSpec:
     """The entry points of a recipe; its file defines one as `SPEC`."""
 
-    open: OpensRecipe
-    """Open the data. `model_folder` is None for a recipe that builds its own model."""
+    open: Callable[..., Recipe]
+    """(config, *, model_folder, observer): open the data. The folder is None for a recipe that builds its own model."""
     needs_base_model: bool = True
     """False for a recipe that builds its own model."""
     engines: tuple[str, ...] = ()
@@ -48,8 +39,9 @@ class RecipeSpec:
     """Return values for unset options whose default differs on this backend."""
     check_dataset: Callable[[str], None] | None = None
     """Raise a UserError for a dataset that the recipe cannot read; None: a dataset is a file of rows or documents."""
-    check_data: ChecksData | None = None
-    """Raise a UserError for a bad row; return the skipped checks. `model_folder` is None if the model is not local."""
+    check_data: Callable[..., list[str]] | None = None
+    """(config, *, model_folder): raise a UserError for a bad row; return the skipped checks. The folder is None if the
+    model is not local."""
     check_options: Callable[[Config], list[UserError]] | None = None
     """Return a problem for each option that a recipe with its own model does not support."""
     next_commands: Callable[[str, Mapping[str, Any]], list[tuple[str, str]]] | None = None

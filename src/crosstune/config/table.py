@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crosstune.config.option import OnResume, Option, check_duration
@@ -57,56 +56,40 @@ def markdown_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Description:
-    """The full description of one option."""
-
-    name: str
-    group: str
-    meaning: str
-    takes: str
-    default: str
-    has_effect: str
-    on_resume: str
-    environment: str
-    other_names: list[str]
-    names_elsewhere: list[str]
-    example: str
-
-    def lines(self) -> list[str]:
-        rows = {
-            "values": self.takes,
-            "default": self.default,
-            "has effect": self.has_effect,
-            "on resume": self.on_resume,
-            "environment": self.environment,
-            "also": ", ".join(f"--{name}" for name in self.other_names),
-            "elsewhere": ", ".join(self.names_elsewhere),
-            "example": self.example,
-        }
-        head = [f"--{self.name}  ({self.group})", f"  {self.meaning}", ""]
-        return head + [
-            line for title, text in rows.items() if text for line in _fill(f"  {title}", text, 110, indent=15)
-        ]
-
-
-def describe_option(option: Option) -> Description:
-    """Return the description of an option for `crosstune options NAME`."""
-    conditions = [condition.summary.replace("`", "") for condition in option.needs if condition.summary]
+def describe_option(option: Option) -> dict[str, Any]:
+    """Return the description of an option for `crosstune options NAME --json`."""
     effects = [text for effect, text in _ON_RESUME.items() if effect in option.on_resume]
-    return Description(
-        name=option.name,
-        group=option.group,
-        meaning=option.text,
-        takes=accepted_values(option) + (", or none" if option.optional else ""),
-        default=_shown(option.default),
-        has_effect=f"only with {' and '.join(conditions)}" if conditions else "always",
-        on_resume=effects[0] if effects else "a change is allowed and reported",
-        environment=option.env or "",
-        other_names=list(option.aliases),
-        names_elsewhere=names_of(option),
-        example=f"crosstune train --{option.name} {_example_value(option)}".rstrip(),
-    )
+    return {
+        "name": option.name,
+        "group": option.group,
+        "meaning": option.text,
+        "takes": accepted_values(option) + (", or none" if option.optional else ""),
+        "default": _shown(option.default),
+        "has_effect": _limit(option).replace("`", "") or "always",
+        "on_resume": effects[0] if effects else "a change is allowed and reported",
+        "environment": option.env or "",
+        "other_names": list(option.aliases),
+        "names_elsewhere": names_of(option),
+        "example": f"crosstune train --{option.name} {_example_value(option)}".rstrip(),
+    }
+
+
+def description_lines(facts: Mapping[str, Any]) -> list[str]:
+    """Return the lines for a description of an option."""
+    rows = {
+        "values": facts["takes"],
+        "default": facts["default"],
+        "has effect": facts["has_effect"],
+        "on resume": facts["on_resume"],
+        "environment": facts["environment"],
+        "also": ", ".join(f"--{name}" for name in facts["other_names"]),
+        "elsewhere": ", ".join(facts["names_elsewhere"]),
+        "example": facts["example"],
+    }
+    lines = [f"--{facts['name']}  ({facts['group']})", f"  {facts['meaning']}", ""]
+    for title, text in rows.items():
+        lines += _fill(f"  {title}", text, 110, indent=15) if text else []
+    return lines
 
 
 def _example_value(option: Option) -> str:
@@ -122,14 +105,14 @@ def _example_value(option: Option) -> str:
         return _shown(option.default)
     if option.check is check_duration:
         return option.default or "3h30m"
-    usual = {"allow_mismatch": "data", "resume": "auto", "dataset": "chats.jsonl"}
+    usual = {"allow_mismatch": "data", "resume": "auto", "dataset": "chats.jsonl", "master_port": "29500"}
     return usual.get(option.name, {int: "100", float: "0.05", str: option.name.upper()}[option.type])
 
 
 def _markdown_row(option: Option) -> str:
     also = [f"`--{alias}`" for alias in option.aliases] + [f"`${option.env}`"] * bool(option.env)
     meaning = option.text + (f" (also {', '.join(also)})" if also else "")
-    meaning += "".join(f"; {limit}" for limit in _limits(option))
+    meaning += f"; {limit}" if (limit := _limit(option)) else ""
     return f"| `--{option.name}` | {_values(option)} | `{_shown(option.default)}` | {meaning} |"
 
 
@@ -141,7 +124,7 @@ def _help_lines(option: Option, width: int, *, recipe: str = "") -> list[str]:
     details += [f"also --{alias}" for alias in option.aliases]
     if option.env:
         details.append(f"environment {option.env}")
-    details += [limit.replace("`", "") for limit in _limits(option, recipe=recipe)]
+    details += [limit.replace("`", "")] if (limit := _limit(option, recipe=recipe)) else []
     return _fill(head, f"{option.text} ({'; '.join(details)})", width, indent=36)
 
 
@@ -150,11 +133,10 @@ def _recipe_of(option: Option) -> str:
     return next((condition.recipe for condition in option.needs if condition.recipe), "")
 
 
-def _limits(option: Option, *, recipe: str = "") -> list[str]:
-    """Return the conditions for an option to have an effect, for one recipe if it is named."""
-    needs = [condition for condition in option.needs if not recipe or condition.recipe != recipe]
-    conditions = [condition.summary for condition in needs if condition.summary]
-    return [f"only with {' and '.join(conditions)}"] if conditions else []
+def _limit(option: Option, *, recipe: str = "") -> str:
+    """Return the conditions for an option to have an effect, in a run of `recipe` if specified; empty if there are none."""
+    needs = [each.summary for each in option.needs if each.summary and (not recipe or each.recipe != recipe)]
+    return f"only with {' and '.join(needs)}" if needs else ""
 
 
 def _fill(head: str, body: str, width: int, *, indent: int) -> list[str]:

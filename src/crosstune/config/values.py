@@ -37,7 +37,7 @@ def convert_value(option: Option, raw: Any, source: str) -> Any:
     if choices is not None and value not in choices:
         hint = did_you_mean(str(value), choices)
         raise _refused(option, value, source, do=f"{hint}Choices: {', '.join(choices)}.")
-    if (option.low is not None and value < option.low) or (option.high is not None and value > option.high):
+    if option.high is not None and not option.low <= value <= option.high:
         rounded = isinstance(raw, str) and option.type is int and not _INTEGER.fullmatch(raw.strip())
         raise _refused(option, raw if rounded else value, source)
     if option.check is not None and (accepted := option.check(value)) is not None:
@@ -50,30 +50,24 @@ def accepted_values(option: Option) -> str:
     expected = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[option.type]
     if option.choices:
         expected = f"one of {', '.join(option.choices)}"
-    if option.low is not None and option.high is not None:
+    if option.high is not None:
         expected += f" from {option.low:g} to {_number(option.high)}"
     return expected + (", or auto" if option.auto is not None else "")
 
 
 def _convert(option: Option, raw: Any, source: str) -> Any:
-    if option.type is bool:
-        return _to_bool(option, raw, source)
     if option.type is str:
         return _to_string(option, raw, source)
-    if isinstance(raw, bool) or not isinstance(raw, (int, float, str)):
-        raise _refused(option, raw, source)
     try:
-        return _exact_int(raw) if option.type is int else _finite_float(raw)
+        return {bool: _to_bool, int: _to_int, float: _to_float}[option.type](raw)
     except (ValueError, OverflowError):
         raise _refused(option, raw, source) from None
 
 
-def _to_bool(option: Option, raw: Any, source: str) -> bool:
-    if isinstance(raw, bool):
-        return raw
-    text = raw.strip().lower() if isinstance(raw, str) else str(raw) if raw in (0, 1) else ""
+def _to_bool(raw: Any) -> bool:
+    text = str(raw).strip().lower() if isinstance(raw, (str, bool)) or raw in (0, 1) else ""
     if text not in _TRUE | _FALSE:
-        raise _refused(option, raw, source)
+        raise ValueError("not a truth value")
     return text in _TRUE
 
 
@@ -83,9 +77,7 @@ def _to_string(option: Option, raw: Any, source: str) -> str:
     if isinstance(raw, bool):
         word = "true, yes or on" if raw else "false, no or off"
         raise _refused(option, raw, source, do=f"put quotes around the word: YAML reads {word} as a boolean")
-    if isinstance(raw, int) and raw.bit_length() > 64:
-        raise _refused(option, raw, source)
-    if not isinstance(raw, (str, int, float, datetime.date, os.PathLike)):
+    if not _is_plain(raw) and not isinstance(raw, (datetime.date, os.PathLike)):
         raise _refused(option, raw, source)
     text = str(raw)
     if (wrong := _wrong_text(option, text)) is not None:
@@ -110,22 +102,21 @@ def _join(option: Option, raw: Mapping[Any, Any] | Sequence[Any], source: str) -
 
 
 def _is_plain(*items: Any) -> bool:
+    """True for strings and numbers, except for huge integers."""
     return all(
-        isinstance(item, (str, float))
-        or (isinstance(item, int) and not isinstance(item, bool) and item.bit_length() <= 64)
-        for item in items
+        isinstance(item, (str, float)) or (type(item) is int and item.bit_length() <= 64) for item in items
     )
 
 
 def _wrong_text(option: Option, text: str) -> str | None:
     """Return advice for a string that is invalid for every option of this kind, otherwise None."""
     if not text.strip() and option.default != "":
-        return "give a value, or omit the option"
+        return "pass a value, or remove the option"
     if len(text) > LONGEST_STRING:
         return f"use at most {LONGEST_STRING:,} characters"
     if any(0xD800 <= ord(char) <= 0xDFFF for char in text):
         return "use UTF-8 text; rename a file whose name is not"
-    if not text.isprintable() and any(ord(char) < 32 or ord(char) == 127 for char in text):
+    if any(ord(char) < 32 or ord(char) == 127 for char in text):
         return "remove the control characters"
     if holds_secret(text):
         return (
@@ -147,24 +138,24 @@ def wrong_path(text: str) -> str | None:
     return None
 
 
-def _exact_int(raw: int | float | str) -> int:
-    """Parse an integer, also 1e3, without rounding large ones through a float."""
-    if isinstance(raw, int):
+def _to_int(raw: Any) -> int:
+    """Parse an integer, including 1e3, without rounding large ones through a float."""
+    if isinstance(raw, int) and not isinstance(raw, bool):
         return raw
     if isinstance(raw, str) and _INTEGER.fullmatch(raw.strip()):
         return int(raw)
-    number = _finite_float(raw)
+    number = _to_float(raw)
     if number != int(number):
         raise ValueError("not whole")
     return int(number)
 
 
-def _finite_float(raw: int | float | str) -> float:
-    if isinstance(raw, str) and not raw.isascii():
-        raise ValueError("digits of another script")
+def _to_float(raw: Any) -> float:
+    if isinstance(raw, bool) or not isinstance(raw, (int, float, str)):
+        raise ValueError("not a number")
     number = float(raw)
-    if not math.isfinite(number):
-        raise ValueError("not finite")
+    if not math.isfinite(number) or (isinstance(raw, str) and not raw.isascii()):
+        raise ValueError("not finite, or digits of another script")
     return number
 
 

@@ -65,7 +65,7 @@ def read_nodes(config: Config | None = None) -> Nodes | None:
 def with_options(environment: Environment, config: Config | None) -> Environment:
     """Return the variables, with --master_addr and --master_port added."""
     asked = config.options_asked() if config is not None else {}
-    options = {name.upper(): str(asked[name]) for name in ("master_addr", "master_port") if name in asked}
+    options = {name.upper(): str(asked[name]) for name in ("master_addr", "master_port") if asked.get(name)}
     for name, value in options.items():
         if _has(environment, name) and environment[name].strip() != value and LAUNCHER not in environment:
             raise UserError(

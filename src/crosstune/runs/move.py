@@ -72,7 +72,7 @@ def move(
         observer.on_event(adjustment.to_event())
     compared = _compare_here(checkpoint, measured, to, observer, model_name)
     if compared is not None:
-        move_check.check(compared, allowed=force)
+        move_check.check(compared, allowed=force, flag="--force")
     packed = pack_files(here.plan.config, with_data=with_data)
     note = {
         "version": 1,
@@ -130,7 +130,8 @@ def _check_training(checkpoint: Checkpoint, side: Side) -> None:
     expected = (
         {"quantization", "optimizer"} if side.plan.backend.name != checkpoint.manifest.backend else set()
     )
-    check_same([d for d in differences if d.kind not in expected], side.plan.config)
+    do = "restore the model, data and options of the run"
+    check_same([d for d in differences if d.kind not in expected], side.plan.config, do=do)
 
 
 def _measure(checkpoint: Checkpoint, side: Side, *, like: LossMeasurement | None = None) -> LossMeasurement:

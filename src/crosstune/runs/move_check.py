@@ -63,8 +63,8 @@ def compare(there: LossMeasurement, here: LossMeasurement) -> Comparison:
     )
 
 
-def check(compared: Comparison, *, allowed: bool) -> None:
-    """Raise if the move changes the loss by more than its bound, unless that is allowed."""
+def check(compared: Comparison, *, allowed: bool, flag: str = "--allow_mismatch loss") -> None:
+    """Raise if the move changes the loss by more than its bound, unless allowed by `flag`."""
     if compared.within or allowed:
         return
     there, here = compared.there, compared.here
@@ -73,12 +73,12 @@ def check(compared: Comparison, *, allowed: bool) -> None:
             "The effect of the move cannot be measured.",
             why=f"the same steps have {there.num_supervised:,} supervised tokens on {there.backend} and "
             f"{here.num_supervised:,} here.",
-            do="continue with the number of steps, data and rows per step of the run, or add --allow_mismatch loss",
+            do=f"continue with the number of steps, data and rows per step of the run, or add {flag}",
         )
     raise UserError(
         "The move changes the model too much.",
         why=f"the same batches have the loss {there.loss:.6f} on {there.backend} ({there.terms()}) and "
         f"{here.loss:.6f} on {here.backend} ({here.terms()}): {compared.difference:.2%} apart, "
         f"{compared.bound:.0%} at most.",
-        do="use the same precision and bits on both sides, or add --allow_mismatch loss to continue anyway",
+        do=f"use the same precision and bits on both sides, or add {flag} to continue anyway",
     )

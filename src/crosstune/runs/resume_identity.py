@@ -154,8 +154,8 @@ def explain_data(differences: Sequence[Difference], manifest: Manifest, config: 
     return found + [Difference("data", name, was[name], now[name]) for name in changed]
 
 
-def check_same(differences: Sequence[Difference], config: Config) -> None:
-    """Raise unless every difference was allowed."""
+def check_same(differences: Sequence[Difference], config: Config, *, do: str = "") -> None:
+    """Raise unless every difference was allowed; `do` is advice for a command without --allow_mismatch."""
     allowed = set(mismatches(config.allow_mismatch))
     refused = [difference for difference in differences if difference.kind not in allowed]
     if refused:
@@ -163,7 +163,7 @@ def check_same(differences: Sequence[Difference], config: Config) -> None:
         raise UserError(
             "The checkpoint is from another training.",
             why="; ".join(difference.sentence() for difference in refused),
-            do=f"continue with its options, or add --allow_mismatch {kinds} to continue anyway",
+            do=do or f"continue with its options, or add --allow_mismatch {kinds} to continue anyway",
         )
 
 

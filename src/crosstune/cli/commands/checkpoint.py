@@ -6,11 +6,14 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path
 from crosstune.cli.terminal.units import size
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
+
+if TYPE_CHECKING:
+    from crosstune.checkpoint.read import Checkpoint
 
 EXAMPLES = """examples:
   crosstune checkpoint list runs/demo
@@ -90,48 +93,41 @@ def _rows(target: Path, *, hashes: bool) -> list[dict[str, Any]]:
     from crosstune.checkpoint.rotate import lowest
 
     rows: list[dict[str, Any]] = []
+    newest: Checkpoint | None = None
     for step, folder in _folders(target):
         row: dict[str, Any] = {"step": step, "path": str(folder), "problem": ""}
+        rows.append(row)
         try:
             found = open_checkpoint(folder, hashes=hashes)
         except (DamagedCheckpoint, UnknownVersion) as error:
             row["problem"] = error.why
-        else:
-            progress = found.manifest.progress
-            row |= {
-                "bytes": found.num_bytes(),
-                "created": found.manifest.created,
-                "backend": found.manifest.backend,
-                "loss": progress.get("final_loss"),
-                "eval_loss": (progress.get("evaluations") or {}).get(str(step)),
-            }
-        rows.append(row)
-    later = _evaluations(rows, target)
+            continue
+        newest = newest or found
+        row |= {
+            "bytes": found.num_bytes(),
+            "created": found.manifest.created,
+            "backend": found.manifest.backend,
+            "loss": found.manifest.progress.get("final_loss"),
+        }
+    losses = _evaluations(newest) if newest is not None else {}
+    best = lowest([row["step"] for row in rows], losses)
     for row in rows:
-        row["eval_loss"] = row.get("eval_loss") or later.get(row["step"])
-    judged = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
-    best = lowest(list(judged), judged)
-    for row in rows:
-        row["best"] = row["step"] == best
+        row |= {"eval_loss": losses.get(row["step"]), "best": row["step"] == best}
     return rows
 
 
-def _evaluations(rows: Sequence[dict[str, Any]], target: Path) -> dict[int, float]:
+def _evaluations(newest: Checkpoint) -> dict[int, float]:
     """Return step -> evaluation loss, from the summary and the newest manifest: an evaluation runs after the checkpoint of
     its step."""
     from crosstune.checkpoint.manifest import EVALUATIONS
-    from crosstune.checkpoint.read import find_run, open_checkpoint
+    from crosstune.checkpoint.read import find_run
     from crosstune.files.json_fields import check_fields
     from crosstune.files.json_files import read_json
 
-    newest = next((row for row in rows if not row["problem"]), None)
-    if newest is None:
-        return {}
-    progress = open_checkpoint(Path(newest["path"]), hashes=False).manifest.progress
-    path = find_run(Path(newest["path"])) / "summary.json"
+    path = find_run(newest.folder) / "summary.json"
     summary = read_json(path)
     check_fields(summary, {"evaluations": EVALUATIONS}, source=path)
-    known = (summary.get("evaluations") or {}) | (progress.get("evaluations") or {})
+    known = (summary.get("evaluations") or {}) | (newest.manifest.progress.get("evaluations") or {})
     return {int(step): loss for step, loss in known.items() if loss is not None}
 
 
@@ -151,10 +147,11 @@ def _listed(row: Mapping[str, Any]) -> Line:
 
 def _verify(own: Any) -> int:
     rows = _rows(own.target, hashes=True)
-    found = [
-        f"damaged: {row['problem']}" if row["problem"] else f"valid, {size(row['bytes'])}" for row in rows
-    ]
-    lines = (f"{Path(row['path']).name}  {status}" for row, status in zip(rows, found, strict=True))
+    lines = (
+        f"{Path(row['path']).name}  "
+        + (f"damaged: {row['problem']}" if row["problem"] else f"valid, {size(row['bytes'])}")
+        for row in rows
+    )
     print_result({"checkpoints": rows}, lines, as_json=own.json)
     return EXIT_USER_MUST_ACT if any(row["problem"] for row in rows) else EXIT_DONE
 
@@ -186,22 +183,17 @@ def _show(own: Any) -> int:
 
 def _prune(own: Any) -> int:
     from crosstune.checkpoint.folders import step_of
+    from crosstune.checkpoint.rotate import Keep, rotate
     from crosstune.files.run_lock import hold
 
     if step_of(own.target.resolve()) is not None:
         raise UserError(f"{own.target} is a single checkpoint.", do="pass the run folder")
-    with contextlib.nullcontext() if own.dry_run else hold(own.target):
-        return _prune_held(own)
-
-
-def _prune_held(own: Any) -> int:
-    from crosstune.checkpoint.rotate import Keep, rotate
-
-    rows = _rows(own.target, hashes=False)
-    evaluations = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
     keep = Keep(last_n=own.keep_last_n, best=not own.drop_best, every=own.keep_every)
-    root = Path(rows[0]["path"]).parent
-    removed = [str(path) for path in rotate(root, keep, evaluations, dry_run=own.dry_run)]
+    with contextlib.nullcontext() if own.dry_run else hold(own.target):
+        rows = _rows(own.target, hashes=False)
+        evaluations = {row["step"]: row["eval_loss"] for row in rows if row["eval_loss"] is not None}
+        root = Path(rows[0]["path"]).parent
+        removed = [str(path) for path in rotate(root, keep, evaluations, dry_run=own.dry_run)]
     lines = [f"{'would remove' if own.dry_run else 'removed'}  {path}" for path in removed]
     found = {"removed": removed, "dry_run": own.dry_run}
     return print_result(found, lines or ["nothing to remove"], as_json=own.json)

@@ -27,7 +27,7 @@ def make_parser() -> Parser:
         "completion",
         description="Print a script that completes commands, options, their values and file names in a shell.",
         epilog=INSTALL,
-        json=None,
+        has_json=False,
     )
     parser.add_argument("shell", choices=SHELLS)
     return parser

@@ -22,8 +22,6 @@ EXAMPLES = """examples:
 
 The supervised part of an example is colored on a terminal and in [[ ]] elsewhere."""
 
-_MARK, _UNMARK = "\033[32m", "\033[0m"
-
 
 def make_parser() -> Parser:
     parser = Parser(
@@ -32,18 +30,18 @@ def make_parser() -> Parser:
         "SOURCE is a value of --dataset; the options of train are accepted.",
         epilog=EXAMPLES,
     )
-    parser.add_argument(
-        "--show", type=int, default=3, metavar="N", help="print the first N examples (default 3)"
-    )
+    shown = "print the first N examples (default 3)"
+    parser.add_argument("--show", type=int, default=3, metavar="N", help=shown)
     return parser
 
 
 def run(words: Sequence[str]) -> int:
-    own, config = parse_config(make_parser(), _with_dataset(words))
+    has_source = bool(words) and not words[0].startswith("-")
+    own, config = parse_config(make_parser(), [*["--dataset"] * has_source, *words])
     if config.recipe != "sft":
         raise UserError(
             f"crosstune data reads conversations and plain text, not data of the {config.recipe} recipe.",
-            do="omit --recipe",
+            do="remove --recipe",
         )
 
     from crosstune.cli.terminal.output import WARNING
@@ -57,16 +55,14 @@ def run(words: Sequence[str]) -> int:
         model = find_model(config, screen)
         limit = longest_context(model.path)
         if limit is not None and limit < config.context_length:  # as training does
-            lowered = (
-                f"context_length is lowered from {config.context_length} to {limit}, the model's context"
-            )
-            screen.on_event(Warned(message=lowered))
+            lowered = f"is lowered from {config.context_length} to {limit}, the model's context"
+            screen.on_event(Warned(message=f"context_length {lowered}"))
             config = replace(config, context_length=limit)
         recipe = open_recipe(config, model_folder=model.path, observer=screen)
     report = recipe.describe()
-    colour = sys.stdout.isatty()
+    marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() and not own.json else ("[[", "]]")
     shown = [
-        mark_supervised(recipe.train[place], recipe.tokenizer, colour=colour and not own.json)
+        mark_supervised(recipe.train[place], recipe.tokenizer, *marks)
         for place in range(min(max(own.show, 0), len(recipe.train)))
     ]
     lines = ((line, WARNING if line.startswith("warning") else None) for line in report_lines(report))
@@ -81,49 +77,32 @@ def run(words: Sequence[str]) -> int:
 def report_lines(report: Mapping[str, Any]) -> list[str]:
     """Return the data report of a recipe as lines; its values are computed in `Corpus.stats`."""
     train = report["train"]
-    rows = [
-        ("data", f"{report['dataset']}, read as {report['format']}"),
-        ("identity", report["identity"][:16]),
-        ("rows", f"{train['rows']:,} read, {train['examples']:,} to train on"),
-        (
-            "tokens",
-            f"{count(train['tokens'])}, {count(train['supervised_tokens'])} supervised "
-            f"({train['supervised_share']:.1%})",
-        ),
-        (
-            "lengths",
-            f"50 % up to {train['length_p50']:,}, 90 % up to {train['length_p90']:,}, "
-            f"99 % up to {train['length_p99']:,}, longest {train['longest']:,} (context {report['context_length']:,})",
-        ),
-        (
-            "left out",
-            f"{train['empty_answers']:,} empty, {train['without_answer']:,} without an answer, "
-            f"{train['dropped_examples']:,} too long; {train['cut_examples']:,} cut by {train['cut_tokens']:,} tokens",
-        ),
-        ("duplicates", f"{train['duplicates']:,}"),
-    ]
+    rows = {
+        "data": f"{report['dataset']}, read as {report['format']}",
+        "identity": report["identity"][:16],
+        "rows": f"{train['rows']:,} read, {train['examples']:,} to train on",
+        "tokens": f"{count(train['tokens'])}, {count(train['supervised_tokens'])} supervised "
+        f"({train['supervised_share']:.1%})",
+        "lengths": f"50 % up to {train['length_p50']:,}, 90 % up to {train['length_p90']:,}, "
+        f"99 % up to {train['length_p99']:,}, longest {train['longest']:,} (context {report['context_length']:,})",
+        "left out": f"{train['empty_answers']:,} empty, {train['without_answer']:,} without an answer, "
+        f"{train['dropped_examples']:,} too long; {train['cut_examples']:,} cut by {train['cut_tokens']:,} tokens",
+        "duplicates": f"{train['duplicates']:,}",
+    }
     if "packed_rows" in report:
-        rows.append(("packed", f"{report['packed_rows']:,} rows, {report['packed_fill']:.1%} full"))
+        rows["packed"] = f"{report['packed_rows']:,} rows, {report['packed_fill']:.1%} full"
     if "eval" in report:
         held_out = report["eval"]
-        rows.append(("held out", f"{held_out['examples']:,} examples, {count(held_out['tokens'])} tokens"))
-    rows.append(("steps", f"{report['num_steps']:,}"))
-    rows += [("note", sentence) for sentence in report.get("notes", ())]
-    lines = [f"{name:<11} {value}" for name, value in rows]
+        rows["held out"] = f"{held_out['examples']:,} examples, {count(held_out['tokens'])} tokens"
+    rows["steps"] = f"{report['num_steps']:,}"
+    lines = [f"{name:<11} {value}" for name, value in rows.items()]
+    lines += [f"{'note':<11} {sentence}" for sentence in report.get("notes", ())]
     return lines + [f"{'warning':<11} {sentence}" for sentence in report.get("warnings", ())]
 
 
-def mark_supervised(example: Any, tokenizer: Any, *, colour: bool) -> str:
+def mark_supervised(example: Any, tokenizer: Any, begin: str, end: str) -> str:
     """Return the text of an example, escaped, with supervised spans marked."""
     from crosstune.data.checks.portrait import marked_pieces
 
-    begin, end = (_MARK, _UNMARK) if colour else ("[[", "]]")
     pieces = [(printable(text), counts) for text, counts in marked_pieces(example, tokenizer)]
     return "".join(f"{begin}{text}{end}" if counts else text for text, counts in pieces)
-
-
-def _with_dataset(words: Sequence[str]) -> list[str]:
-    """Turn `data SOURCE ...` into `--dataset SOURCE ...`."""
-    if words and not words[0].startswith("-"):
-        return ["--dataset", *words]
-    return list(words)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from crosstune.cli.arguments import Parser, at_least, print_json, read_path_or_name
+from crosstune.cli.arguments import Parser, at_least, print_result, read_path_or_name
 from crosstune.cli.terminal.output import QUIET, WARNING, Output, print_error, print_line
 from crosstune.core.errors import EXIT_DONE, UserError
-from crosstune.core.names import nearest
+from crosstune.core.names import did_you_mean
 from crosstune.core.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -50,15 +52,12 @@ in the chat:
 def make_parser() -> Parser:
     parser = Parser("generate", description="Answer prompts with a model or a trained run.", epilog=EXAMPLES)
     add_model_arguments(parser)
-    parser.add_argument("--prompt", help="the user's message (default: read standard input)")
-    parser.add_argument(
-        "--prompt_file", type=Path, metavar="FILE", help="read prompts from FILE, one per line"
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the answers to this file as JSON lines"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing --output file")
-    parser.add_argument("--batch_size", type=at_least(1), default=8, help="prompts per batch (default 8)")
+    add = parser.add_argument
+    add("--prompt", help="the user's message (default: read standard input)")
+    add("--prompt_file", type=Path, metavar="FILE", help="read prompts from FILE, one per line")
+    add("--output", type=Path, metavar="FILE", help="write the answers to this file as JSON lines")
+    add("--overwrite", action="store_true", help="replace an existing --output file")
+    add("--batch_size", type=at_least(1), default=8, help="prompts per batch (default 8)")
     return parser
 
 
@@ -68,14 +67,12 @@ def run(words: Sequence[str]) -> int:
     prompts = _read_prompts(own)
     from crosstune.results.prompt_file import check_output, open_output
 
-    if own.output is None:
-        chat_model = open_model(own)
-        if len(prompts) == 1:
-            return _answer_one(chat_model, prompts[0], own, sampling)
-        return _answer_all(chat_model, prompts, own, sampling, file=None)
-    check_output(own.output, overwrite=own.overwrite)
+    if own.output is not None:
+        check_output(own.output, overwrite=own.overwrite)
     chat_model = open_model(own)  # before the file, so that a failure leaves no file
-    with open_output(own.output) as file:
+    if own.output is None and len(prompts) == 1:
+        return _answer_one(chat_model, prompts[0], own, sampling)
+    with open_output(own.output) if own.output is not None else nullcontext() as file:
         return _answer_all(chat_model, prompts, own, sampling, file=file)
 
 
@@ -94,15 +91,13 @@ def _read_prompts(own: argparse.Namespace) -> list[Prompt]:
 
 def _answer_one(chat_model: ChatModel, prompt: Prompt, own: argparse.Namespace, sampling: Sampling) -> int:
     """Print an answer while it is generated."""
-    show = None if own.json else _show
     answer = chat_model.answer(
-        prompt.messages, max_new_tokens=own.max_new_tokens, sampling=sampling, on_text=show
+        prompt.messages,
+        max_new_tokens=own.max_new_tokens,
+        sampling=sampling,
+        on_text=None if own.json else _show,
     )
-    if own.json:
-        print_json(prompt.row(answer))
-    else:
-        print()
-    return EXIT_DONE
+    return print_result(prompt.row(answer), [""], as_json=own.json)
 
 
 def _answer_all(
@@ -136,62 +131,40 @@ def _answer_all(
                     print(answer, end="\n\n", flush=True)
     finally:
         line.clear()
-    if own.json:
-        print_json(
-            {"answers": rows} if file is None else {"output": str(own.output), "num_answers": len(rows)}
-        )
-    elif file is not None:
-        print_line(f"written  {own.output} ({len(rows)} answers)")
-    return EXIT_DONE
+    if file is None:
+        return print_result({"answers": rows}, [], as_json=own.json)
+    written = {"output": str(own.output), "num_answers": len(rows)}
+    return print_result(written, [f"written  {own.output} ({len(rows)} answers)"], as_json=own.json)
 
 
 def add_model_arguments(parser: Parser) -> None:
     """Add the arguments that `open_model` and `read_sampling` read."""
-    parser.add_argument(
-        "model",
-        type=read_path_or_name,
-        help="a run folder, an adapter folder, or a model (see --model_name of train)",
-    )
-    parser.add_argument("--system", default="", help="a system message")
-    parser.add_argument(
-        "--max_new_tokens", type=at_least(1), default=256, help="longest answer in tokens (default 256)"
-    )
-    parser.add_argument("--backend", default="auto", help="backend to run on (default auto)")
-    parser.add_argument("--precision", default="auto", help="dtype to compute in (default auto)")
-    group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=float, default=0.0, help="0: greedy decoding (default)")
-    group.add_argument(
-        "--top_p",
-        type=float,
-        default=1.0,
-        help="sample from the likeliest tokens with this total probability",
-    )
-    group.add_argument("--top_k", type=int, default=0, help="sample from the K likeliest tokens")
-    group.add_argument(
-        "--min_p", type=float, default=0.0, help="omit tokens below this fraction of the highest probability"
-    )
-    group.add_argument(
-        "--repetition_penalty", type=float, default=1.0, help="above 1: make repeated tokens less likely"
-    )
-    group.add_argument("--seed", type=int, default=0, help="sampling seed (default 0)")
+    add = parser.add_argument
+    model = "a run folder, an adapter folder, or a model (see --model_name of train)"
+    add("model", type=read_path_or_name, help=model)
+    add("--system", default="", help="a system message")
+    add("--max_new_tokens", type=at_least(1), default=256, help="longest answer in tokens (default 256)")
+    add("--backend", default="auto", help="backend to run on (default auto)")
+    add("--precision", default="auto", help="dtype to compute in (default auto)")
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, help="0: greedy decoding (default)")
+    top_p = "sample from the likeliest tokens with this total probability"
+    add("--top_p", type=float, default=1.0, help=top_p)
+    add("--top_k", type=int, default=0, help="sample from the K likeliest tokens")
+    min_p = "omit tokens below this fraction of the highest probability"
+    add("--min_p", type=float, default=0.0, help=min_p)
+    penalty = "above 1: make repeated tokens less likely"
+    add("--repetition_penalty", type=float, default=1.0, help=penalty)
+    add("--seed", type=int, default=0, help="sampling seed (default 0)")
 
 
 def read_sampling(own: argparse.Namespace) -> Sampling:
     """Return the sampling settings; warn about settings without effect."""
-    sampling = Sampling(
-        temperature=own.temperature,
-        top_p=own.top_p,
-        top_k=own.top_k,
-        min_p=own.min_p,
-        repetition_penalty=own.repetition_penalty,
-        seed=own.seed,
-    )
+    sampling = Sampling(**{field.name: getattr(own, field.name) for field in fields(Sampling)})
     if sampling.unused:
         names = ", ".join(f"--{name}" for name in sampling.unused)
-        Output().line(
-            f"warning  {names} without effect at temperature 0; add --temperature 1",
-            style=WARNING,
-        )
+        text = f"warning  {names} without effect at temperature 0; add --temperature 1"
+        Output().line(text, style=WARNING)
     return sampling
 
 
@@ -210,7 +183,7 @@ def _show(text: str) -> None:
 
 def make_parser_chat() -> Parser:
     parser = Parser(
-        "chat", description="Chat with a model or a trained run.", epilog=CHAT_EXAMPLES, json=None
+        "chat", description="Chat with a model or a trained run.", epilog=CHAT_EXAMPLES, has_json=False
     )
     add_model_arguments(parser)
     return parser
@@ -230,11 +203,14 @@ def run_chat(words: Sequence[str]) -> int:
 
         _say("/help lists the commands; Ctrl-C interrupts an answer, Ctrl-D quits.")
     while (line := _read_line(interactive)) is not None:
-        if line.startswith("/") and not line.startswith("//"):
-            if not _obey(line, conversation):
-                break
-        elif line:
-            _answer(chat_model, conversation, line.removeprefix("/"), own, sampling)
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                if not _obey(line, conversation):
+                    break
+            elif line:
+                _answer(chat_model, conversation, line.removeprefix("/"), own, sampling)
+        except UserError as error:  # such as a chat template that rejects a system message
+            print_error(error.lines())
     return EXIT_DONE
 
 
@@ -251,8 +227,6 @@ def _answer(
         )
     except KeyboardInterrupt:
         print(" ... (interrupted and discarded)")
-    except UserError as error:  # such as a chat template that rejects a system message
-        print_error(error.lines())
     else:
         print()
         conversation.add(line, answer)
@@ -264,44 +238,31 @@ def _obey(line: str, conversation: Conversation) -> bool:
     rest = rest.strip()
     if name in ("/exit", "/quit"):
         return False
-    try:
-        if name == "/help":
-            _say(f"{CHAT_HELP}\n{CHAT_NOTES}")
-        elif name == "/reset":
-            conversation.reset()
-            _say("Conversation cleared.")
-        elif name == "/system":
-            conversation.system = rest
-            _say("System message set." if rest else "System message removed.")
-        elif name in ("/save", "/load"):
-            _use_file(name, rest, conversation)
+    if name == "/help":
+        _say(f"{CHAT_HELP}\n{CHAT_NOTES}")
+    elif name == "/reset":
+        conversation.reset()
+        _say("Conversation cleared.")
+    elif name == "/system":
+        conversation.system = rest
+        _say("System message set." if rest else "System message removed.")
+    elif name in ("/save", "/load"):
+        if not rest:
+            raise UserError(f"{name} needs a file name.", do=f"{name} chat.jsonl")
+        path = Path(rest).expanduser()
+        if name == "/save":
+            conversation.save(path)
+            _say(f"saved    {path}")
         else:
-            raise _unknown(name)
-    except UserError as error:
-        print_error(error.lines())
-    return True
-
-
-def _use_file(name: str, rest: str, conversation: Conversation) -> None:
-    if not rest:
-        raise UserError(f"{name} needs a file name.", do=f"{name} chat.jsonl")
-    path = Path(rest).expanduser()
-    if name == "/save":
-        conversation.save(path)
-        _say(f"saved    {path}")
+            conversation.load(path)
+            _say(f"loaded   {path}, {len(conversation.turns)} messages")
     else:
-        conversation.load(path)
-        _say(f"loaded   {path}, {len(conversation.turns)} messages")
-
-
-def _unknown(name: str) -> UserError:
-    known = [command.split(" ")[0] for command in CHAT_COMMANDS]
-    close = nearest(name, known)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return UserError(
-        f"Unknown command {name}; nothing was sent to the model.",
-        do=f"{hint}/help lists the commands; to send a message that starts with a slash, write two: /{name}",
-    )
+        hint = did_you_mean(name, [command.split(" ")[0] for command in CHAT_COMMANDS])
+        raise UserError(
+            f"Unknown command {name}; nothing was sent to the model.",
+            do=f"{hint}/help lists the commands; to send a message that starts with a slash, write two: /{name}",
+        )
+    return True
 
 
 def _say(text: str) -> None:

@@ -90,7 +90,6 @@ def run(words: Sequence[str]) -> int:
 
 
 def _train(own: argparse.Namespace, config: Config) -> int:
-    """Train a judge, then test it on the test split."""
     from crosstune.cli.commands.train import leave_together, show_training
     from crosstune.process.ranks import SingleProcess
     from crosstune.tracking.observe import Tracking
@@ -112,7 +111,6 @@ def _train(own: argparse.Namespace, config: Config) -> int:
 
 
 def _eval(own: argparse.Namespace, config: Config) -> int:
-    """Test a judge and the baselines on labeled data."""
     if own.predictions is not None:
         return _evaluate_file(own, config)
     if own.target is None:
@@ -120,11 +118,9 @@ def _eval(own: argparse.Namespace, config: Config) -> int:
     from crosstune.results.judge import run_config
 
     folder = Path(own.target).expanduser()
-    trained = run_config(folder)
-    if trained is not None and "dataset" not in config.sources:
-        report = _measure_run(folder, own, config)
-    else:
-        report = _test_on(own, config)
+    is_run = run_config(folder) is not None
+    test_split = is_run and "dataset" not in config.sources
+    report = _measure_run(folder, own, config) if test_split else _test_on(own, config)
     if own.json:
         print_json(report)
     return EXIT_DONE
@@ -146,9 +142,8 @@ def _measure_run(folder: Path, own: argparse.Namespace, config: Config) -> dict[
     backend = config.backend
     if own.target is None:  # right after the training
         backend = backend_for_test(config, str(read_json(folder / "plan.json").get("backend")))
-    items = data.test[: config.eval_samples] if "eval_samples" in config.sources else data.test
     request = _make_request(own, config, target=str(folder), backend=backend)
-    return _test(request, items, own, config, out=own.out or folder, train=data.train)
+    return _test(request, data.test, own, config, out=own.out or folder, train=data.train)
 
 
 def _make_request(own: argparse.Namespace, config: Config, *, target: str, backend: str) -> JudgeRequest:
@@ -176,8 +171,6 @@ def _test_on(own: argparse.Namespace, config: Config) -> dict[str, Any]:
         raise UserError(f"No data to test {own.target} on.", do="pass --dataset with labeled items")
     request = _make_request(own, config, target=own.target, backend=config.backend)
     items = read_split(item_reader(config, scale=judge_scale(request)), config.dataset, "test")
-    if "eval_samples" in config.sources:
-        items = items[: config.eval_samples]
     return _test(request, items, own, config, out=own.out, train=())
 
 
@@ -197,19 +190,20 @@ def _test(
     with Screen(live=True) as screen:
         test = measure_judge(
             request,
-            items,
+            items[: config.eval_samples] if "eval_samples" in config.sources else items,
             config=config,
             observer=screen,
             train=train,
             with_untrained=not own.skip_untrained,
         )
     report = test.report
-    written = test.write(out) if out is not None else None
-    if out is not None and (out / "plan.json").is_file():
-        write_report(out)
+    lines = [*metric_lines(report), *_worst_lines(report["worst"])]
+    if out is not None:
+        lines.append(f"written  {test.write(out)}")
+        if (out / "plan.json").is_file():
+            write_report(out)
     if not own.json:
-        done = [f"written  {written}"] if written is not None else []
-        print_result(report, [*metric_lines(report), *_worst_lines(report["worst"]), *done], as_json=False)
+        print_result(report, lines, as_json=False)
     return report
 
 
@@ -229,7 +223,6 @@ def _evaluate_file(own: argparse.Namespace, config: Config) -> int:
 
 
 def _predict(own: argparse.Namespace, config: Config) -> int:
-    """Judge unlabeled answers."""
     if own.target is None or own.input is None:
         raise UserError(
             "judge predict needs a judge and answers.",
@@ -279,23 +272,22 @@ def _data(own: argparse.Namespace, config: Config) -> int:
     data = open_judge_data(config)
     splits = {"train": data.train, "val": data.val, "test": data.test}
     verdict = choose_format(config.verdict, scale=data.scale, items=list(data.train))
-    described: dict[str, dict[str, Any]] = {
-        name: {
-            "items": len(items),
-            "groups": len({item.group for item in items}),
-            "with_reference": sum(bool(item.reference) for item in items),
-            "labels": _labels(items, verdict),
-        }
-        for name, items in splits.items()
-    }
-    shown = [training_messages(item, verdict) for item in data.train[: own.show]]
     found: dict[str, Any] = {
         "verdict": verdict.name,
         "scale": str(verdict.scale),
-        "splits": described,
-        "shown": shown,
+        "splits": {
+            name: {
+                "items": len(items),
+                "groups": len({item.group for item in items}),
+                "with_reference": sum(bool(item.reference) for item in items),
+                "labels": _labels(items, verdict),
+            }
+            for name, items in splits.items()
+        },
+        "shown": [training_messages(item, verdict) for item in data.train[: own.show]],
+        "leaking_rows": data.num_leaking,
+        "notes": list(data.notes),
     }
-    found |= {"leaking_rows": data.num_leaking, "notes": list(data.notes)}
     return print_result(found, _data_lines(config.dataset, found), as_json=own.json)
 
 

@@ -40,26 +40,18 @@ def make_parser() -> Parser:
         description="Try optimizations of a run one by one, measure each, and keep what helps.",
         epilog=EXAMPLES,
     )
-    parser.add_argument(
-        "--steps", type=at_least(2), default=30, metavar="N", help="training steps per trial (default 30)"
+    add = parser.add_argument
+    steps = "training steps per trial (default 30)"
+    add("--steps", type=at_least(2), default=30, metavar="N", help=steps)
+    rungs = "rungs to try, in this order (default: all); `list` prints them"
+    add("--rungs", metavar="A,B,...", help=rungs)
+    goal = (
+        "speed (default): keep changes that are faster, or use less memory at the same speed; memory: keep changes that "
+        "use less memory, or are faster with the same memory"
     )
-    parser.add_argument(
-        "--rungs", metavar="A,B,...", help="rungs to try, in this order (default: all); `list` prints them"
-    )
-    parser.add_argument(
-        "--goal",
-        choices=("speed", "memory"),
-        default="speed",
-        help="speed (default): keep changes that are faster, or use less memory at the same speed; memory: keep changes "
-        "that use less memory, or are faster with the same memory",
-    )
-    parser.add_argument(
-        "--trial_limit",
-        type=at_least(1.0),
-        default=1800.0,
-        metavar="SECONDS",
-        help="time limit per trial (default 1800)",
-    )
+    add("--goal", choices=("speed", "memory"), default="speed", help=goal)
+    limit = "time limit per trial (default 1800)"
+    add("--trial_limit", type=at_least(1.0), default=1800.0, metavar="SECONDS", help=limit)
     return parser
 
 
@@ -76,7 +68,7 @@ def run(words: Sequence[str]) -> int:
     from crosstune.files.run_record import move_aside
     from crosstune.ladder.climb import check_request, check_same_ladder, make_request
 
-    folder = _folder(config)
+    folder = Path(config.output_dir).expanduser() / (config.name or "ladder")
     with hold(folder):
         check_request(config)
         if config.overwrite and folder.exists():
@@ -98,11 +90,10 @@ def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], fol
     if any((folder / "trials").glob("*.yaml")):
         output.line("continue an earlier ladder: finished trials with the same options are reused")
     with StopSignal().listening() as stop:
-        warmup = min(own.steps - 1, max(2, own.steps // 6))
         trials = Trials(
             folder=folder / "trials",
             steps=own.steps,
-            warmup=warmup,
+            warmup=min(own.steps - 1, max(2, own.steps // 6)),
             limit_s=own.trial_limit,
             should_stop=lambda: stop.requested,
         )
@@ -121,11 +112,15 @@ def _climb(own: argparse.Namespace, config: Config, *, names: Sequence[str], fol
             again = "again, without --overwrite," if config.overwrite else "again"
             output.line(f"stopped  {stop.reason or 'Ctrl-C'}; run the command {again} to continue")
             return EXIT_STOPPED
+    import yaml
+
+    from crosstune.files.atomic_files import write_text
     from crosstune.files.json_files import write_json
     from crosstune.report.ladder_page import write_ladder_page
 
     write_json(folder / STATE, found.to_json())
-    _write_result(folder, found)
+    options = {name: value for name, value in found.options.items() if name not in ("name", "overwrite")}
+    write_text(folder / "train.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
     page = write_ladder_page(folder, command=_train_command(folder))
     _print_result(output, found, folder, page)
     if own.json:
@@ -146,26 +141,16 @@ class _Progress:
         if self.begun is not None and now - self.begun > READ_S:
             self.times.append(now - self.begun)
         self.begun = now
-        rest = (
-            f", at most {duration(statistics.median(self.times) * left)} left"
-            if len(self.times) > 1 and left > 1
-            else ""
-        )
+        rest = ""
+        if len(self.times) > 1 and left > 1:
+            rest = f", at most {duration(statistics.median(self.times) * left)} left"
         self.output.line(f"trial    {name}{rest}")
 
     def step(self, step: Step) -> None:
-        self.output.line(f"{_LABELS[step.outcome]:<8} {_describe(step)}")
-
-
-_LABELS = {"kept": "kept", "rolled back": "undone", "does not apply": "no use"}
-
-
-def _describe(step: Step) -> str:
-    change = ", ".join(
-        f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in step.change.items()
-    )
-    return f"{step.rung}{f' ({change})' if change else ''}: {step.why}"
+        label = {"kept": "kept", "rolled back": "undone", "does not apply": "no use"}[step.outcome]
+        changes = [f"{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in step.change.items()]
+        change = f" ({', '.join(changes)})" if changes else ""
+        self.output.line(f"{label:<8} {step.rung}{change}: {step.why}")
 
 
 def _chosen(text: str | None, known: Sequence[str]) -> list[str]:
@@ -180,20 +165,6 @@ def _chosen(text: str | None, known: Sequence[str]) -> list[str]:
         if name not in known:
             raise unknown_name("rung", name, known)
     return list(dict.fromkeys(names))
-
-
-def _folder(config: Config) -> Path:
-    return Path(config.output_dir).expanduser() / (config.name or "ladder")
-
-
-def _write_result(folder: Path, found: Climbed) -> None:
-    """Write the options to train with."""
-    import yaml
-
-    from crosstune.files.atomic_files import write_text
-
-    options = {name: value for name, value in found.options.items() if name not in ("name", "overwrite")}
-    write_text(folder / "train.yaml", yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
 
 
 def _train_command(folder: Path) -> str:

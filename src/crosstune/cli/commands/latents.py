@@ -71,88 +71,41 @@ def make_parser() -> _LatentsParser:
     parser = _LatentsParser()
     parser.add_argument("action", choices=tuple(ACTIONS))
     parser.add_argument("target", type=read_path_or_name, metavar="TEXTS|PAIRS|RUN")
-    parser.add_for(
-        "build export encode sample", "--out", type=read_path, help="folder, or .npy file for vectors"
-    )
-    parser.add_for(
-        "build decode sample eval",
-        "--encoder",
-        type=read_path_or_name,
-        help="sentence-transformers folder, instead of minilm-l6-v2 or the model's own",
-    )
-    parser.add_for(
-        "build decode encode sample eval",
-        "--device",
-        help="torch device (default: the GPU, if any)",
-    )
-    _add_data_arguments(parser)
-    _add_sampling_arguments(parser)
-    return parser
-
-
-def _add_data_arguments(parser: _LatentsParser) -> None:
     add = parser.add_for
+    add("build export encode sample", "--out", type=read_path, help="folder, or .npy file for vectors")
+    encoder = "sentence-transformers folder, instead of minilm-l6-v2 or the model's own"
+    add("build decode sample eval", "--encoder", type=read_path_or_name, help=encoder)
+    add("build decode encode sample eval", "--device", help="torch device (default: the GPU, if any)")
     add("build", "--overwrite", action="store_true", help="replace the pairs in --out")
     add("build", "--max_tokens", type=at_least(1), default=24, help="maximum tokens per text")
     add("build", "--too_long", choices=("error", "drop"), default="error", help="handling of longer texts")
     add("build", "--max_texts", type=at_least(1), default=-1, help="read at most this many")
     add("build", "--crops", type=at_least(0), default=0, help="spans to add per training text")
-    add(
-        "build",
-        "--mixes",
-        type=at_least(0),
-        default=0,
-        help="texts to add per training text, each joining a span of it and a span of another",
-    )
+    mixes = "texts to add per training text, each joining a span of it and a span of another"
+    add("build", "--mixes", type=at_least(0), default=0, help=mixes)
     add("build", "--min_count", type=at_least(1), default=1, help="omit rarer tokens from the vocabulary")
     add("build", "--validation_share", type=at_least(0.0), default=0.05, help="fraction to hold out")
     add("build", "--max_validation", type=at_least(0), default=1000, help="hold out at most this many")
     add("build", "--vectors_dtype", choices=("fp32", "fp16"), default="fp32", help="dtype on disk")
     add("build", "--file", type=read_path, help="a local copy of the corpus, instead of a download")
     add("export", "--layout", choices=("files", "shards"), default="shards", help="original layout")
-
-
-def _add_sampling_arguments(parser: _LatentsParser) -> None:
-    add = parser.add_for
-    add(
-        "build decode",
-        "--vectors",
-        type=read_path,
-        metavar="NPY",
-        help="vectors of the texts, instead of embedding them",
-    )
+    vectors = "vectors of the texts, instead of embedding them"
+    add("build decode", "--vectors", type=read_path, metavar="NPY", help=vectors)
     add("decode encode", "--text", action="append", help="a text; may be repeated")
     add("eval", "--data", type=read_path, metavar="PAIRS", help="a folder of pairs")
-    add(
-        "sample eval",
-        "--samples",
-        type=at_least(1),
-        help="number of texts (default 4) or held-out pairs (default 1000)",
-    )
-    add(
-        "decode encode sample eval",
-        "--steps",
-        type=at_least(1),
-        help="denoising steps (default 8; encode 10, sample 24)",
-    )
-    add(
-        "decode sample eval",
-        "--temperature",
-        type=at_least(0.0),
-        help="0: greedy (default; sample: 1)",
-    )
+    samples = "number of texts (default 4) or held-out pairs (default 1000)"
+    add("sample eval", "--samples", type=at_least(1), help=samples)
+    steps = "denoising steps (default 8; encode 10, sample 24)"
+    add("decode encode sample eval", "--steps", type=at_least(1), help=steps)
+    temperature = "0: greedy (default; sample: 1)"
+    add("decode sample eval", "--temperature", type=at_least(0.0), help=temperature)
     add("decode encode eval", "--guidance", type=at_least(0.0), default=1.0, help="classifier-free guidance")
     add("decode encode sample eval", "--seed", type=at_least(0), default=0, help="random seed")
-    add(
-        "decode eval",
-        "--correct",
-        type=at_least(0),
-        default=0,
-        metavar="ROUNDS",
-        help="rounds of embedding the decoded text, masking part of it and decoding it again",
-    )
+    rounds = "rounds of embedding the decoded text, masking part of it and decoding it again"
+    add("decode eval", "--correct", type=at_least(0), default=0, metavar="ROUNDS", help=rounds)
     add("decode eval", "--num_lengths", type=at_least(1), default=1, help="number of likely lengths to try")
     add("decode sample", "--live", action="store_true", help="show every denoising step of the first text")
+    return parser
 
 
 def run(words: Sequence[str]) -> int:
@@ -207,21 +160,10 @@ def _build(own: argparse.Namespace) -> int:
                 cache=cache_override(),
                 device=own.device,
                 progress=lambda stage, done, total: screen.show_stage(
-                    f"{stage} encoder or corpus",
-                    done=done,
-                    total=total,
-                    amounts=[size(done)],
-                    finished=done == total,
-                    quiet_s=1.0,
+                    f"{stage} encoder or corpus", done, total, [size(done)]
                 ),
                 on_text=lambda stage, done, total: screen.show_stage(
-                    stage,
-                    done=done,
-                    total=total,
-                    amounts=[f"{done:,} texts"],
-                    finished=done == total,
-                    quiet_s=1.0,
-                    unit=count,
+                    stage, done, total, [f"{done:,} texts"], unit=count
                 ),
             )
         )

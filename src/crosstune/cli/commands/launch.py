@@ -26,19 +26,15 @@ shared folder for the runs. --print shows the script, the manifest or the comman
 
 
 def make_parser() -> Parser:
-    parser = Parser("launch", description="Start a multi-node run.", epilog=EXAMPLES, json=None)
-    names = scheduler_names()
-    parser.add_argument("--on", required=True, choices=names, help="scheduler that starts the processes")
-    parser.add_argument(
-        "--print", action="store_true", help="print the script or manifest, and submit nothing"
-    )
-    parser.add_argument(
-        "--output", type=read_path, metavar="FILE", help="write the script or manifest to this file"
-    )
-    parser.add_argument("--config", type=read_path, metavar="FILE", help="YAML file with options of train")
+    parser = Parser("launch", description="Start a multi-node run.", epilog=EXAMPLES, has_json=False)
+    add, names = parser.add_argument, scheduler_names()
+    add("--on", required=True, choices=names, help="scheduler that starts the processes")
+    add("--print", action="store_true", help="print the script or manifest, and submit nothing")
+    add("--output", type=read_path, metavar="FILE", help="write the script or manifest to this file")
+    add("--config", type=read_path, metavar="FILE", help="YAML file with options of train")
     for option, takers in options_of_schedulers().items():
         of = "" if option in COMMON else f"{', '.join(takers)}: "
-        parser.add_argument(
+        add(
             *dict.fromkeys((f"--{option.name}", f"--{option.name.replace('_', '-')}")),
             dest=option.name,
             metavar=option.metavar,
@@ -88,7 +84,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], Config]
         own_words, after = own_words[:place], own_words[place + 1 :]
     own, flags = make_parser().parse_known_args(own_words)
     if after:
-        trains = Parser("launch", description="", json=None)
+        trains = Parser("launch", description="", has_json=False)
         trains.add_argument("--config", type=read_path)
         more, after = trains.parse_known_args(after)
         own.config = more.config or own.config

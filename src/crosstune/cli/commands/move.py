@@ -23,19 +23,14 @@ def make_parser() -> Parser:
     parser = Parser(
         "move", description="Pack a run into one archive to continue it elsewhere.", epilog=EXAMPLES
     )
-    parser.add_argument("target", type=read_path, metavar="RUN|CHECKPOINT")
-    parser.add_argument(
-        "--to", required=True, metavar="BACKEND", help="target backend: mlx, cuda, mps, cpu, ..."
-    )
-    parser.add_argument("--out", type=read_path, help="path of the archive (default: next to the run)")
-    parser.add_argument(
-        "--machine", help="target machine: a profile or a file written by `crosstune doctor --json`"
-    )
-    parser.add_argument("--model_name", help="the base model on this machine, if not under its recorded name")
-    parser.add_argument("--without_data", action="store_true", help="do not include local data files")
-    parser.add_argument(
-        "--force", action="store_true", help="write the archive even if the losses differ too much"
-    )
+    add = parser.add_argument
+    add("target", type=read_path, metavar="RUN|CHECKPOINT")
+    add("--to", required=True, metavar="BACKEND", help="target backend: mlx, cuda, mps, cpu, ...")
+    add("--out", type=read_path, help="path of the archive (default: next to the run)")
+    add("--machine", help="target machine: a profile or a file written by `crosstune doctor --json`")
+    add("--model_name", help="the base model on this machine, if not under its recorded name")
+    add("--without_data", action="store_true", help="do not include local data files")
+    add("--force", action="store_true", help="write the archive even if the losses differ too much")
     return parser
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
-from crosstune.cli.arguments import Parser, print_json
+from crosstune.cli.arguments import Parser, print_json, print_result
 from crosstune.config.option_names import suggestions
 from crosstune.config.peer_names import DIFFERENT, SAME, SAME_FOR_VALUES
 from crosstune.config.schema import option_list, options_by_name
-from crosstune.config.table import describe_option, help_text, markdown_table
+from crosstune.config.table import describe_option, description_lines, help_text, markdown_table
 from crosstune.core.errors import EXIT_DONE, UserError, shown
 
 EXAMPLES = """examples:
@@ -50,10 +49,7 @@ def _print_named(asked: str, *, as_json: bool) -> None:
     option = options_by_name().get(name) or options_by_name().get(other)
     if option is not None:
         facts = describe_option(option)
-        if as_json:
-            print_json(asdict(facts))
-        else:
-            print("\n".join(facts.lines()))
+        print_result(facts, description_lines(facts), as_json=as_json)
         return
     if name in DIFFERENT:
         raise UserError(f"crosstune has no option {name}.", do=f"instead: {DIFFERENT[name]}")
@@ -63,6 +59,6 @@ def _print_named(asked: str, *, as_json: bool) -> None:
         do = f"did you mean {' or '.join(close)}?" if close else "see: crosstune options"
         raise UserError(f"No option name contains {shown(asked)}.", do=do)
     if as_json:
-        print_json([asdict(describe_option(option)) for option in found])
+        print_json([describe_option(option) for option in found])
     else:
         print(help_text(only=[option.name for option in found]).strip("\n"))

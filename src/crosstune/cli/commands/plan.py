@@ -42,10 +42,9 @@ _SOURCES = {
     "table": "the bundled table of models",
     "size": "a typical model of this size",
 }
-_COST_UNKNOWN = ("cost", "unknown, because the time is unknown")
 
-Rows = list[tuple[str, str]]
-"""Title and text of each row."""
+Rows = dict[str, str]
+"""Title -> text of a row."""
 
 
 def make_parser() -> Parser:
@@ -59,8 +58,7 @@ def make_parser() -> Parser:
     add("--nnodes", type=at_least(1), default=1, metavar="N", help=nodes)
     price = "price of one node per hour, to predict the cost of the run"
     add("--price_per_hour", type=at_least(0.0), metavar="PRICE", help=price)
-    machine = "plan for a different machine"
-    add("--machine", type=read_path_or_name, metavar="NAME|FILE", help=machine)
+    add("--machine", type=read_path_or_name, metavar="NAME|FILE", help="plan for a different machine")
     return parser
 
 
@@ -131,28 +129,22 @@ def describe_plan(
 def figure_rows(plan: Plan, prediction: Prediction | None) -> Rows:
     """Return the rows for parameters, memory, time and cost; without a prediction, only memory."""
     if plan.fitted is None:
-        why = (
-            f"unknown: {plan.config.model_name} is not on this machine, and its sizes are not in the bundled table; train "
-            "reads them from the model"
-        )
-        return [("memory", why)]
+        why = f"{plan.config.model_name} is not on this machine, and its sizes are not in the bundled table"
+        return {"memory": f"unknown: {why}; train reads them from the model"}
     if prediction is None:
-        return [("memory", _memory(plan))]
+        return {"memory": _memory(plan)}
     share = 100 * prediction.trained / prediction.parameters
+    trained = f"{count(prediction.trained)} trained ({share:.3g} %)"
     names = {} if plan.fitted.step.method in ("lora", "dora") else {"adapters": "fp32 copies"}
     parts = describe_parts(prediction.memory).items()
-    rows = [
-        (
-            "parameters",
-            f"{count(prediction.parameters)}, {count(prediction.trained)} trained ({share:.3g} %); "
-            f"sizes from {_SOURCES[prediction.source]}",
-        ),
-        ("memory", _memory(plan)),
-        ("of which", ", ".join(f"{names.get(name, name)} {size(part)}" for name, part in parts)),
-    ]
+    rows = {
+        "parameters": f"{count(prediction.parameters)}, {trained}; sizes from {_SOURCES[prediction.source]}",
+        "memory": _memory(plan),
+        "of which": ", ".join(f"{names.get(name, name)} {size(part)}" for name, part in parts),
+    }
     if prediction.change is not None:
-        rows.append(("would fit", f"with {prediction.change}"))
-    return [*rows, *_time_rows(prediction)]
+        rows["would fit"] = f"with {prediction.change}"
+    return rows | _time_rows(prediction)
 
 
 def _memory(plan: Plan) -> str:
@@ -169,83 +161,65 @@ def _memory(plan: Plan) -> str:
 
 
 def _time_rows(prediction: Prediction) -> Rows:
-    time, steps, cluster = prediction.time, prediction.num_steps, prediction.cluster
-    unknown_cost = [] if prediction.price_per_hour is None else [_COST_UNKNOWN]
-    rows = [] if steps is None else [("steps", f"{steps:,}")]
+    time, cluster = prediction.time, prediction.cluster
+    rows = {} if prediction.num_steps is None else {"steps": f"{prediction.num_steps:,}"}
     if time is None:
-        return [*rows, ("time", "unknown for this device; the first steps of a run show it"), *unknown_cost]
+        return rows | {"time": "unknown for this device; the first steps of a run show it"}
     step = f"{1000 * time.seconds:.0f} ms" if time.seconds < 10 else duration(time.seconds)
-    rows.append(
-        (
-            "speed",
-            f"about {time.tokens_per_s:,.0f} tok/s, {step} a step, mostly {time.limit} (predicted; at most "
-            f"{100 * LARGEST_ERROR:.0f} % off on {NUM_CHECKED} measured runs of a 7B model on an H200; not checked elsewhere)",
-        )
+    rows["speed"] = (
+        f"about {time.tokens_per_s:,.0f} tok/s, {step} a step, mostly {time.limit} (predicted; at most "
+        f"{100 * LARGEST_ERROR:.0f} % off on {NUM_CHECKED} measured runs of a 7B model on an H200; not checked elsewhere)"
     )
     if cluster.size > 1:
-        rows.append(
-            (
-                "processes",
-                f"{cluster.num_nodes} x {cluster.num_local}, {cluster.sharding}: communication in "
-                f"{100 * time.communication_share:.1f} % of the time, {100 * time.communication_s / time.seconds:.1f} % "
-                "not overlapped with computation (predicted, not verified on multiple devices)",
-            )
+        rows["processes"] = (
+            f"{cluster.num_nodes} x {cluster.num_local}, {cluster.sharding}: communication in "
+            f"{100 * time.communication_share:.1f} % of the time, {100 * time.communication_s / time.seconds:.1f} % "
+            "not overlapped with computation (predicted, not verified on multiple devices)"
         )
     if prediction.hours is None:
-        unknown = ("time", "unknown: the number of steps is unknown; --max_steps sets it")
-        return [*rows, unknown, *unknown_cost]
-    rows.append(("time", f"about {duration(3600 * prediction.hours)} for all steps"))
+        return rows | {"time": "unknown: the number of steps is unknown; --max_steps sets it"}
+    rows["time"] = f"about {duration(3600 * prediction.hours)} for all steps"
     if prediction.cost is not None:
         several = cluster.num_nodes > 1
         machines = f"{cluster.num_nodes:,} machines" if several else "the machine"
         price = f"{prediction.price_per_hour:g} an hour{' each' * several}"
-        rows.append(("cost", f"about {prediction.cost:,.2f} for {machines} at {price}"))
+        rows["cost"] = f"about {prediction.cost:,.2f} for {machines} at {price}"
     return rows
 
 
-def _own_model_rows(plan: Plan, own: OwnModel | None, *, priced: bool) -> Rows:
+def _own_model_rows(plan: Plan, own: OwnModel | None) -> Rows:
     """Return the rows of a run whose recipe builds its own model."""
-    rows: Rows = []
+    rows: Rows = {}
     if own is None or own.parameters is None:
         known = "once its data is read" if own is None else "after its first step"
-        why = f"unknown: the {plan.config.recipe} recipe builds its own model, whose size is known {known}"
-        rows.append(("memory", why))
+        why = f"the {plan.config.recipe} recipe builds its own model, whose size is known {known}"
+        rows["memory"] = f"unknown: {why}"
     else:
-        rows.append(("parameters", f"{count(own.parameters)}, built by the recipe for this data"))
-        rows.append(
-            (
-                "memory",
-                f"{size(state_bytes(plan, own.parameters))} for weights, gradients and optimizer, of "
-                f"{size(plan.usable_bytes)} to use; unknown: the activations of {plan.config.batch_size} rows, predicted "
-                "only for language models",
-            )
+        rows["parameters"] = f"{count(own.parameters)}, built by the recipe for this data"
+        rows["memory"] = (
+            f"{size(state_bytes(plan, own.parameters))} for weights, gradients and optimizer, of "
+            f"{size(plan.usable_bytes)} to use; unknown: the activations of {plan.config.batch_size} rows, predicted "
+            "only for language models"
         )
     if own is not None and own.data is not None:
-        rows.append(("steps", f"{own.data.num_steps:,}"))
-    rows.append(
-        ("time", "unknown: speed is predicted only for language models; the first steps of a run show it")
-    )
-    return [*rows, *([_COST_UNKNOWN] if priced else [])]
+        rows["steps"] = f"{own.data.num_steps:,}"
+    rows["time"] = "unknown: speed is predicted only for language models; the first steps of a run show it"
+    return rows
 
 
 def _cluster(config: Config, machine: Machine | None, num_nodes: int) -> Ranks | None:
     """Return the processes of a multi-node run; None for a single node."""
     if num_nodes == 1:
         return None
-    if machine is None:
-        raise UserError(
-            "--nnodes needs --machine.",
-            why="a multi-node run is predicted from the profile of one node.",
-            do="add --machine with a name from `crosstune plan --machine list`, such as h200-x8",
-        )
     from crosstune.machines.probe import fastest_backend
 
-    backend = fastest_backend(machine)
-    if backend_specs()[backend].engine != "torch":
+    backend = fastest_backend(machine) if machine is not None else "none"
+    if machine is None or backend_specs()[backend].engine != "torch":
+        wrong = f", not {machine.name}" if machine is not None else ""
         raise UserError(
-            f"--nnodes is not predicted for {machine.name}.",
-            why=f"its backend is {backend}, and multi-node runs are predicted only for torch.",
-            do="remove --nnodes, or choose a machine with GPUs, such as h200-x8",
+            f"--nnodes needs --machine with a torch backend{wrong}.",
+            why="a multi-node run is predicted from the profile of one node, and only for torch.",
+            do="add --machine with a name from `crosstune plan --machine list`, such as h200-x8",
         )
     local = max(1, len(machine.backends[backend].devices))
     if config.world_size not in (-1, num_nodes * local):
@@ -281,23 +255,22 @@ def _plan_lines(
     own = checked.own_model if checked is not None else None
     needs_base = load_recipe(plan.config.recipe).needs_base_model
     rows = _option_rows(plan, checked, needs_base=needs_base)
-    rows += figure_rows(plan, prediction) if needs_base else _own_model_rows(plan, own, priced=priced)
-    for name, value in rows:
-        yield f"{name:<12} {value}", None
+    rows |= figure_rows(plan, prediction) if needs_base else _own_model_rows(plan, own)
+    if priced:
+        rows.setdefault("cost", "unknown, because the time is unknown")
+    yield from ((f"{name:<12} {value}", None) for name, value in rows.items() if value)
     for adjustment in plan.adjustments:
         label = {"change": "changed", "warning": "warning", "name": "read as"}.get(adjustment.kind, "chosen")
         yield f"{label:<12} {adjustment.sentence()}", WARNING if label in ("changed", "warning") else None
     if checked is None:
         return
-    for sentence in checked.warnings:
-        yield f"{'warning':<12} {sentence}", WARNING
-    for sentence in checked.not_checked:
-        yield f"{'not checked':<12} {sentence}", None
-    for problem in checked.problems:
-        yield f"{'cannot train':<12} {problem.message}", ERROR
+    yield from ((f"{'warning':<12} {sentence}", WARNING) for sentence in checked.warnings)
+    yield from ((f"{'not checked':<12} {sentence}", None) for sentence in checked.not_checked)
+    yield from ((f"{'cannot train':<12} {problem.message}", ERROR) for problem in checked.problems)
 
 
 def _option_rows(plan: Plan, checked: RequestCheck | None, *, needs_base: bool) -> Rows:
+    """Return the rows for the resolved options; a text is empty where there is nothing to say."""
     config = plan.config
     device = plan.backend.devices[0].name if plan.backend.devices else plan.backend.device
     quantized = f", {plan.quantizer} base of {plan.n_bits} bits" if plan.quantizer != "none" else ""
@@ -308,29 +281,27 @@ def _option_rows(plan: Plan, checked: RequestCheck | None, *, needs_base: bool) 
             f"{config.batch_size} row{'s' * (config.batch_size != 1)} x {config.gradient_accumulation_steps} micro-batches "
             f"x {plan.world_size}"
         )
-    rows = [
-        ("machine", plan.machine.name),
-        ("backend", f"{plan.backend.name} ({plan.engine} engine), {plan.world_size} x {device}"),
-        ("model", config.model_name if needs_base else f"built by the {config.recipe} recipe"),
-        ("data", _data(config, checked)),
-        ("method", f"{config.recipe} / {plan.method}{quantized}"),
-        ("precision", plan.precision),
-        ("attention", ": ".join(plan.attention)),
-        ("layers", _layers(plan)),
-        ("step", step),
-        ("length", _length(config)),
-        ("optimizer", f"{config.optimizer}, lr {config.lr:g} {config.lr_scheduler}, wd {config.wd:g}"),
-    ]
-    if plan.collective:
-        strategy = f", {config.sharding_strategy}" if plan.engine == "torch" else ""
-        rows.append(("collectives", f"{plan.collective}{strategy}"))
+    strategy = f", {config.sharding_strategy}" if plan.engine == "torch" else ""
     settings = _settings(plan)
     shown = [f"{name}={value}" for name, value in settings["environment"].items()]
     if every := settings["clear_cache_every"]:
         shown.append(f"cache cleared {'after every step' if every == 1 else f'every {every} steps'}")
     shown += ["batches copied from pinned memory"] * settings["pinned_memory"]
-    rows.append(("settings", ", ".join(shown)))
-    return [(name, value) for name, value in rows if value]
+    return {
+        "machine": plan.machine.name,
+        "backend": f"{plan.backend.name} ({plan.engine} engine), {plan.world_size} x {device}",
+        "model": config.model_name if needs_base else f"built by the {config.recipe} recipe",
+        "data": _data(config, checked),
+        "method": f"{config.recipe} / {plan.method}{quantized}",
+        "precision": plan.precision,
+        "attention": ": ".join(plan.attention),
+        "layers": _layers(plan),
+        "step": step,
+        "length": _length(config),
+        "optimizer": f"{config.optimizer}, lr {config.lr:g} {config.lr_scheduler}, wd {config.wd:g}",
+        "collectives": f"{plan.collective}{strategy}" if plan.collective else "",
+        "settings": ", ".join(shown),
+    }
 
 
 def _data(config: Config, checked: RequestCheck | None) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name
 from crosstune.cli.terminal.output import GOOD, WARNING
-from crosstune.core.events import Observer
 from crosstune.core.quantization import quantizer_names, read_quantizers
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def run_merge(words: Sequence[str]) -> int:
 
     from crosstune.results.merge import merge
 
-    return _make(lambda observer: merge(_read_request(own), observer=observer), own)
+    return _make(partial(merge, _read_request(own)), own)
 
 
 def make_parser_export() -> Parser:
@@ -89,7 +89,7 @@ def run_export(words: Sequence[str]) -> int:
     )
     used_by = {"n_bits": ["mlx"], "group_size": ["mlx"], "gguf_type": ["gguf"]}
     return _make(
-        lambda observer: export(_read_request(own), form, observer=observer),
+        partial(export, _read_request(own), form),
         own,
         used_by=used_by,
         lines=lambda report: [
@@ -103,12 +103,8 @@ def make_parser_convert() -> Parser:
     about = "Rewrite a model folder with its weights quantized, quantized differently, or dequantized."
     parser = Parser("convert", description=about, epilog=CONVERT_EXAMPLES)
     add, names = parser.add_argument, quantizer_names()
-    add(
-        "model",
-        type=read_path_or_name,
-        metavar="MODEL",
-        help="a folder, or any other model (see --model_name of train)",
-    )
+    model = "a folder, or any other model (see --model_name of train)"
+    add("model", type=read_path_or_name, metavar="MODEL", help=model)
     held = "check that the folder contains these weights (default: no check)"
     add("--from", dest="held", choices=(*names, "none"), help=held)
     to = "the quantizer; none or hf for dense weights. For an adapter folder: mlx or peft"
@@ -157,8 +153,7 @@ def run_convert(words: Sequence[str]) -> int:
         "quant_type": [name for name, each in quantizers.items() if each.takes_kind],
         "double_quant": [name for name, each in quantizers.items() if each.bits_with_double_quant],
     }
-    make = lambda observer: convert(request, observer=observer)  # noqa: E731
-    return _make(make, own, used_by=used_by, lines=_convert_lines)
+    return _make(partial(convert, request), own, used_by=used_by, lines=_convert_lines)
 
 
 def _convert_lines(report: Report) -> Iterable[Line]:
@@ -190,11 +185,9 @@ def _convert_lines(report: Report) -> Iterable[Line]:
 
 def _add_request_arguments(parser: Parser) -> None:
     """Add the arguments that `_read_request` reads."""
-    into = "weights to merge into: original (default) or dequantized"
-    parser.add_argument("--into", choices=("original", "dequantized"), help=into)
-    parser.add_argument(
-        "--base", type=read_path_or_name, help="the base model, if not under its recorded name"
-    )
+    add, into = parser.add_argument, "weights to merge into: original (default) or dequantized"
+    add("--into", choices=("original", "dequantized"), help=into)
+    add("--base", type=read_path_or_name, help="the base model, if not under its recorded name")
     _add_output_arguments(
         parser,
         out="folder for the result",
@@ -219,7 +212,7 @@ def _read_request(own: argparse.Namespace) -> Request:
 
 
 def _make(
-    make: Callable[[Observer], Report],
+    make: Callable[..., Report],
     own: argparse.Namespace,
     *,
     used_by: Mapping[str, Sequence[str]] | None = None,
@@ -229,7 +222,7 @@ def _make(
     from crosstune.cli.terminal.screen import Screen
 
     with Screen(live=not own.json) as screen:
-        report = make(screen)
+        report = make(observer=screen)
     is_adapter = "exact" in report
     unused = [
         f"--{option} has no effect {'on an adapter' if is_adapter else f'with --to {own.to}'}"

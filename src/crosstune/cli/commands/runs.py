@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name
-from crosstune.cli.terminal.output import (
-    QUIET,
-    STRONG,
-    WARNING,
-    Column,
-    one_line,
-    table_lines,
-    terminal_width,
-)
+from crosstune.cli.terminal.output import QUIET, STRONG, WARNING, Column, table_lines, terminal_width
 from crosstune.cli.terminal.units import duration, figure, size
 
 if TYPE_CHECKING:
@@ -31,13 +23,7 @@ A run is `running` while a process holds its lock, and `killed` if none does and
 omits less important columns; --json has all."""
 
 STATUSES = ("running", "finished", "stopped", "failed", "killed", "damaged", "unknown")
-_STYLES = {
-    "running": "cyan",
-    "failed": "red",
-    "damaged": "red",
-    "killed": "yellow",
-    "stopped": "yellow",
-}
+_STYLES = {"running": "cyan", "failed": "red", "damaged": "red", "killed": "yellow", "stopped": "yellow"}
 
 COMPARE_EXAMPLES = """examples:
   crosstune compare demo low-lr
@@ -49,12 +35,11 @@ Specify runs by folder, or by name in --output_dir. `*` marks the best value of 
 
 def make_parser() -> Parser:
     parser = Parser("runs", description="List runs, the newest first.", epilog=EXAMPLES)
-    parser.add_argument(
-        "--output_dir", type=read_path, default=Path("runs"), help="runs folder (default runs)"
-    )
-    parser.add_argument("--last", type=at_least(1), default=30, help="number of runs to list (default 30)")
-    parser.add_argument("--all", action="store_true", help="list all runs")
-    parser.add_argument("--status", choices=STATUSES, help="list only runs with this status")
+    add = parser.add_argument
+    add("--output_dir", type=read_path, default=Path("runs"), help="runs folder (default runs)")
+    add("--last", type=at_least(1), default=30, help="number of runs to list (default 30)")
+    add("--all", action="store_true", help="list all runs")
+    add("--status", choices=STATUSES, help="list only runs with this status")
     return parser
 
 
@@ -93,13 +78,8 @@ def run_lines(listed: Sequence[ListedRun], *, width: int | None) -> list[str]:
     """Return the table of runs with its header."""
 
     def column(title: str, cell: Callable[[ListedRun], str], *, rank: int = 0, right: bool = True) -> Column:
-        return Column(
-            title=title,
-            cells=[cell(each) for each in listed],
-            rank=rank,
-            right=right,
-            cuts=title in ("run", "model"),
-        )
+        cells, cuts = [cell(each) for each in listed], title in ("run", "model")
+        return Column(title=title, cells=cells, rank=rank, right=right, cuts=cuts)
 
     columns = [
         column("run", lambda each: each.name, right=False),
@@ -111,9 +91,7 @@ def run_lines(listed: Sequence[ListedRun], *, width: int | None) -> list[str]:
         column("loss", lambda each: _figure(each.loss), rank=3),
         column("best eval", _best, rank=1),
         column("tok/s", lambda each: _figure(each.tokens_per_s), rank=4),
-        column(
-            "memory", lambda each: size(each.peak_memory_bytes) if each.peak_memory_bytes else "-", rank=8
-        ),
+        column("memory", lambda each: size(m) if (m := each.peak_memory_bytes) else "-", rank=8),
         column("age", lambda each: _age(each.age_s)),
     ]
     return table_lines(columns, width=width)
@@ -137,13 +115,10 @@ def _age(seconds: float) -> str:
 
 def make_parser_compare() -> Parser:
     parser = Parser("compare", description="Show what differs between runs.", epilog=COMPARE_EXAMPLES)
-    parser.add_argument("runs", nargs="*", type=read_path_or_name, metavar="RUN", help="two or more runs")
-    parser.add_argument(
-        "--output_dir", type=read_path, default=Path("runs"), help="runs folder (default runs)"
-    )
-    parser.add_argument(
-        "--out", type=read_path, metavar="FILE", help="also write a page with overlaid curves"
-    )
+    add = parser.add_argument
+    add("runs", nargs="*", type=read_path_or_name, metavar="RUN", help="two or more runs")
+    add("--output_dir", type=read_path, default=Path("runs"), help="runs folder (default runs)")
+    add("--out", type=read_path, metavar="FILE", help="also write a page with overlaid curves")
     return parser
 
 
@@ -173,7 +148,6 @@ def comparison_lines(found: Comparison, *, width: int | None) -> Iterator[Line]:
 
 def _table(rows: Sequence[Row], names: Sequence[str], *, width: int | None) -> Iterator[Line]:
     """Yield a table with a column per run, or a list if the columns do not fit."""
-    names = [one_line(name) for name in names]
     cells = [
         [row.cells[place].text + " *" * (row.best == place) for row in rows] for place in range(len(names))
     ]

@@ -72,7 +72,7 @@ def start_ranks(words: Sequence[str], config: Config, *, nodes: Nodes | None, nu
         max_restarts=config.max_restarts,
         connect_s=limits.connect_s,
         collective_s=limits.collective_s,
-        port=config.master_port if "master_port" in config.sources else None,
+        port=config.master_port,
         say=print_error,
     )
     if outcome.lines:

@@ -197,11 +197,16 @@ def ending_lines(
         yield text, STRONG
     yield f"run      {shown_path(folder)}", None
     if summary["result"]:
-        yield f"result   {shown_path(summary['result'])}{_which_weights(summary)}", None
+        step = summary.get("result_step")
+        best = f" (step {step}, the best evaluation)" if step not in (None, summary["steps"]) else ""
+        yield f"result   {shown_path(summary['result'])}{best}", None
     if report is not None:
         yield f"report   {shown_path(report)}", None
     if not finished:
-        yield _how_to_continue(summary, folder), STRONG
+        how = "no checkpoint was saved: repeat the command with a different --name or with --overwrite"
+        if summary["checkpoint"]:
+            how = f"crosstune train --resume {shlex.quote(shown_path(folder))}"
+        yield f"continue {how}", STRONG
     elif summary["result"]:
         for step in use_result(summary, folder, options=read_options(folder)):
             yield f"{step.label:<8} {step.command}", None
@@ -219,15 +224,3 @@ def _evaluation_lines(summary: Mapping[str, Any]) -> Iterator[str]:
         else:
             parts.append(f"{figure(after)} after")
         yield f"eval     {name} {', '.join(parts)}"
-
-
-def _which_weights(summary: Mapping[str, Any]) -> str:
-    """Return the step of the result, if not the last."""
-    step = summary.get("result_step")
-    return f" (step {step}, the best evaluation)" if step not in (None, summary["steps"]) else ""
-
-
-def _how_to_continue(summary: Mapping[str, Any], folder: Path) -> str:
-    if summary["checkpoint"]:
-        return f"continue crosstune train --resume {shlex.quote(shown_path(folder))}"
-    return "continue no checkpoint was saved: repeat the command with a different --name or with --overwrite"

@@ -53,15 +53,12 @@ class Output:
         if isinstance(self.console.file, StyledStream):
             self.console.file.drain()
 
-    def line(self, text: str, *, style: str | None = None, label_style: str | None = None) -> None:
-        """Print text line by line; `label_style` applies only to the first word of each line."""
+    def line(self, text: str, *, style: str | None = None) -> None:
+        """Print text line by line."""
         # Escape before wrapping, since an escape is longer than its character; rich would silently drop some.
         for line in printable(text).split("\n"):
             folded = fold(line, self.console.width) if self.console.is_terminal else [line]
-            printed = Text("\n".join(folded), style=style or "")
-            if label_style is not None:
-                printed.stylize(label_style, 0, len(line) - len(line.lstrip()) + len(line.split(" ")[0]))
-            self.console.print(printed)
+            self.console.print(Text("\n".join(folded), style=style or ""))
 
 
 def print_line(text: str, *, style: str | None = None) -> None:

@@ -37,8 +37,8 @@ from crosstune.core.events import (
 from crosstune.core.safe_text import printable
 
 MIN_BAR, MAX_BAR = 6, 30
-NARROW = 60
-REFRESH_PER_SECOND = 5
+QUIET_S = 1.0
+"""Do not report an operation shorter than this."""
 PLAIN_S = 10.0
 """Without a live line, report the progress of a long operation at this interval."""
 MAX_STEP_LINES = 20
@@ -46,7 +46,6 @@ MAX_STEP_LINES = 20
 SILENT_S = 60.0
 RECENT_STEPS = 20
 """Number of steps for the displayed speed and time left."""
-LIVE_S = 0.1
 
 
 def open_screen(config: Config, *, as_json: bool = False, quiet: bool = False) -> Screen:
@@ -93,7 +92,6 @@ class Screen:
         self._last_step_line = (0, 0.0)
         self._stage = ""
         self._stage_started = 0.0
-        self._stage_finished = False
         self._last_shown = 0.0
         self._last_metrics: dict[str, float] = {}
 
@@ -113,18 +111,16 @@ class Screen:
             self._recent.clear()
             self._is_warm = True
         self._recent.append((metrics["step_s"], metrics["tokens"]))
-        title = f"step {step}/{self.num_steps}"
         figures = self._figures(metrics)
         if self.live:
             self._show_training(step, figures)
         if self._line_due(step):
             self._last_step_line = step, time.monotonic()
-            self.output.line("  ".join([title, *_with_samples(metrics, figures)]))
+            self.output.line("  ".join([f"step {step}/{self.num_steps}", *_with_samples(metrics, figures)]))
 
     def _show_training(self, step: int, figures: Sequence[str]) -> None:
-        place = f"{step}/{self.num_steps}"
         share = step / max(1, self.num_steps)
-        self._bar = BarLine(title=f"step {place}", short_title=place, share=share, figures=figures)
+        self._bar = BarLine(title=f"step {step}/{self.num_steps}", share=share, figures=figures)
         self._line.show(self._bar)
 
     def _figures(self, metrics: StepMetrics) -> list[str]:
@@ -161,56 +157,45 @@ class Screen:
 
     @on_event.register
     def _on_model_progress(self, event: ModelProgress) -> None:
-        finished = event.total is not None and event.done >= event.total
-        title = f"model    {event.model}: {event.stage}"
-        partly = f"{size(event.done)} of {size(event.total)}" if event.total else size(event.done)
-        amount = size(event.done) if finished else partly
-        self.show_stage(
-            title, done=event.done, total=event.total, amounts=[amount], finished=finished, quiet_s=1.0
-        )
+        amount = _part(event.done, event.total)
+        self.show_stage(f"model    {event.model}: {event.stage}", event.done, event.total, [amount])
 
     @on_event.register
     def _on_tokenizing(self, event: Tokenizing) -> None:
         done, total = event.done_bytes, event.total_bytes
-        amounts = [f"{event.examples:,} examples", size(done) + f" of {size(total)}" * (done < total)]
-        title = f"tokens   {event.source}"
-        self.show_stage(title, done=done, total=total, amounts=amounts, finished=done >= total, quiet_s=1.0)
+        amounts = [f"{event.examples:,} examples", _part(done, total)]
+        self.show_stage(f"tokens   {event.source}", done, total, amounts)
 
     def show_stage(
         self,
         title: str,
-        *,
         done: int,
         total: int | None,
         amounts: Sequence[str],
-        finished: bool,
-        quiet_s: float = 0.0,
+        *,
         unit: Callable[[float], str] = size,
     ) -> None:
-        """Show the progress of counted work and leave one line; print nothing if it ends within `quiet_s`."""
+        """Show the progress of counted work and leave one line; print nothing if it ends within QUIET_S."""
         now = time.monotonic()
-        if title != self._stage or (self._stage_finished and not finished):
+        if title != self._stage:
             self._stage, self._stage_started, self._last_shown = title, now, now - PLAIN_S
-        elif self._stage_finished:
-            return
-        self._stage_finished = finished
         seconds = now - self._stage_started
-        rate = done / seconds if seconds > 0.1 else 0.0
-        figures = [*amounts, f"{unit(rate)}/s"] if rate else list(amounts)
-        if finished:
+        if total is not None and done >= total:
             self._line.clear()
-            if seconds >= quiet_s:
+            self._stage = ""
+            if seconds >= QUIET_S:
                 self.output.line(f"{title}: {', '.join(amounts)} in {duration(seconds)}")
-        elif seconds < quiet_s or now - self._last_shown < (LIVE_S if self.live else PLAIN_S):
-            return
-        elif self.live:
+        elif seconds >= QUIET_S and (self.live or now - self._last_shown >= PLAIN_S):
+            self._last_shown = now
+            rate = done / seconds
+            figures = [*amounts, f"{unit(rate)}/s"]
+            if not self.live:
+                self.output.line("  ".join([title, *figures]))
+                return
             left = [f"left {duration((total - done) / rate)}"] if total and rate else []
             self._line.show(
                 BarLine(title=title, share=done / total if total else 0.0, figures=figures + left)
             )
-        else:
-            self.output.line("  ".join([title, *figures]))
-        self._last_shown = now
 
     @on_event.register
     def _on_training(self, event: TrainingStarted) -> None:
@@ -280,32 +265,22 @@ class BarLine:
     """A title, a bar and figures, the most important first; figures that do not fit are omitted."""
 
     title: str
-    short_title: str = ""
-    """Title on a narrow terminal."""
     share: float
     """The finished fraction of the work."""
     figures: Sequence[str] = ()
 
-    def render(self, width: int, *, ascii_only: bool = False) -> Text:
-        """Return one line of at most `width` columns."""
-        narrow = bool(self.short_title) and width < NARROW
-        title = _shorten(printable(self.short_title if narrow else self.title), width - MIN_BAR - 1)
-        shown = [printable(word) for word in self.figures]
-        while shown and cell_len(title) + MIN_BAR + 1 + sum(cell_len(word) + 2 for word in shown) > width:
-            shown.pop()
-        used = cell_len(title) + 1 + sum(cell_len(word) + 2 for word in shown)
-        length = max(0, min(MAX_BAR, width - used))
-        full = round(length * min(1.0, max(0.0, self.share)))
-        done, left = ("#", "-") if ascii_only else ("━", "─")  # distinguishable without colors
-        bar = [
-            (done * full, "green" if self.share >= 1 else "cyan"),
-            (left * (length - full), "bright_black"),
-        ]
-        return Text.assemble(title, " ", *bar, *(f"  {word}" for word in shown), no_wrap=True)
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # Leave the last column free: terminals differ in wrapping after it.
-        yield self.render(options.max_width - 1, ascii_only=options.ascii_only)
+        width = options.max_width - 1  # terminals differ in wrapping after the last column
+        title, most = printable(self.title), max(1, width - MIN_BAR - 1)
+        title = title if len(title) <= most else title[-most:]  # the end of a path is the informative part
+        figures = [f"  {printable(word)}" for word in self.figures]
+        while figures and cell_len(title + "".join(figures)) + MIN_BAR + 1 > width:
+            figures.pop()
+        length = max(0, min(MAX_BAR, width - cell_len(title + "".join(figures)) - 1))
+        full = round(length * min(1.0, max(0.0, self.share)))
+        done, left = ("#", "-") if options.ascii_only else ("━", "─")  # distinguishable without colors
+        bar = (done * full, "green" if self.share >= 1 else "cyan"), (left * (length - full), "bright_black")
+        yield Text.assemble(title, " ", *bar, *figures, no_wrap=True, overflow="crop")
 
 
 class LiveLine:
@@ -315,24 +290,19 @@ class LiveLine:
         self.console = console
         self._live: Live | None = None
 
-    @property
-    def is_shown(self) -> bool:
-        return self._live is not None
-
     def show(self, line: BarLine) -> None:
-        if self._live is None:
-            self._live = Live(
-                console=self.console,
-                refresh_per_second=REFRESH_PER_SECOND,
-                transient=True,
-                # Print other text above the line, unless it goes to a file.
-                redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
-                redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
-            )
+        if self._live is not None:
             self._live.update(line)
-            self._live.start(refresh=True)
-        else:
-            self._live.update(line)
+            return
+        self._live = Live(
+            line,
+            console=self.console,
+            transient=True,
+            # Print other text above the line, unless it goes to a file.
+            redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+            redirect_stderr=sys.stderr is not None and sys.stderr.isatty(),
+        )
+        self._live.start(refresh=True)
 
     def clear(self) -> None:
         """Remove the line."""
@@ -341,14 +311,8 @@ class LiveLine:
             self._live = None
 
 
-def _shorten(text: str, width: int) -> str:
-    """Cut the beginning of text wider than `width`: the end of a path is the informative part."""
-    if cell_len(text) <= width:
-        return text
-    words = text.split(" ")
-    while len(words) > 1 and cell_len(" ".join(words)) > width - 4:
-        words.pop(0)
-    return "... " + " ".join(words) if cell_len(" ".join(words)) <= width - 4 else words[-1][-max(1, width) :]
+def _part(done: int, total: int | None) -> str:
+    return f"{size(done)} of {size(total)}" if total and done < total else size(done)
 
 
 def _mark(sample: Any) -> str:

@@ -140,17 +140,13 @@ def _write_all(descriptor: int, waiting: queue.Queue[bytes]) -> None:
 
 def wrap_output() -> None:
     """Wrap this process's standard output and standard error, once."""
-    sys.stdout = _wrapped(sys.stdout, keeps_return=False)
-    sys.stderr = _wrapped(sys.stderr, keeps_return=True)
-
-
-def _wrapped(stream: Any, *, keeps_return: bool) -> Any:
-    if stream is None or isinstance(stream, Stream):
-        return stream
-    if isinstance(stream, io.TextIOWrapper):
-        # Escape characters missing in the terminal's encoding, and file names that are not UTF-8.
-        stream.reconfigure(errors="backslashreplace")
-    return Stream(stream, keeps_return=keeps_return)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            # Escape characters missing in the terminal's encoding, and file names that are not UTF-8.
+            stream.reconfigure(errors="backslashreplace")
+        if stream is not None and not isinstance(stream, Stream):
+            setattr(sys, name, Stream(stream, keeps_return=name == "stderr"))
 
 
 def drain_output() -> None:

@@ -53,7 +53,6 @@ class DataOptions:
         64,
         "Maximum number of held-out examples to evaluate on; 0: none",
         aliases=("test_samples",),
-        low=0,
         high=10**9,
         needs=(NO_SKIP_EVAL,),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,8 +13,7 @@ from crosstune.config.conditions import (
     SHARDED_WEIGHTS,
     TORCH_ENGINE,
 )
-from crosstune.config.option import OnResume, check_duration, not_zero, option
-from crosstune.core.backend import BACKENDS_PACKAGE
+from crosstune.config.option import OnResume, backend_choices, check_duration, not_zero, option
 from crosstune.core.names import plugin_names
 
 EMULATED_PACKAGE = "crosstune.emulate.devices"
@@ -23,27 +21,19 @@ PRECISIONS = ("auto", "fp32", "bf16", "fp16", "fp16_autocast", "bf16_autocast", 
 SHARDING = ("full_shard", "shard_grad_op", "ddp", "no_shard", "hybrid_full_shard", "hybrid_shard_grad_op")
 
 
-def _backend_names() -> Sequence[str]:
-    return ("auto", *plugin_names(BACKENDS_PACKAGE))
-
-
-def _emulated_names() -> Sequence[str]:
-    return plugin_names(EMULATED_PACKAGE)
-
-
 @dataclass(frozen=True, kw_only=True)
 class HardwareOptions:
     backend: str = option(
         "auto",
         "Backend to train on; auto: the first available",
-        choices=_backend_names,
+        choices=backend_choices,
         env="FSDP_BACKEND",
         on_resume=OnResume.OWN_MACHINE,
     )
     emulate: str | None = option(
         None,
         "Emulate a few steps of this backend on the CPU instead of training, and report whether the run would work on it",
-        choices=_emulated_names,
+        choices=partial(plugin_names, EMULATED_PACKAGE),
         on_resume=OnResume.ONE_START,
     )
     precision: str = option(
@@ -120,12 +110,10 @@ _one_start = OnResume.ONE_START | OnResume.FREE
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
     master_addr: str = _sharded(
-        "localhost",
-        "Address of the rank 0 node, unless set by a launcher",
-        on_resume=_one_start,
+        "localhost", "Address of the rank 0 node, unless set by a launcher", on_resume=_one_start
     )
-    master_port: int = _sharded(
-        12355,
+    master_port: int | None = _sharded(
+        None,
         "Port on the rank 0 node; unset: a free port on a single node, 29500 on multiple nodes",
         low=1,
         high=65535,
@@ -134,7 +122,6 @@ class ProcessOptions:
     max_restarts: int = _several(
         3,
         "Maximum number of restarts, from the newest checkpoint, after a process was killed or crashed",
-        low=0,
         high=10_000,
     )
     connect_timeout: str = _several(

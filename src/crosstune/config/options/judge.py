@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from crosstune.config.conditions import JUDGE
-from crosstune.config.option import Holds, OnResume, option
-from crosstune.core.backend import BACKENDS_PACKAGE
-from crosstune.core.names import plugin_names
+from crosstune.config.option import Holds, OnResume, backend_choices, option
 
 _option = partial(option, needs=(JUDGE,), on_resume=OnResume.MAY_CHANGE_DATA)
-
-
-def _backend_names() -> Sequence[str]:
-    return ("auto", *plugin_names(BACKENDS_PACKAGE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +63,6 @@ class JudgeOptions:
     eval_backend: str = _option(
         "auto",
         "Backend for testing the trained judge; auto: cpu after training on a GPU or mps, otherwise the training backend",
-        choices=_backend_names,
+        choices=backend_choices,
         on_resume=OnResume.ONE_START,
     )

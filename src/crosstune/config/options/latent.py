@@ -77,16 +77,15 @@ class LatentOptions:
         joins_items=":",
     )
     cfg_dropout_prob: float = _option(
-        0.1, "Fraction of rows trained without their condition, for classifier-free guidance", low=0, high=1
+        0.1, "Fraction of rows trained without their condition, for classifier-free guidance", high=1
     )
     latent_noise: float = _option(
         0.0,
         "Standard deviation of noise added to the input vectors of l2t (unit variance), against memorizing a small corpus",
-        low=0,
         high=100,
     )
-    text_loss_weight: float = _option(1.0, "Weight of the cross-entropy on masked tokens", low=0, high=1e6)
-    latent_loss_weight: float = _option(0.1, "Weight of the latent loss", low=0, high=1e6)
+    text_loss_weight: float = _option(1.0, "Weight of the cross-entropy on masked tokens", high=1e6)
+    latent_loss_weight: float = _option(0.1, "Weight of the latent loss", high=1e6)
     latent_loss: str = _option(
         "cosine",
         "Latent loss: 1 - cosine, or the mean squared error between vectors of unit variance",
@@ -100,19 +99,18 @@ class LatentOptions:
     hidden_size: int = _option(192, "Width of the model", low=2, high=2**16)
     n_blocks: int = _option(4, "Number of joint blocks", low=1, high=1024)
     n_heads: int = _option(
-        0, "Number of attention heads; 0: heads of size 64, or 32 in a narrow model", low=0, high=1024
+        0, "Number of attention heads; 0: heads of size 64, or 32 in a narrow model", high=1024
     )
-    cond_dim: int = _option(0, "Width of the time embedding; 0: hidden_size", low=0, high=2**16)
+    cond_dim: int = _option(0, "Width of the time embedding; 0: hidden_size", high=2**16)
     latent_tokens: int = _option(
         4, "Number of tokens that represent a latent vector in the model", low=1, high=256
     )
-    latent_dim: int = _option(0, "Dimension of the latent vectors; 0: read from the data", low=0, high=2**20)
-    dropout: float = _option(0.0, "Dropout after attention and feed-forward layers", low=0, high=0.99)
+    latent_dim: int = _option(0, "Dimension of the latent vectors; 0: read from the data", high=2**20)
+    dropout: float = _option(0.0, "Dropout after attention and feed-forward layers", high=0.99)
     ema_decay: float = option(
         0.0,
         "Decay of an exponential moving average of the trained weights, used for evaluation and the result; 0: none. "
         "1 / (1 - decay) should be 2 to 3 % of all steps: 0.98 for 2,000 steps, 0.999 for 40,000",
-        low=0,
         high=0.999999,
         needs=(TORCH_ENGINE,),
     )
@@ -126,7 +124,6 @@ class LatentOptions:
     guidance: float = _option(
         1.0,
         "Classifier-free guidance for decoding in an evaluation; 1: none",
-        low=0,
         high=100,
         on_resume=OnResume.FREE,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from crosstune.config.conditions import (
     ADAPTERS,
@@ -21,9 +22,7 @@ from crosstune.config.option import Holds, OnResume, option
 from crosstune.core.names import plugin_names
 from crosstune.core.quantization import quantizer_names
 
-
-def _recipe_names() -> Sequence[str]:
-    return plugin_names("crosstune.recipes")
+_adapter = partial(option, needs=(ADAPTERS,))
 
 
 def _quantizer_names() -> Sequence[str]:
@@ -32,55 +31,44 @@ def _quantizer_names() -> Sequence[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodOptions:
-    recipe: str = option("sft", "Kind of training", choices=_recipe_names)
+    recipe: str = option("sft", "Kind of training", choices=partial(plugin_names, "crosstune.recipes"))
     train_type: str = option(
         "lora",
         "Training method; qlora and types with bnb or hqq in their name quantize the frozen base; llama_pro needs torch",
         choices=tuple(TRAIN_TYPE_PARTS),
     )
-    base_precision: str = option(
+    base_precision: str = _adapter(
         "auto",
-        "Matmul precision for the frozen base; fp8 also stores an unquantized base in 8 bits; auto: "
-        "--precision",
+        "Matmul precision for the frozen base; fp8 also stores an unquantized base in 8 bits; auto: --precision",
         choices=("auto", "fp8"),
         needs=(ADAPTERS, TORCH_ENGINE),
     )
-    fp8_tolerance: float = option(
+    fp8_tolerance: float = _adapter(
         0.0025,
         "Maximum KL divergence, in nats per token, between the base in fp8 and the unquantized base, measured before "
         "training: the worst layer groups are not converted; 0: convert all layers",
-        low=0,
         high=100,
         needs=(ADAPTERS, TORCH_ENGINE),
     )
-    lora_rank: int = option(
-        16, "Rank of the adapters", low=1, high=2**16, needs=(ADAPTERS,), on_resume=OnResume.ADAPTER
+    lora_rank: int = _adapter(16, "Rank of the adapters", low=1, high=2**16, on_resume=OnResume.ADAPTER)
+    lora_alpha: float = _adapter(
+        32, "Scaling of the adapters: alpha / rank", high=1e6, on_resume=OnResume.ADAPTER
     )
-    lora_alpha: float = option(
-        32,
-        "Scaling of the adapters: alpha / rank",
-        low=0,
-        high=1e6,
-        needs=(ADAPTERS,),
-        on_resume=OnResume.ADAPTER,
-    )
-    lora_dropout: float = option(0.0, "Dropout on adapter inputs", low=0, high=1, needs=(ADAPTERS,))
-    lora_target_modules: str = option(
+    lora_dropout: float = _adapter(0.0, "Dropout on adapter inputs", high=1)
+    lora_target_modules: str = _adapter(
         "all",
         "Layers with an adapter: all (linear layers and experts), attention, default (query and value), a "
         "comma-separated list of names, or a regex for full names",
-        needs=(ADAPTERS,),
         on_resume=OnResume.ADAPTER,
         joins_items="",
     )
-    use_rslora: bool = option(
+    use_rslora: bool = _adapter(
         False,
         "Scale adapters by alpha / sqrt(rank) instead of alpha / rank (rsLoRA)",
-        needs=(ADAPTERS,),
         on_resume=OnResume.ADAPTER,
     )
-    loraplus_lr_ratio: float = option(
-        1, "Learning rate of B divided by the learning rate of A (LoRA+)", low=0, high=1e6, needs=(ADAPTERS,)
+    loraplus_lr_ratio: float = _adapter(
+        1, "Learning rate of B divided by the learning rate of A (LoRA+)", high=1e6
     )
     num_new_blocks: int = option(
         1,

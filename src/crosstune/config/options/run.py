@@ -42,6 +42,7 @@ def _check_name(value: str) -> str | None:
 
 
 _option = partial(option, on_resume=OnResume.FREE)
+_steps = partial(_option, high=10**12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +60,14 @@ class RunOptions:
         on_resume=OnResume.ONE_START,
     )
     save_model: bool = _option(True, "Save the trained adapter or model at the end")
-    save_steps: int = _option(0, "Save a checkpoint every N steps; 0: never", low=0, high=10**12)
-    save_minutes: float = _option(10, "Save a checkpoint every N minutes; 0: never", low=0, high=1e6)
+    save_steps: int = _steps(0, "Save a checkpoint every N steps; 0: never")
+    save_minutes: float = _option(10, "Save a checkpoint every N minutes; 0: never", high=1e6)
     keep_last_n: int = _option(3, "Number of newest checkpoints to keep", low=1, high=10**6, needs=(SAVING,))
     keep_best: bool = _option(
         True, "Also keep the checkpoint with the lowest evaluation loss", needs=(SAVING,)
     )
-    keep_every: int = _option(
-        0,
-        "Also keep checkpoints whose step is a multiple of N; 0: none",
-        low=0,
-        high=10**12,
-        needs=(SAVING,),
+    keep_every: int = _steps(
+        0, "Also keep checkpoints whose step is a multiple of N; 0: none", needs=(SAVING,)
     )
     on_save_error: str = _option(
         "stop",
@@ -93,7 +90,7 @@ class RunOptions:
         check=_check_mismatches,
     )
     skip_nonfinite: int = option(
-        0, "Number of steps with a non-finite loss or gradient to skip before stopping", low=0, high=10**9
+        0, "Number of steps with a non-finite loss or gradient to skip before stopping", high=10**9
     )
     time_limit: str | None = option(
         None,
@@ -101,17 +98,12 @@ class RunOptions:
         on_resume=OnResume.ONE_START,
         check=check_duration,
     )
-    eval_steps: int = _option(
-        0,
-        "Evaluate every N steps; 0: only before and after training",
-        low=0,
-        high=10**12,
-        needs=(EVALUATION,),
+    eval_steps: int = _steps(
+        0, "Evaluate every N steps; 0: only before and after training", needs=(EVALUATION,)
     )
     early_stopping: int = _option(
         0,
         "Stop after N consecutive evaluations without a lower loss; 0: never",
-        low=0,
         high=10**6,
         needs=(EVALUATION, EVALUATIONS),
     )
@@ -125,7 +117,6 @@ class RunOptions:
     num_samples: int = _option(
         3,
         "Number of held-out prompts to answer and record in each evaluation",
-        low=0,
         high=10**4,
         needs=(EVALUATION,),
     )
@@ -142,7 +133,7 @@ class RunOptions:
     log_every_n_steps: int = _option(
         1, "Print a line every N steps; with the progress bar only if set", low=1, high=10**12
     )
-    verbose: bool = _option(False, "Print more")
+    verbose: bool = _option(False, "Verbose output")
     strict: bool = _option(False, "Stop with an error instead of changing an option that was set")
     project_name: str = _option("crosstune", "Project in the trackers", needs=(PROJECTS,))
     tracker_group: str | None = _option(
@@ -168,13 +159,13 @@ class ProfilingOptions:
         False, "Write a memory timeline", aliases=("export_memory_timeline",)
     )
     profile_wait_steps: int = _profiling(
-        0, "Steps to wait in each cycle", low=0, high=10**9, aliases=("wait_steps",)
+        0, "Steps to wait in each cycle", high=10**9, aliases=("wait_steps",)
     )
-    profiler_warmup_steps: int = _profiling(1, "Warm-up steps in each cycle", low=0, high=10**9)
+    profiler_warmup_steps: int = _profiling(1, "Warm-up steps in each cycle", high=10**9)
     profile_active_steps: int = _profiling(
         2, "Steps to record in each cycle", low=1, high=10**6, aliases=("active_steps",)
     )
     profile_repeat: int = _profiling(
-        1, "Number of profiling cycles; 0: no limit", low=0, high=10**6, aliases=("repeat",)
+        1, "Number of profiling cycles; 0: no limit", high=10**6, aliases=("repeat",)
     )
     profiling_frequency: int = _profiling(10, "Start a profiling cycle every N steps", low=1, high=10**9)

@@ -18,7 +18,7 @@ OPTIMIZERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    num_epochs: float = option(1, "Number of passes over the data", aliases=("epochs",), low=0, high=1e6)
+    num_epochs: float = option(1, "Number of passes over the data", aliases=("epochs",), high=1e6)
     max_steps: int = option(
         -1, "Stop after this many optimizer steps; -1: no limit", low=-1, high=10**12, check=not_zero
     )
@@ -35,23 +35,20 @@ class TrainingOptions:
     rows_per_step: int = option(
         0,
         "Rows per optimizer step across all devices; 0: batch_size x gradient_accumulation_steps x world_size",
-        low=0,
         high=2**40,
     )
     eval_batch_size: int = option(
         0,
         "Rows per evaluation batch; 0: batch_size, but at least 16 prompts for generation",
-        low=0,
         high=2**20,
         on_resume=OnResume.FREE,
     )
     optimizer: str = option("adamw", "Optimizer", choices=OPTIMIZERS)
-    lr: float = option(0.0002, "Peak learning rate", aliases=("learning_rate",), low=0, high=1000)
+    lr: float = option(0.0002, "Peak learning rate", aliases=("learning_rate",), high=1000)
     wd: float = option(
         0.01,
         "Weight decay of matrices: decoupled (adamw, adafactor), or added to the gradient (adam, sgd, adadelta)",
         aliases=("weight_decay",),
-        low=0,
         high=1000,
     )
     lr_scheduler: str = option(
@@ -63,30 +60,26 @@ class TrainingOptions:
         None,
         "Number of linear warm-up steps; step s, counted from 0, uses the fraction (s + 1) / warmup_steps of --lr "
         "(transformers: s / warmup_steps)",
-        low=0,
         high=10**12,
     )
     warmup_ratio: float | None = option(
         None,
         "Warm-up as a fraction of all steps; unset: 0 with constant, 0.1 with all other schedules",
-        low=0,
         high=1,
     )
     cosine_min_lr_ratio: float = option(
         0.1,
         "Final learning rate as a fraction of the peak; exponential: at least 0.001",
-        low=0,
         high=1,
         needs=(SCHEDULE_WITH_FLOOR,),
     )
     apply_gradient_clipping: bool = option(True, "Clip the gradient norm")
     grad_norm: float = option(
-        1.0, "Maximum gradient norm", aliases=("max_grad_norm",), low=0, high=1e9, needs=(CLIPPING,)
+        1.0, "Maximum gradient norm", aliases=("max_grad_norm",), high=1e9, needs=(CLIPPING,)
     )
     seed: int = option(
         42,
         "Seed for data order, adapter initialization and dropout",
-        low=0,
         high=2**63 - 1,
         on_resume=OnResume.MAY_CHANGE_DATA,
     )

@@ -4,57 +4,50 @@ from __future__ import annotations
 
 from crosstune.config.conditions import TRAIN_TYPE_PARTS
 from crosstune.config.resolve.plan import Draft
-from crosstune.core.errors import UserError
 
 
-def choose_method(draft: Draft) -> tuple[str, str, int]:
-    """Return method, quantizer and bits per weight."""
+def choose_method(draft: Draft) -> None:
+    """Set the method, the quantizer and the bits per weight."""
     train_type = draft["train_type"]
     method, wanted = TRAIN_TYPE_PARTS[train_type]
+    draft.method = method
     explicit = draft["quantization_backend"]
     if explicit == "none" or draft["no_4bit"]:
         wanted = "none"
     elif explicit != "auto":
         if wanted not in ("auto", "none", explicit):
-            draft.problems.append(
-                UserError(
-                    f"--train_type {train_type} and --quantization_backend {explicit} contradict each other.",
-                    do=f"remove one of them, or use --train_type {'qlora' if method == 'lora' else method}",
-                )
+            draft.refuse(
+                f"--train_type {train_type} and --quantization_backend {explicit} contradict each other.",
+                do=f"remove one of them, or use --train_type {'qlora' if method == 'lora' else method}",
             )
         wanted = explicit
-    in_fp8 = draft["base_precision"] == "fp8" and draft.report.engine == "torch"
-    if wanted == "none" and in_fp8 and method == "lora":
-        return method, "fp8", 8
     if wanted == "none":
-        return method, "none", 16
+        if draft["base_precision"] == "fp8" and draft.report.engine == "torch" and method == "lora":
+            draft.quantizer, draft.n_bits = "fp8", 8
+        return
     if method == "full":
-        draft.problems.append(
-            UserError(
-                "Full fine-tuning of a quantized base is not supported.",
-                why=f"--train_type full updates every weight, --quantization_backend {wanted} freezes them.",
-                do="use --train_type qlora, or remove --quantization_backend",
-            )
+        draft.refuse(
+            "Full fine-tuning of a quantized base is not supported.",
+            why=f"--train_type full updates every weight, --quantization_backend {wanted} freezes them.",
+            do="use --train_type qlora, or remove --quantization_backend",
         )
-    return method, _fit_quantizer(draft, wanted), draft["n_bits"]
+    draft.quantizer, draft.n_bits = _fit_quantizer(draft, wanted), draft["n_bits"]
 
 
 def _fit_quantizer(draft: Draft, wanted: str) -> str:
     report, bits, known = draft.report, draft["n_bits"], draft.facts.quantizers
     if wanted != "auto" and bits not in known[wanted].bits:
         # Replace a library that is missing on this machine, but not one that never supports these bits.
-        draft.problems.append(
-            UserError(
-                f"{wanted} does not support {bits}-bit weights.",
-                do=f"use --n_bits {', '.join(map(str, known[wanted].bits))}, or --train_type qlora with "
-                "--quantization_backend auto",
-            )
+        draft.refuse(
+            f"{wanted} does not support {bits}-bit weights.",
+            do=f"use --n_bits {', '.join(map(str, known[wanted].bits))}, or --train_type qlora with "
+            "--quantization_backend auto",
         )
         return wanted
     order = sorted(known.values(), key=lambda quantizer: quantizer.preference_for(report.name))
     able = [quantizer.name for quantizer in order if bits in report.quantizers.get(quantizer.name, ())]
     if not able:
-        draft.problems.append(_no_quantizer(draft, wanted))
+        _refuse_bits(draft, wanted)
         return wanted
     used = wanted if wanted in able else able[0]
     if wanted == "auto":
@@ -67,11 +60,9 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
         draft.set("quantization_backend", used, reason, kind="change")
     sizes = known[used].group_sizes
     if sizes and draft["group_size"] not in sizes:
-        draft.problems.append(
-            UserError(
-                f"{used} does not support group size {draft['group_size']}.",
-                do=f"use --group_size {', '.join(map(str, sizes))}",
-            )
+        draft.refuse(
+            f"{used} does not support group size {draft['group_size']}.",
+            do=f"use --group_size {', '.join(map(str, sizes))}",
         )
     if report.name == "mps" and bits == 4:
         draft.warn("n_bits", "MPS lacks fast 4-bit kernels; training will be slow")
@@ -80,10 +71,10 @@ def _fit_quantizer(draft: Draft, wanted: str) -> str:
     return used
 
 
-def _no_quantizer(draft: Draft, wanted: str) -> UserError:
+def _refuse_bits(draft: Draft, wanted: str) -> None:
+    """Add a problem for a number of bits that no available quantizer supports."""
     report, bits = draft.report, draft["n_bits"]
     offers = [f"{name} {'/'.join(map(str, widths))} bit" for name, widths in report.quantizers.items()]
-    have = f"available: {'; '.join(offers)}." if offers else "no quantizer is available."
     fitting = [
         quantizer
         for quantizer in draft.facts.quantizers.values()
@@ -92,4 +83,5 @@ def _no_quantizer(draft: Draft, wanted: str) -> UserError:
     do = "choose an --n_bits from that list, or use --train_type lora"
     if fitting and fitting[0].name not in report.quantizers:
         do = f"{fitting[0].install_command}, {do}"
-    return UserError(f"A {bits}-bit base is not supported on {report.name}.", why=have, do=do)
+    why = f"available: {'; '.join(offers)}." if offers else "no quantizer is available."
+    draft.refuse(f"A {bits}-bit base is not supported on {report.name}.", why=why, do=do)

@@ -11,7 +11,7 @@ from crosstune.config.resolve.plan import Draft
 from crosstune.config.schema import options_by_name
 from crosstune.core.names import read_expanded_name
 from crosstune.estimate.machine import held_score_bits
-from crosstune.estimate.memory import GIB, Fitted, MemoryParts, largest_batch, step_parts
+from crosstune.estimate.memory import GIB, Fitted, largest_batch, step_parts
 from crosstune.estimate.model_shape import Step, expand_shape
 
 MOST_ESTIMATED = 64
@@ -20,23 +20,13 @@ RECOMPUTES_BY_MEMORY = "cuda"
 """The torch device (including ROCm) on which the fast layers recompute by free memory."""
 
 
-def fit_memory(
-    draft: Draft,
-    *,
-    method: str,
-    quantizer: str,
-    n_bits: int,
-    limit: int,
-    num_shards: int = 1,
-) -> Fitted | None:
+def fit_memory(draft: Draft, *, limit: int) -> Fitted | None:
     """Turn on activation checkpointing, then reduce the micro-batch, until a step fits into `limit` bytes per process.
 
     Return the fitted step; None if the shape of the model is unknown.
     """
     facts, report = draft.facts, draft.report
-    fitted = _Fitting(
-        draft=draft, method=method, quantizer=quantizer, n_bits=n_bits, num_shards=num_shards, limit=limit
-    )
+    fitted = _Fitting(draft=draft, limit=limit)
     if draft["batch_size"] == AUTO:
         _choose_batch(draft, fitted, limit=limit)
     if fitted.shape is None:
@@ -63,8 +53,8 @@ def fit_memory(
             | ({"use_gradient_checkpointing": True} if recomputes else {}),
             report=report,
             spec=facts.backends[report.name],
-            method=method,
-            quantizer=quantizer,
+            method=draft.method,
+            quantizer=draft.quantizer,
             environment=facts.environment,
             longest_row=facts.longest_row,
         )
@@ -82,15 +72,11 @@ class _Fitting:
     """Estimate the step of a draft while its options change."""
 
     draft: Draft
-    method: str
-    quantizer: str
-    n_bits: int
-    num_shards: int
     limit: int
 
     def __post_init__(self) -> None:
         shape = self.draft.facts.shape
-        self.num_new = _num_new_blocks(self.draft, self.method)
+        self.num_new = _num_new_blocks(self.draft)
         if shape is not None and self.num_new and not self.draft["llama_pro_path"]:
             shape = expand_shape(shape, self.num_new)
         self.shape = shape
@@ -103,12 +89,12 @@ class _Fitting:
         fast = draft["kernels"] == "fast" and report.engine == "torch"
         shape = self.shape
         return Step(
-            method=self.method,
+            method=draft.method,
             rank=draft["lora_rank"],
             targets=draft["lora_target_modules"],
-            quantizer=self.quantizer,
+            quantizer=draft.quantizer,
             # The fast layers store fp8 weights in two layouts.
-            n_bits=16 if fast and self.quantizer == "fp8" else self.n_bits,
+            n_bits=16 if fast and draft.quantizer == "fp8" else draft.n_bits,
             group_size=draft["group_size"],
             double_quant=draft["double_quant"],
             batch=draft["batch_size"],
@@ -128,11 +114,11 @@ class _Fitting:
             averages=draft["ema_decay"] > 0,
             num_micro_batches=draft["gradient_accumulation_steps"],
             num_new_blocks=self.num_new,
-            num_shards=self.num_shards,
+            num_shards=draft.num_shards,
             on_gpu=not report.is_torch_cpu,
             offloads_activations=draft["use_activation_cpu_offload"],
             fast=fast,
-            fp8_products=fast and (draft["base_precision"] == "fp8" or self.quantizer == "fp8"),
+            fp8_products=fast and (draft["base_precision"] == "fp8" or draft.quantizer == "fp8"),
             limit_bytes=int(self.limit / max(1.0, self._factor())),
             recomputes_by_memory=report.device == RECOMPUTES_BY_MEMORY,
             overhead_bytes=draft.facts.backends[report.name].overhead_bytes,
@@ -142,15 +128,13 @@ class _Fitting:
         assert self.shape is not None
         step = self.step()
         parts = step_parts(self.shape, step)
-        return Fitted(shape=self.shape, step=step, parts=parts, estimated_bytes=self._corrected(parts))
+        # Measurements of earlier runs exclude the memory of the GPU context.
+        apart = 0 if self.draft.report.is_torch_cpu else parts.overhead
+        estimated = int((parts.total - apart) * self._factor()) + apart
+        return Fitted(shape=self.shape, step=step, parts=parts, estimated_bytes=estimated)
 
     def estimate(self) -> int:
         return self.result().estimated_bytes
-
-    def _corrected(self, parts: MemoryParts) -> int:
-        # Measurements of earlier runs exclude the memory of the GPU context.
-        apart = 0 if self.draft.report.is_torch_cpu else parts.overhead
-        return int((parts.total - apart) * self._factor()) + apart
 
     def _factor(self) -> float:
         """Return measured divided by predicted memory of earlier runs."""
@@ -169,9 +153,9 @@ def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
     draft.set("batch_size", chosen, f"{how}; train measures it", kind="choice")
 
 
-def _num_new_blocks(draft: Draft, method: str) -> int:
+def _num_new_blocks(draft: Draft) -> int:
     """Return the number of blocks that llama_pro trains; read it from the folder name of an expanded model."""
-    if method != "llama_pro":
+    if draft.method != "llama_pro":
         return 0
     if not draft["llama_pro_path"]:
         return int(draft["num_new_blocks"])

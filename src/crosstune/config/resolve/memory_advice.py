@@ -55,10 +55,17 @@ def advise(
 ) -> Advice:
     """Return changes to the resolved `options` that reduce memory; `longest_row` is in tokens, if known."""
     resumable: list[str] = []
-    if need != "weights" and options["batch_size"] > 1:
-        resumable.append(_smaller_batch(options))
+    batch, accumulation = options["batch_size"], options["gradient_accumulation_steps"]
+    if need != "weights" and batch > 1:
+        smaller = batch // 2 if batch % 2 == 0 else 1
+        more = accumulation * (batch // smaller)
+        resumable.append(
+            f"--batch_size {smaller} --gradient_accumulation_steps {more} (the same rows per step)"
+        )
     if need == "step":
-        resumable += _less_kept(options, report)
+        resumable += [] if options["use_gradient_checkpointing"] else ["--use_gradient_checkpointing"]
+        # On a CPU, torch keeps no cache that --low_memory could release.
+        resumable += [] if options["low_memory"] or report.is_torch_cpu else ["--low_memory"]
     share = spec.usable_share(environment)
     if spec.memory_share_variable and share is not None and share < 1:
         resumable.append(
@@ -69,22 +76,6 @@ def advise(
     if need != "weights" and row > SHORT_ROW:
         new_run.append(f"a --context_length below {row}")
     return Advice(resumable=tuple(resumable), new_run=(*new_run, "a smaller model"))
-
-
-def _smaller_batch(options: Mapping[str, Any]) -> str:
-    batch, accumulation = options["batch_size"], options["gradient_accumulation_steps"]
-    smaller = batch // 2 if batch % 2 == 0 else 1
-    times = batch // smaller
-    return f"--batch_size {smaller} --gradient_accumulation_steps {accumulation * times} (the same rows per step)"
-
-
-def _less_kept(options: Mapping[str, Any], report: BackendReport) -> list[str]:
-    """Return options that keep less in memory during a step."""
-    found = [] if options["use_gradient_checkpointing"] else ["--use_gradient_checkpointing"]
-    # On a CPU, torch keeps no cache that --low_memory could release.
-    if not options["low_memory"] and not report.is_torch_cpu:
-        found.append("--low_memory")
-    return found
 
 
 def _smaller_weights(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from crosstune.config.conditions import shards_weights
 from crosstune.config.resolve.facts import Facts
 from crosstune.config.schema import Config, options_by_name
 from crosstune.core.errors import UserError
@@ -150,7 +151,7 @@ def _shown(value: Any) -> str:
 
 @dataclass
 class Draft:
-    """A plan in progress: the request, the values changed so far, adjustments and problems."""
+    """A plan in progress: the request, the values changed so far, decisions, adjustments and problems."""
 
     request: Config
     facts: Facts
@@ -158,9 +159,19 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     adjustments: list[Adjustment] = field(default_factory=list)
     problems: list[UserError] = field(default_factory=list)
+    method: str = ""
+    quantizer: str = "none"
+    n_bits: int = 16
+    world_size: int = 1
 
     def __getitem__(self, option: str) -> Any:
         return self.values.get(option, getattr(self.request, option))
+
+    @property
+    def num_shards(self) -> int:
+        """The number of processes across which the weights are sharded."""
+        is_sharded = self.report.engine == "torch" and shards_weights(self["sharding_strategy"])
+        return self.world_size if is_sharded else 1
 
     def is_asked(self, option: str) -> bool:
         return option in self.request.sources
@@ -178,8 +189,12 @@ class Draft:
             Adjustment(option=option, requested=requested, used=used, reason=reason, kind=kind)
         )
 
-    def warn(self, option: str, reason: str) -> None:
+    def warn(self, option: str, reason: str, *, kind: Kind = "warning") -> None:
         value = self[option]
         self.adjustments.append(
-            Adjustment(option=option, requested=value, used=value, reason=reason, kind="warning")
+            Adjustment(option=option, requested=value, used=value, reason=reason, kind=kind)
         )
+
+    def refuse(self, message: str, *, why: str = "", do: str = "") -> None:
+        """Add a problem."""
+        self.problems.append(UserError(message, why=why, do=do))
