@@ -50,7 +50,7 @@ def run(words: Sequence[str]) -> int:
     from crosstune.cli.terminal.screen import Screen
     from crosstune.core.events import Warned
     from crosstune.models.folder import longest_context
-    from crosstune.recipes.sft import open_recipe
+    from crosstune.recipes.sft import SftRecipe
     from crosstune.runs.open_parts import find_model
 
     with Screen(live=True) as screen:
@@ -62,7 +62,7 @@ def run(words: Sequence[str]) -> int:
             )
             screen.on_event(Warned(message=lowered))
             config = replace(config, context_length=limit)
-        recipe = open_recipe(config, model_folder=model.path, observer=screen)
+        recipe = SftRecipe(config, model_folder=model.path, observer=screen)
     report = recipe.describe()
     colour = sys.stdout.isatty()
     shown = [
