@@ -33,7 +33,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observers
 from crosstune.files.json_files import read_jsonl
 from crosstune.models.tiny import TINY, tiny_model
-from crosstune.recipes.sft import open_recipe
+from crosstune.recipes.sft import SftRecipe
 from crosstune.runs.pipeline import train
 
 BOUND = 2e-5
@@ -164,7 +164,7 @@ def compare(
     except UserError as error:
         return f"refused: {error.message}", True
     ours = [row["loss"] for row in read_jsonl(run.folder / "metrics.jsonl")]
-    recipe = open_recipe(config, model_folder=model, observer=Observers())
+    recipe = SftRecipe(config, model_folder=model, observer=Observers())
     order = [recipe.rows(step) for step in range(num_steps)]
     # Some families' tokenizer classes split text in their own way, whatever tokenizer.json says.
     expected, *_ = reference.reference_run(

@@ -21,7 +21,7 @@ from crosstune.core.errors import UserError
 from crosstune.data.render.rendering import mask_of, render, render_conversation
 from crosstune.data.render.template import DAY
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.recipes.sft import open_recipe
+from crosstune.recipes.sft import SftRecipe
 
 
 class _SameDay:
@@ -175,7 +175,7 @@ def test_transformers_renders_the_template_as_it_was_trained(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     row = {"prompt": "Is it warm?", "completion": "It is."}
     asked = make_config(dataset=str(write_jsonl([row])), skip_eval=True)
-    recipe = open_recipe(asked, model_folder=folder)
+    recipe = SftRecipe(asked, model_folder=folder)
     recipe.complete_result(folder)
     turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]
     theirs = AutoTokenizer.from_pretrained(folder).apply_chat_template(turns, tokenize=False)

@@ -12,7 +12,7 @@ import pytest
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.data.read.formats import to_conversation, unused_columns
-from crosstune.recipes.sft import SftRecipe, open_recipe
+from crosstune.recipes.sft import SftRecipe
 
 TEMPLATE = """{% if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}
@@ -44,7 +44,7 @@ def calling_model(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def read(model: Path, data: Path) -> SftRecipe:
-    return open_recipe(make_config(dataset=str(data), skip_eval=True), model_folder=model)
+    return SftRecipe(make_config(dataset=str(data), skip_eval=True), model_folder=model)
 
 
 def supervised(recipe: SftRecipe) -> str:

@@ -15,6 +15,8 @@ from crosstune.files.json_files import finite, read_json, read_jsonl, to_json, w
 from crosstune.files.plain_files import NO_ROOM, MissingFile, free_space, open_plain, readable_bytes
 from crosstune.files.run_lock import cannot_write
 
+JUDGE_METRICS, JUDGE_PREDICTIONS = "test_metrics.json", "test_predictions.json"
+"""Files of a tested judge."""
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
 _KEPT_FOLDERS = ("checkpoints", "adapter", "model")
 

@@ -17,6 +17,7 @@ from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.core.weights import averaged
+from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.batches.packing import PackedOrder
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
 from crosstune.data.batches.token_batch import TokenBatch, pack_rows, pad_rows, split_packed, split_rows
@@ -54,10 +55,70 @@ class Question:
     reference: str
 
 
-class SftRecipe:
-    """The tokenized data of one run, and its evaluation."""
+class TokenRecipe:
+    """The sizes and the order of tokenized rows, shared by the recipes that train language models."""
 
     weight_name = "supervised_tokens"
+    config: Config
+    tokenizer: Tokenizer
+    corpus: Corpus
+    """The training examples."""
+    packed: PackedOrder | None = None
+    mixture: Mixture | None = None
+
+    def configure(self, config: Config) -> None:
+        self.config = config
+
+    def longest_row(self) -> int:
+        lengths = self.corpus.lengths()
+        return int(lengths.max() if self.packed is None else min(lengths.sum(), self.corpus.limit))
+
+    def num_rows(self) -> int:
+        return self.packed.num_rows(1) if self.packed is not None else len(self.corpus)
+
+    def longest_target(self) -> int:
+        return int(self.corpus.num_supervised.max()) if self.packed is None else self.longest_row()
+
+    def longest_places(self, size: int) -> list[int]:
+        """Return the indices of the longest examples, repeated if there are fewer than `size`."""
+        return np.resize(np.argsort(-self.corpus.lengths(), kind="stable"), size).tolist()
+
+    def num_steps(self) -> int:
+        return self._order().num_steps()
+
+    def rows(self, step: int) -> list[int]:
+        return [self.corpus[place].index for row in self._order().rows(step) for place in row]
+
+    def order(self) -> Mapping[str, Any]:
+        return self._order().identity()
+
+    def position(self, step: int) -> Mapping[str, Any]:
+        following = self.rows(step) if step < self.num_steps() else []
+        return self._order().position(step) | {"next_examples": following}
+
+    def _order(self) -> RowOrder:
+        return RowOrder.from_config(
+            self.config, num_examples=len(self.corpus), packed=self.packed, mixture=self.mixture
+        )
+
+    def describe_rows(self, *, form: str, identity: str, without_answer: int = 0) -> dict[str, Any]:
+        """Return the part of the data report that all token recipes share."""
+        facts = self.corpus.store.facts
+        kept = ("unlocated_answers", "unused_columns", "ignored_by_template")
+        counts = {"rows": facts["rows"], "empty_answers": facts["empty"], "without_answer": without_answer}
+        return {
+            "dataset": self.config.dataset,
+            "format": form,
+            "identity": identity,
+            "context_length": self.corpus.limit,
+            "num_steps": self.num_steps(),
+            "train": self.corpus.stats | counts | {name: facts[name] for name in kept},
+            **portrait(self.corpus, self.tokenizer),
+        }
+
+
+class SftRecipe(TokenRecipe):
+    """The tokenized data of one run, and its evaluation."""
 
     def __init__(
         self,
@@ -77,121 +138,63 @@ class SftRecipe:
             model_limit=longest_context(model_folder),
         )
         self.data = opener.open()
-        self.train, self.held_out = self.data.train, self.data.held_out
+        self.train = self.corpus = self.data.train
+        self.held_out, self.mixture = self.data.held_out, self.data.mixture
         self.questions = _questions(self.data.held_out_rows, self.tokenizer)
-        self._packed = None
         if config.packing:
-            self._packed = PackedOrder(
-                self.train.lengths(),
-                capacity=self.train.limit,
-                seed=config.seed,
-                mixture=self.data.mixture,
+            self.packed = PackedOrder(
+                self.train.lengths(), capacity=self.train.limit, seed=config.seed, mixture=self.mixture
             )
-
-    def longest_row(self) -> int:
-        lengths = self.train.lengths()
-        if self._packed is not None:
-            return int(min(lengths.sum(), self.train.limit))
-        return int(lengths.max())
-
-    def num_rows(self) -> int:
-        return self._packed.num_rows(1) if self._packed is not None else len(self.train)
-
-    def longest_target(self) -> int:
-        if self._packed is not None:
-            return self.longest_row()
-        return int(self.train.num_supervised.max())
 
     def longest_batch(self, size: int) -> TokenBatch:
         pad_id = self.tokenizer.pad_id
-        if self._packed is None:
-            longest = np.argsort(-self.train.lengths(), kind="stable")
-            places = [int(longest[number % len(longest)]) for number in range(size)]
-            return pad_rows([self.train[place] for place in places], pad_id=pad_id)
-        lengths, rows = self.train.lengths(), self._packed.rows(0, min(self.num_rows(), _ROWS_SEARCHED))
+        if self.packed is None:
+            return pad_rows([self.train[place] for place in self.longest_places(size)], pad_id=pad_id)
+        lengths, rows = self.train.lengths(), self.packed.rows(0, min(self.num_rows(), _ROWS_SEARCHED))
         fullest = sorted(rows, key=lambda row: -int(lengths[row].sum()))
         chosen = [fullest[number % len(fullest)] for number in range(size)]
         return pack_rows([[self.train[int(place)] for place in row] for row in chosen], pad_id=pad_id)
-
-    def configure(self, config: Config) -> None:
-        self.config = config
 
     def task(self, engine: str) -> Task:
         module = importlib.import_module(f"crosstune.{engine}_engine.tasks.causal_lm")
         task: Task = module.CausalLM()
         return task
 
-    def num_steps(self) -> int:
-        return self._order().num_steps()
-
     def micro_batches(self, step: int) -> list[TokenBatch]:
         batch_size, pad_id = self.config.batch_size, self.tokenizer.pad_id
         rows = [[self.train[place] for place in row] for row in self._order().rows(step)]
-        if self._packed is not None:
+        if self.packed is not None:
             return list(split_packed(rows, batch_size=batch_size, pad_id=pad_id))
         return list(split_rows([row[0] for row in rows], batch_size=batch_size, pad_id=pad_id))
-
-    def rows(self, step: int) -> list[int]:
-        return [self.train[place].index for row in self._order().rows(step) for place in row]
 
     def identity(self) -> str:
         """Return a hash of the token ids and the number of supervised tokens: a copy of the file has the same."""
         return _identity(self.train)
 
     def eval_identity(self) -> str | None:
-        if self.held_out is None or self.config.skip_eval:
-            return None
-        return _identity(self.held_out)
-
-    def order(self) -> Mapping[str, Any]:
-        return self._order().identity()
-
-    def position(self, step: int) -> Mapping[str, Any]:
-        following = self.rows(step) if step < self.num_steps() else []
-        return self._order().position(step) | {"next_examples": following}
-
-    def _order(self) -> RowOrder:
-        return RowOrder.from_config(
-            self.config, num_examples=len(self.train), packed=self._packed, mixture=self.data.mixture
-        )
+        return _identity(self.held_out) if self.held_out is not None and not self.config.skip_eval else None
 
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
-        facts = self.train.store.facts
-        train = self.train.stats | {
-            "rows": facts["rows"],
-            "empty_answers": facts["empty"],
-            "without_answer": self.data.without_answer,
-            "unlocated_answers": facts["unlocated_answers"],
-            "unused_columns": facts["unused_columns"],
-            "ignored_by_template": facts["ignored_by_template"],
-        }
-        described: dict[str, Any] = {
-            "dataset": self.config.dataset,
-            "format": self.train.form,
-            "identity": self.data.identity(),
-            "context_length": self.train.limit,
-            "num_steps": self.num_steps(),
-            "train": train,
-            **portrait(self.train, self.tokenizer),
-        }
+        config, notes = self.config, [*self.data.notes]
+        described = self.describe_rows(
+            form=self.train.form, identity=self.data.identity(), without_answer=self.data.without_answer
+        )
         if self.data.sources:
             described["sources"] = list(self.data.sources)
-        if self._packed is not None:
-            rows = self._packed.num_rows(1)
-            described |= {"packed_rows": rows, "packed_fill": self._packed.fill()}
+        if self.packed is not None:
+            described |= {"packed_rows": self.packed.num_rows(1), "packed_fill": self.packed.fill()}
         if self.held_out is not None:
             described["eval"] = self.held_out.stats
-        shared = num_shared(self.train, self.held_out) if self.held_out is not None else 0
-        config, notes = self.config, [*self.data.notes]
         if "dataset" not in config.sources:
             notes.insert(
                 0,
                 f"no --dataset was given: this is the bundled demo data `{config.dataset}`; "
                 "pass your own with --dataset FILE, a folder or a hub id",
             )
+        shared = num_shared(self.train, self.held_out) if self.held_out is not None else 0
         warnings = [
-            *warnings_of(train, num_shared=shared),
+            *warnings_of(described["train"], num_shared=shared),
             *format_warnings(config, self.tokenizer, form=self.train.form),
         ]
         if self.held_out is None and not config.skip_eval and config.eval_samples:
@@ -204,9 +207,7 @@ class SftRecipe:
                 f"the adapter {adapter} was trained with its own chat template, which this run does not use; "
                 f"to use it, pass --chat_template {adapter / CHAT_TEMPLATE}"
             )
-        return described | {
-            name: found for name, found in (("notes", notes), ("warnings", warnings)) if found
-        }
+        return described | {k: v for k, v in (("notes", notes), ("warnings", warnings)) if v}
 
     def metric(self) -> str:
         if self.config.eval_metric == "auto":
@@ -270,12 +271,6 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
     if config.dataset not in (*BUNDLED, DUMMY) and config.truncation == "error":
         left.append("whether every example fits the context and has tokens to learn: nothing is tokenized")
     return left
-
-
-def open_recipe(
-    config: Config, *, model_folder: Path, cache: Path | None = None, observer: Observer | None = None
-) -> SftRecipe:
-    return SftRecipe(config, model_folder=model_folder, cache=cache, observer=observer)
 
 
 def _identity(corpus: Corpus) -> str:
@@ -342,4 +337,4 @@ def _questions(rows: Sequence[tuple[Row, str]], tokenizer: Tokenizer) -> list[Qu
     return questions
 
 
-SPEC = RecipeSpec(open=open_recipe, check_data=check_data)
+SPEC = RecipeSpec(open=SftRecipe, check_data=check_data)

@@ -94,15 +94,9 @@ class Chart:
     @property
     def logarithmic(self) -> Chart | None:
         """The same chart with a logarithmic axis; None if the range of values is too small."""
-        values = self.values
-        if (
-            self.shape != "wide"
-            or not values
-            or max(values) < LEAST_LOG_RATIO * min(values)
-            or min(values) <= 0
-        ):
-            return None
-        return replace(self, is_log=True)
+        low, high = min(self.values, default=0.0), max(self.values, default=0.0)
+        is_useful = self.shape == "wide" and 0 < low <= high / LEAST_LOG_RATIO
+        return replace(self, is_log=True) if is_useful else None
 
     @property
     def values(self) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,10 +26,10 @@ from crosstune.report.formatting import (
     show_seconds,
     show_time,
 )
-from crosstune.report.outcome import summed
-from crosstune.report.run_list import status_of
+from crosstune.report.outcome import status_of, summed
 from crosstune.report.samples import Answer, SampleRow, collect_samples, compare_answers
 from crosstune.report.series import Point, best_evaluation, evaluation_points, smoothed_points
+from crosstune.report.tables import flat
 from crosstune.report.template import fill, write_page
 
 MOST_RUNS = 12
@@ -136,7 +136,7 @@ def _options(run: RunFiles) -> Mapping[str, Any]:
 
 def _option_rows(runs: Sequence[RunFiles]) -> list[Row]:
     """Return the options and the facts about model, data and machine that differ."""
-    tables = [dict(_flat(_options(run))) | _facts(run) for run in runs]
+    tables = [dict(flat(_options(run))) | _facts(run) for run in runs]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = []
     for name in names:
@@ -164,16 +164,7 @@ def _facts(run: RunFiles) -> dict[str, Any]:
     facts |= {f"model {name}": value for name, value in model.items()}
     versions = mapping(machine.get("versions"))
     facts |= {f"version of {name}": value for name, value in versions.items()}
-    return {name: _short(value) for name, value in _flat(facts) if value is not None}
-
-
-def _flat(values: Mapping[str, Any], *, of: str = "", levels: int = 3) -> Iterator[tuple[str, Any]]:
-    """Yield flattened names (`a.b`) and values."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value and levels:
-            yield from _flat(value, of=f"{of}{name}.", levels=levels - 1)
-        else:
-            yield f"{of}{name}", value
+    return {name: _short(value) for name, value in flat(facts) if value is not None}
 
 
 def _short(value: Any) -> Any:
@@ -187,10 +178,7 @@ def _size_of_files(files: Mapping[str, Any]) -> str | None:
 
 def _result_rows(runs: Sequence[RunFiles], *, same_losses: bool) -> list[Row]:
     """Return the results that at least one run has. Without `same_losses`, no loss or evaluation is marked as best."""
-    statuses = [
-        status_of(run.summary, run.events, running=is_running(run.folder), problems=run.problems)
-        for run in runs
-    ]
+    statuses = [status_of(run, running=is_running(run.folder)) for run in runs]
     qualities = [figure if same_losses else (*figure[:3], 0) for figure in _qualities(runs)]
 
     def from_summary(key: str) -> list[float | None]:

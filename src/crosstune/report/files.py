@@ -1,4 +1,4 @@
-"""Read the files of a run folder, tolerating missing and damaged ones, and find out whether the run is active."""
+"""Read a run folder, tolerating missing and damaged files, and detect an active run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALLEST = 1e-290
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """The contents of one run folder. A missing file is an empty value here and is listed in `missing`."""
+    """The contents of a run folder. A missing file is an empty value, and is listed in `missing`."""
 
     folder: Path
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -54,10 +54,8 @@ class RunFiles:
 
     @property
     def last_step(self) -> int:
-        steps = [number(row.get("step")) for row in self.metrics[-1:]]
-        return int(
-            next((step for step in [*steps, number(self.summary.get("steps"))] if step is not None), 0)
-        )
+        last = self.metrics[-1]["step"] if self.metrics else self.summary.get("steps")
+        return int(number(last) or 0)
 
     def events_of(self, event: type[Event]) -> list[Mapping[str, Any]]:
         return [row for row in self.events if row.get("kind") == event.kind]
@@ -154,20 +152,20 @@ def read_mapping(path: Path, problems: list[str]) -> Mapping[str, Any]:
 
 
 def is_running(folder: Path) -> bool | None:
-    """Return whether a process holds the run lock; None if unknown.
+    """Return True if a process holds the run lock; None if unknown.
 
     A summary newer than the plan means that the run has ended: resuming writes the plan again.
     """
-    summary, plan = _changed(folder / "summary.json"), _changed(folder / "plan.json")
+    summary, plan = last_change(folder / "summary.json"), last_change(folder / "plan.json")
     if summary is not None and (plan is None or summary >= plan):
         return False
     return is_held(folder)
 
 
-def _changed(path: Path) -> float | None:
+def last_change(path: Path) -> float | None:
     try:
         return path.stat().st_mtime
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 

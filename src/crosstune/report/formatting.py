@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, NamedTuple
 
 from crosstune.report.files import number
@@ -42,22 +43,22 @@ def show_number(value: float, *, digits: int = 3) -> Shown:
     if value == 0:
         text = "0"
     elif size >= 1e9 or size < 1e-4:
-        text = _short_exponent(f"{value:.{digits - 2}e}")
+        text = short_exponent(f"{value:.{digits - 2}e}")
     else:
         exponent = int(f"{size:e}".partition("e")[2])
         text = f"{value:,.{max(0, digits - 1 - exponent)}f}"
-    return Shown(_signed(text), repr(value))
+    return Shown(signed(text), repr(value))
 
 
 def show_setting(value: float) -> Shown:
     """Format a chosen value, such as a learning rate, as users type it."""
-    text = f"{value:.4g}" if value == 0 or abs(value) >= 1e-3 else _short_exponent(f"{value:.3e}")
-    return Shown(_signed(text), repr(value))
+    text = f"{value:.4g}" if value == 0 or abs(value) >= 1e-3 else short_exponent(f"{value:.3e}")
+    return Shown(signed(text), repr(value))
 
 
 def show_count(value: float) -> Shown:
     whole = round(value)
-    full = _signed(f"{whole:,}")
+    full = signed(f"{whole:,}")
     for divisor, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if abs(whole) >= divisor:
             return Shown(f"{show_number(whole / divisor, digits=3).text} {unit}", full)
@@ -66,10 +67,8 @@ def show_count(value: float) -> Shown:
 
 def byte_unit(size: float) -> tuple[str, int]:
     """Return the largest unit in which the size is at least one, and its number of bytes."""
-    index = 0
-    while index < len(_BYTE_UNITS) - 1 and abs(size) >= 1024 ** (index + 1):
-        index += 1
-    return _BYTE_UNITS[index], 1024**index
+    power = min(len(_BYTE_UNITS), max(1, -(-int(abs(size)).bit_length() // 10))) - 1
+    return _BYTE_UNITS[power], 1024**power
 
 
 def show_bytes(value: float) -> Shown:
@@ -79,18 +78,14 @@ def show_bytes(value: float) -> Shown:
 
 def show_seconds(value: float) -> Shown:
     full = f"{value:,.3f} seconds"
-    if 0 < value < 0.1:
+    if 0 < value < 1:
         return Shown(f"{show_number(1000 * value).text} ms", f"{value!r} seconds")
     if value < 60:
         return Shown(f"{show_setting(float(f'{value:.3g}')).text} s", full)
     minutes, seconds = divmod(round(value), 60)
     if minutes < 60:
         return Shown(f"{minutes} min {seconds:02} s", full)
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return Shown(f"{hours} h {minutes:02} min", full)
-    days, hours = divmod(hours, 24)
-    return Shown(f"{days} d {hours} h", full)
+    return Shown(f"{minutes // 60} h {minutes % 60:02} min", full)
 
 
 def show_rate(tokens_per_s: float) -> Shown:
@@ -102,7 +97,7 @@ def show_share(share: float) -> Shown:
     """Format a fraction as a percentage."""
     percent = 100 * share
     text = f"{percent:.1f}" if abs(percent) >= 10 or percent == 0 else show_number(percent, digits=2).text
-    return Shown(f"{_signed(text.removesuffix('.0'))}\N{NO-BREAK SPACE}%", repr(share))
+    return Shown(f"{signed(text.removesuffix('.0'))}\N{NO-BREAK SPACE}%", repr(share))
 
 
 def show_time(moment: datetime) -> Shown:
@@ -111,10 +106,8 @@ def show_time(moment: datetime) -> Shown:
 
 def read_time(value: Any) -> datetime | None:
     """Parse an ISO time, UTC without a zone; return None for anything else."""
-    if not isinstance(value, str):
-        return None
     try:
-        moment = datetime.fromisoformat(value.removesuffix("Z") + "+00:00" * value.endswith("Z"))
+        moment = datetime.fromisoformat(str(value))
     except ValueError:
         return None
     return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
@@ -151,15 +144,14 @@ def label_of(name: str) -> str:
 
 
 def is_flat(value: Any) -> bool:
-    """Return whether a value fits into one table cell."""
-    if isinstance(value, Mapping):
-        return False
-    return not isinstance(value, (list, tuple)) or not any(
-        isinstance(item, (Mapping, list, tuple)) for item in value
+    """Return True for a value that fits into one table cell."""
+    items = value if isinstance(value, (list, tuple)) else ()
+    return not any(isinstance(item, (Mapping, list, tuple)) for item in items) and not isinstance(
+        value, Mapping
     )
 
 
-def _short_exponent(text: str) -> str:
+def short_exponent(text: str) -> str:
     """Shorten 1.50e-04 to 1.5e-4."""
     mantissa, _, exponent = text.partition("e")
     if "." in mantissa:
@@ -167,7 +159,7 @@ def _short_exponent(text: str) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def _signed(text: str) -> str:
+def signed(text: str) -> str:
     return text.replace("-", MINUS, 1) if text.startswith("-") else text
 
 
@@ -199,33 +191,20 @@ class Change:
 
 def display_of(name: str, values: Sequence[float]) -> MetricDisplay:
     """Choose the label, format and better direction of a metric by its name."""
-    label = " ".join(_SPELLING.get(word, word) for word in label_of(name).split())
-    if name == "lr":
-        return MetricDisplay(label=label, show=show_setting, from_zero=True)
-    if name == "tokens_per_s":
-        return MetricDisplay(label=label, show=show_rate, unit="tok/s", from_zero=True, better=1)
-    if name == "memory_bytes":
-        unit, divisor = byte_unit(max(values, default=0.0))
-        return MetricDisplay(
-            label=label, show=show_bytes, unit=unit, divisor=divisor, from_zero=True, better=-1
-        )
     words = set(name.lower().replace("-", "_").replace("/", "_").split("_"))
     better = -1 if words & _LOWER_IS_BETTER else int(bool(words & _HIGHER_IS_BETTER))
-    better = 0 if words & _CONTROLS else better
+    label = " ".join(_SPELLING.get(word, word) for word in label_of(name).split())
+    make = partial(MetricDisplay, label=label, better=0 if words & _CONTROLS else better)
+    if name == "lr":
+        return make(show=show_setting, from_zero=True)
+    if name == "tokens_per_s":
+        return make(show=show_rate, unit="tok/s", from_zero=True, better=1)
+    if name == "memory_bytes":
+        unit, divisor = byte_unit(max(values, default=0.0))
+        return make(show=show_bytes, unit=unit, divisor=divisor, from_zero=True, better=-1)
     if words & _SHARES and all(0 <= value <= 1 for value in values):
-        return MetricDisplay(
-            label=label,
-            show=show_share,
-            unit="%",
-            divisor=0.01,
-            from_zero=True,
-            points=100.0,
-            better=better,
-        )
-    points = float(bool(words & _OUT_OF_100))
-    return MetricDisplay(
-        label=label, show=show_number, from_zero=name == "grad_norm", points=points, better=better
-    )
+        return make(show=show_share, unit="%", divisor=0.01, from_zero=True, points=100.0)
+    return make(show=show_number, from_zero=name == "grad_norm", points=float(bool(words & _OUT_OF_100)))
 
 
 def ordered(names: Iterable[str]) -> list[str]:

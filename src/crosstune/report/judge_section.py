@@ -8,6 +8,7 @@ from typing import Any
 
 from crosstune.files.json_files import parse_json, read_json
 from crosstune.files.plain_files import UnreadableFile, read_plain_text
+from crosstune.files.run_record import JUDGE_METRICS, JUDGE_PREDICTIONS
 from crosstune.report.charts import Chart, Series
 from crosstune.report.files import listed, mapping, number
 
@@ -26,9 +27,8 @@ TITLES = {
     "ece": "calibration error",
     "rouge_l": "ROUGE-L",
 }
-"""Metric -> title, in the order of the table; a metric that is not here is not shown."""
+"""Metric -> title, in the order of the table."""
 LOWER_IS_BETTER = frozenset({"mae", "rmse", "ece"})
-METRICS_FILE, PREDICTIONS_FILE = "test_metrics.json", "test_predictions.json"
 MOST_POINTS = 2000
 MOST_CHARACTERS = 400
 _LIMIT_BYTES = 256 << 20
@@ -36,7 +36,7 @@ _LIMIT_BYTES = 256 << 20
 
 def collect_judge_test(folder: Path) -> dict[str, Any] | None:
     """Return the test of the judge in a run folder; None if there is none."""
-    report = read_json(folder / METRICS_FILE)
+    report = read_json(folder / JUDGE_METRICS)
     if not report:
         return None
     columns = {"judge": report} | {
@@ -96,19 +96,16 @@ def _cell(report: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 
 def _confusion(table: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, list[tuple[int, int]]]]]:
-    """Return the labels in use, and for each expected label the count of each predicted label and its fraction in fifths."""
+    """Return the labels in use, and for each expected label the predicted counts and their fractions in fifths."""
     labels = [str(label) for label in listed(table.get("labels"))]
     counts = [[int(number(count) or 0) for count in listed(row)] for row in listed(table.get("counts"))]
     if {len(counts), *map(len, counts)} != {len(labels)}:
         raise ValueError("the confusion table is not square")
-    used = [place for place in range(len(labels)) if any(counts[place]) or any(row[place] for row in counts)]
+    used = [place for place, row in enumerate(counts) if any(row) or any(each[place] for each in counts)]
     rows = [
-        (
-            labels[place],
-            [(counts[place][at], round(5 * counts[place][at] / sum(counts[place]))) for at in used],
-        )
-        for place in used
-        if any(counts[place])
+        (labels[place], [(row[at], round(5 * row[at] / sum(row))) for at in used])
+        for place, row in enumerate(counts)
+        if any(row)
     ]
     return [labels[place] for place in used], rows
 
@@ -116,24 +113,20 @@ def _confusion(table: Mapping[str, Any]) -> tuple[list[str], list[tuple[str, lis
 def _scatter(folder: Path) -> Chart | None:
     """Return a scatter plot of predicted and expected scores; None for pairwise verdicts."""
     try:
-        rows = parse_json(read_plain_text(folder / PREDICTIONS_FILE, limit=_LIMIT_BYTES))
+        rows = parse_json(read_plain_text(folder / JUDGE_PREDICTIONS, limit=_LIMIT_BYTES))
     except (UnreadableFile, ValueError):
         return None
     pairs = [
         (number(row.get("expected")), number(row.get("predicted"))) for row in map(mapping, listed(rows))
     ]
     known = [(first, second) for first, second in pairs if first is not None and second is not None]
-    if not known:
-        return None
-    points = known[:: -(-len(known) // MOST_POINTS)]
-    return Chart(
-        title="Scores: judge against humans",
-        series=[Series(label="items", points=points, look="scatter", colour=2, radii=[2.5] * len(points))],
-        shape="square",
-        x_label="people",
+    points = known[:: max(1, -(-len(known) // MOST_POINTS))]
+    return _square(
+        "Scores: judge against humans",
+        points,
+        [2.5] * len(points),
+        x_label="humans",
         y_label="judge",
-        from_zero=True,
-        shows_figures=False,
         description=f"Human and judge scores for {len(points)} items",
     )
 
@@ -146,22 +139,23 @@ def _calibration(report: Mapping[str, Any]) -> Chart | None:
     known = [
         (first, second, count or 0.0) for first, second, count in bins if first is not None is not second
     ]
-    if not known:
-        return None
-    most = max(count for _, _, count in known) or 1.0
-    radii = [3 + 6 * (max(0.0, count) / most) ** 0.5 for _, _, count in known]
-    points = [(first, second) for first, second, _ in known]
-    return Chart(
-        title="Calibration: correct verdicts over confidence",
-        series=[Series(label="bins", points=points, look="scatter", colour=2, radii=radii)],
-        shape="square",
+    most = max((count for _, _, count in known), default=0.0) or 1.0
+    return _square(
+        "Calibration: correct verdicts over confidence",
+        [(first, second) for first, second, _ in known],
+        [3 + 6 * (max(0.0, count) / most) ** 0.5 for _, _, count in known],
         span=(0.0, 1.0),
         x_label="confidence",
         y_label="correct verdicts",
-        from_zero=True,
-        shows_figures=False,
         description=f"Accuracy over confidence in {len(known)} bins; a larger dot is more items",
     )
+
+
+def _square(title: str, points: list[tuple[float, float]], radii: list[float], **more: Any) -> Chart | None:
+    series = [Series(label="items", points=points, look="scatter", colour=2, radii=radii)]
+    if not points:
+        return None
+    return Chart(title=title, series=series, shape="square", from_zero=True, shows_figures=False, **more)
 
 
 def _worst(row: Mapping[str, Any]) -> dict[str, str]:

@@ -46,8 +46,7 @@ def render_ladder(found: Mapping[str, Any], *, name: str, command: str) -> str:
 
 
 def waterfall(rungs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return each rung with speed and memory after it, relative to the original. A rung that was rolled back has the values
-    that it would have reached."""
+    """Return each rung with the speed and memory it reached, relative to the original; also if it was rolled back."""
     rows: list[dict[str, Any]] = []
     reached = {"speed": 1.0, "memory": 1.0}
     for rung in rungs:
@@ -96,14 +95,13 @@ def _middle(trials: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _losses(ends: Mapping[str, Any]) -> Chart:
-    series = list[Series]()
-    for side, label in (("base", "original options"), ("new", "final options")):
-        losses = listed([*_trials(ends, side), {}][0].get("losses"))
-        points = [(float(step), number(value)) for step, value in enumerate(losses, start=1)]
-        series.append(
-            Series(
-                label=label, points=points, colour=len(series) + 1, look="marked" if side == "new" else "line"
-            )
-        )
+    series = [Series(label="original options", points=_points(ends, "base"), colour=1)]
+    series.append(Series(label="final options", points=_points(ends, "new"), colour=2, look="marked"))
     found = [each for each in series if each.points]
     return Chart(title="Loss of each step", series=found, shape="wide", shows_figures=False)
+
+
+def _points(ends: Mapping[str, Any], side: str) -> list[tuple[float, float | None]]:
+    """Return the losses of the first trial."""
+    losses = listed(next(iter(_trials(ends, side)), {}).get("losses"))
+    return [(float(step), number(value)) for step, value in enumerate(losses, start=1)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from crosstune.report.charts import Chart, Series
-from crosstune.report.formatting import MINUS, NOT_FINITE
+from crosstune.report.formatting import NOT_FINITE, short_exponent, signed
 from crosstune.report.series import Point, finite_values, kept_indices
 
 FEW_POINTS = 12
@@ -94,15 +94,13 @@ def tick_label(value: float, *, gap: float) -> str:
     # Small steps between large values read better without exponents.
     if gap >= 1e9 or abs(value) >= 1e15 or gap < 1e-6 or (gap < 1e-3 and abs(value) <= 50 * gap):
         digits = max(0, math.floor(math.log10(abs(value))) - math.floor(math.log10(gap)) + 1)
-        mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        text = f"{mantissa}e{int(exponent)}"
+        text = short_exponent(f"{value:.{digits}e}")
     else:
         suffix, divisor = next(((s, d) for s, d in (("M", 1e6), ("k", 1e3)) if gap >= d), ("", 1.0))
         gap /= divisor
         places = next((n for n in range(6) if math.isclose(round(gap, n), gap, rel_tol=1e-6)), 6)
         text = f"{value / divisor:,.{places}f}{suffix}"
-    return text.replace("-", MINUS, 1) if value < 0 else text
+    return signed(text)
 
 
 def layout(chart: Chart) -> dict[str, Any]:

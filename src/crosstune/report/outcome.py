@@ -22,7 +22,6 @@ from crosstune.report.formatting import (
     show_seconds,
     show_share,
 )
-from crosstune.report.run_list import status_of
 from crosstune.report.series import best_evaluation, evaluation_step, finite_values, step_points
 
 _METHODS = {
@@ -63,9 +62,24 @@ class Total(NamedTuple):
     detail: str = ""
 
 
+def status_of(run: RunFiles, *, running: bool | None) -> str:
+    """Return the status of a run: running, finished, stopped, failed, killed, damaged or unknown."""
+    if running:
+        return "running"
+    recorded = run.summary.get("status")
+    if recorded is not None:
+        return str(recorded) if recorded in ("finished", "stopped", "failed") else "damaged"
+    for event in reversed(run.events):
+        if event.get("kind") in (Failed.kind, Stopped.kind):
+            return str(event["kind"])
+    if run.problems:
+        return "damaged"
+    return "killed" if running is False else "unknown"
+
+
 def end_of(run: RunFiles) -> End:
-    """Return the status of a run."""
-    status = status_of(run.summary, run.events, running=is_running(run.folder), problems=run.problems)
+    """Return the status of a run and its reason, for the page."""
+    status = status_of(run, running=is_running(run.folder))
     if status == "running":
         return End(status, "This page shows the steps so far.")
     if status == "killed":
@@ -155,15 +169,9 @@ def totals(run: RunFiles) -> list[Total]:
     if tokens is not None:
         detail = "" if supervised is None else f"{show_count(supervised).text} supervised"
         found.append(Total("Tokens", show_count(tokens), detail))
-    rate, seconds = number(run.summary.get("tokens_per_s")), summed(run, "step_s")
-    if rate is not None:
+    if (rate := speed(run)) is not None:
         found.append(Total("Speed", show_rate(rate)))
-    elif tokens is not None and seconds:
-        found.append(Total("Speed", show_rate(tokens / seconds), "over all steps"))
-    peak = number(run.summary.get("peak_memory_bytes"))
-    if peak is None:
-        peak = max(finite_values(step_points(run.metrics, "memory_bytes")), default=None)
-    if peak is not None:
+    if (peak := peak_memory(run)) is not None:
         sizes = (number(device.get("memory_total_bytes")) for device in devices(run))
         whole = min((size for size in sizes if size), default=None)
         detail = f"{show_share(peak / whole).text} of {show_bytes(whole).text}" if whole else ""
@@ -176,11 +184,26 @@ def totals(run: RunFiles) -> list[Total]:
     return found
 
 
+def speed(run: RunFiles) -> float | None:
+    """Return the tokens per second from the summary, or else over the steps."""
+    tokens, seconds = summed(run, "tokens"), summed(run, "step_s")
+    measured = tokens / seconds if tokens is not None and seconds else None
+    recorded = number(run.summary.get("tokens_per_s"))
+    return measured if recorded is None else recorded
+
+
+def peak_memory(run: RunFiles) -> float | None:
+    """Return the peak memory in bytes from the summary, or else the largest of the steps."""
+    recorded = number(run.summary.get("peak_memory_bytes"))
+    steps = finite_values(step_points(run.metrics, "memory_bytes"))
+    return max(steps, default=None) if recorded is None else recorded
+
+
 def summed(run: RunFiles, key: str) -> float | None:
     """Return a total from the summary, or else summed over the steps."""
-    value = number(run.summary.get(key))
-    values = finite_values(step_points(run.metrics, key))
-    return value if value is not None else sum(values) if values else None
+    recorded = number(run.summary.get(key))
+    steps = finite_values(step_points(run.metrics, key))
+    return sum(steps) if recorded is None and steps else recorded
 
 
 def duration(run: RunFiles) -> Shown | None:

@@ -76,7 +76,7 @@ def render(run: RunFiles) -> str:
         asked=section("Options", lambda: facts.option_rows(run), []),
         unasked=section("Options", lambda: facts.unasked_options(run), []),
         adjustments=section("Adjustments", lambda: facts.adjustment_rows(run), []),
-        data=section("Data", lambda: facts.data_tables(data), ([], None, [])),
+        data=section("Data", lambda: facts.data_facts(data), ([], [])),
         lengths=section("Example lengths", lambda: length_chart(data)),
         example=section("Example", lambda: facts.masked_example(data)),
         expected=section("Plan", lambda: facts.plan_against_measured(run), []),

@@ -1,4 +1,4 @@
-"""Collect the profile of a run: the time of each phase of a step, and how close it comes to the device's limits."""
+"""Collect the profile of a run: the time of each phase, and the utilization of the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def collect_profile(run: RunFiles) -> dict[str, Any] | None:
         return None
     steps = len(listed(result.get("steps")))
     return {
-        "title": f"{_time(step_s).text} per step, the mean of {steps} recorded steps",
+        "title": f"{show_seconds(step_s).text} per step, the mean of {steps} recorded steps",
         "phases": _phases(phases),
         "figures": _figures(result, step_s),
         "operators": [_operator(mapping(each)) for each in listed(result.get("operators"))[:MOST_OPERATORS]],
@@ -40,7 +40,7 @@ def _phases(phases: Mapping[str, Any]) -> list[dict[str, Any]]:
         width = 100 * min(1.0, max(0.0, share))
         row = {"name": name, "share": show_share(share), "start": start, "width": width}
         row["colour"] = 7 if name == "other" else 1 + place % 6
-        rows.append(row | {"time": _time(number(mapping(phase).get("seconds")) or 0.0)})
+        rows.append(row | {"time": show_seconds(number(mapping(phase).get("seconds")) or 0.0)})
         start += width
     return rows
 
@@ -55,7 +55,7 @@ def _figures(result: Mapping[str, Any], step_s: float) -> list[tuple[str, Shown]
     if cores is not None:
         found.append(("CPU", Shown(f"{cores:.1f} of {result.get('num_cores')} cores busy", repr(cores))))
     if flops and step_s > 0:
-        found.append(("Matrix products", _rate(flops / step_s, "FLOP/s")))
+        found.append(("Matmul speed", _rate(flops / step_s, "FLOP/s")))
     if share is not None:
         found.append(("Fraction of the limit", show_share(share)))
     if (matrix := number(limits.get("flops_per_s"))) is not None:
@@ -63,13 +63,6 @@ def _figures(result: Mapping[str, Any], step_s: float) -> list[tuple[str, Shown]
     if (memory := number(limits.get("bytes_per_s"))) is not None:
         found.append(("Measured memory limit", _rate(memory, "B/s")))
     return found
-
-
-def _time(seconds: float) -> Shown:
-    """Format a duration, in milliseconds below a second."""
-    if seconds >= 1:
-        return show_seconds(seconds)
-    return Shown(f"{show_number(1000 * seconds).text} ms", f"{seconds!r} seconds")
 
 
 def _rate(value: float, unit: str) -> Shown:
@@ -81,7 +74,7 @@ def _rate(value: float, unit: str) -> Shown:
 def _operator(each: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": f"{each.get('name', '')} {each.get('shapes') or ''}".strip(),
-        "time": _time(number(each.get("seconds")) or 0.0),
+        "time": show_seconds(number(each.get("seconds")) or 0.0),
         "share": show_share(number(each.get("share")) or 0.0),
         "calls": show_number(number(each.get("calls")) or 0.0),
     }

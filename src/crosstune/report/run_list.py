@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.events import Evaluated, Failed, Stopped
 from crosstune.files.run_record import RUN_FILES
-from crosstune.loop.progress import best_step
-from crosstune.report.files import is_running, last_rows, mapping, number, read_mapping
+from crosstune.report.files import (
+    RunFiles,
+    is_running,
+    last_change,
+    last_rows,
+    mapping,
+    number,
+    read_mapping,
+    rewind,
+)
+from crosstune.report.outcome import peak_memory, speed, status_of
+from crosstune.report.series import best_evaluation
 
 _STEPS_BYTES = 1 << 16
 _EVENTS_BYTES = 1 << 20
 """Bytes read from the end of metrics.jsonl and events.jsonl of a run without a summary."""
-RECORDED = ("finished", "stopped", "failed")
-"""Statuses in summary.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,96 +72,45 @@ def run_folders(parent: Path) -> list[tuple[Path, float]]:
 
 def _last_write(folder: Path) -> float | None:
     """Return the time of the last write to a run's files; None if there are none."""
-    times = list[float]()
-    for name in RUN_FILES:
-        try:
-            times.append((folder / name).stat().st_mtime)
-        except (OSError, ValueError):
-            continue
-    return max(times, default=None)
+    times = (last_change(folder / name) for name in RUN_FILES)
+    return max((time for time in times if time is not None), default=None)
 
 
-def read_listed(folder: Path, *, changed: float, now: float | None = None) -> ListedRun:
+def read_listed(folder: Path, *, changed: float) -> ListedRun:
     """Read a run for the list. `problems` lists damaged files; their values are missing."""
     problems = list[str]()
     plan = read_mapping(folder / "plan.json", problems)
     summary = read_mapping(folder / "summary.json", problems)
     running = is_running(folder)
-    steps = last_rows(folder / "metrics.jsonl", limit=_STEPS_BYTES) if running or not summary else []
-    last = steps[-1] if steps else {}
-    events = last_rows(folder / "events.jsonl", limit=_EVENTS_BYTES) if running or not summary else []
-    evaluations = mapping(summary.get("evaluations")) if not running else {}
-    best, lowest = _best(evaluations, events)
+    if running:
+        summary = {}  # of an earlier part of the run
+    run = RunFiles(
+        folder=folder,
+        plan=plan,
+        summary=summary,
+        metrics=[] if summary else rewind(last_rows(folder / "metrics.jsonl", limit=_STEPS_BYTES)),
+        events=[] if summary else last_rows(folder / "events.jsonl", limit=_EVENTS_BYTES),
+        problems=tuple(problems),
+    )
+    best = best_evaluation(run)
     options = mapping(plan.get("options")) or mapping(plan.get("asked"))
-    done = number(last.get("step")) if last else number(summary.get("steps"))
+    method = [word for word in (plan.get("method"), plan.get("quantizer")) if isinstance(word, str)]
+    peak, planned = peak_memory(run), number(plan.get("num_steps"))
     return ListedRun(
         name=folder.name,
         folder=str(folder),
-        status=status_of(summary, events, running=running, problems=problems),
+        status=status_of(run, running=running),
         recipe=str(options.get("recipe") or "-"),
         model=str(mapping(plan.get("model")).get("name") or options.get("model_name") or "-"),
-        method=_method(plan),
-        steps=int(done or 0),
-        num_steps=_whole(plan.get("num_steps")),
-        loss=number(last.get("loss") if last else summary.get("final_loss")),
-        best_eval=lowest,
-        best_step=best,
-        tokens_per_s=_rate(steps) if steps else number(summary.get("tokens_per_s")),
-        peak_memory_bytes=_whole(last.get("memory_bytes") if last else summary.get("peak_memory_bytes")),
+        method=" + ".join(word for word in method if word not in ("", "none")) or "-",
+        steps=run.last_step,
+        num_steps=None if planned is None else int(planned),
+        loss=number(run.metrics[-1].get("loss") if run.metrics else summary.get("final_loss")),
+        best_eval=best.loss if best else None,
+        best_step=int(best.step) if best else None,
+        tokens_per_s=speed(run),
+        peak_memory_bytes=None if peak is None else int(peak),
         changed=changed,
-        age_s=max(0.0, (time.time() if now is None else now) - changed),
+        age_s=max(0.0, time.time() - changed),
         problems=tuple(problems),
     )
-
-
-def status_of(
-    summary: Mapping[str, Any],
-    events: Sequence[Mapping[str, Any]],
-    *,
-    running: bool | None,
-    problems: Sequence[str],
-) -> str:
-    """Return the status of a run: running, finished, stopped, failed, killed, damaged or unknown."""
-    if running:
-        return "running"
-    recorded = summary.get("status")
-    if recorded in RECORDED:
-        return str(recorded)
-    if recorded is not None:
-        return "damaged"
-    kinds = [str(row.get("kind")) for row in events]
-    ended = [kind for kind in kinds if kind in (Failed.kind, Stopped.kind)]
-    if ended:
-        return ended[-1]
-    if problems:
-        return "damaged"
-    return "killed" if running is False else "unknown"
-
-
-def _best(
-    evaluations: Mapping[str, Any], events: Sequence[Mapping[str, Any]]
-) -> tuple[int | None, float | None]:
-    losses = {int(step): number(loss) for step, loss in evaluations.items() if str(step).isdecimal()}
-    for row in events:
-        step = _whole(row.get("step"))
-        if row.get("kind") == Evaluated.kind and step is not None:
-            losses[step] = number(mapping(row.get("metrics")).get("loss"))
-    known = {step: loss for step, loss in losses.items() if loss is not None}
-    best = best_step(known)
-    return best, known[best] if best is not None else None
-
-
-def _method(plan: Mapping[str, Any]) -> str:
-    words = [plan.get("method"), plan.get("quantizer")]
-    return " + ".join(word for word in words if isinstance(word, str) and word not in ("", "none")) or "-"
-
-
-def _rate(steps: Sequence[Mapping[str, Any]]) -> float | None:
-    tokens = sum(number(row.get("tokens")) or 0.0 for row in steps)
-    seconds = sum(number(row.get("step_s")) or 0.0 for row in steps)
-    return tokens / seconds if seconds > 0 else None
-
-
-def _whole(value: Any) -> int | None:
-    found = number(value)
-    return None if found is None else int(found)

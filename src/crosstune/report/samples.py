@@ -41,13 +41,12 @@ class Answer:
     """None when this evaluation did not include the prompt."""
     mark: str = ""
     """`match`, `no match`, or empty if it was not compared with a reference."""
-    hint: str = ""
     frames: list[str] = field(default_factory=list)
     """States of the answer during its generation; the last is its text."""
     pieces: list[Piece] = field(default_factory=list)
-    """The text in pieces with changed words marked: against the previous column, in the first column against the next."""
+    """The text with changed words marked: against the previous column, or the next for the first column."""
     is_same: bool = False
-    """Whether it equals the answer in the previous column."""
+    """True if it equals the answer in the previous column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +92,15 @@ def collect_samples(run: RunFiles) -> Samples:
 def _choose(
     recorded: Sequence[Mapping[str, Any]], *, best: Best | None, run: RunFiles
 ) -> list[Mapping[str, Any]]:
-    """Choose the evaluations before and after training, the best one, and a few evenly spaced ones between them."""
+    """Choose the evaluations before and after training, and two in between, among them the best."""
     before = [event for event in recorded if event.get("when") == "before"][-1:]
     after = [event for event in recorded if event.get("when") == "after"][-1:]
     during = [event for event in recorded if event.get("when") not in ("before", "after")]
     if len(during) > MOST_DURING:
-        if after:
-            places = [(index + 1) * len(during) // (MOST_DURING + 1) for index in range(MOST_DURING)]
-        else:
-            places = [len(during) // 2, len(during) - 1]
-        kept = [during[place] for place in places]
+        third = len(during) / 3
+        kept = (
+            [during[int(third)], during[int(2 * third)]] if after else [during[len(during) // 2], during[-1]]
+        )
         lowest = [event for event in during if best and evaluation_step(event, run) == best.step]
         if lowest and lowest[0] not in kept:
             kept[0] = lowest[0]  # the result may have its weights
@@ -126,14 +124,17 @@ def _title(event: Mapping[str, Any], run: RunFiles, best: Best | None) -> str:
 
 
 def _row(key: Key, tables: Sequence[Mapping[Key, Mapping[str, Any]]], compares: Sequence[bool]) -> SampleRow:
-    reference = next(
-        (str(table[key]["reference"]) for table in tables if table.get(key, {}).get("reference")), ""
-    )
+    samples = [table.get(key) for table in tables]
+    reference = next((str(each["reference"]) for each in samples if each and each.get("reference")), "")
     answers = []
-    for table, compared in zip(tables, compares, strict=True):
-        answer = str(table[key].get("answer", "")) if key in table else None
-        found = _answer(answer, reference if compared else "")
-        answers.append(replace(found, frames=_frames(table.get(key, {}).get("frames"))))
+    for sample, compared in zip(samples, compares, strict=True):
+        if sample is None:
+            answers.append(Answer(text=None))
+            continue
+        text = str(sample.get("answer", ""))
+        mark = ("match" if text == reference else "no match") if compared and reference else ""
+        frames = [_cut(printable(str(frame))) for frame in listed(sample.get("frames"))[:MOST_FRAMES]]
+        answers.append(Answer(text=_cut(text), mark=mark, frames=frames))
     return SampleRow(prompt=_cut(key[0]), reference=_cut(reference), answers=compare_answers(answers))
 
 
@@ -152,21 +153,6 @@ def compare_answers(answers: Sequence[Answer]) -> list[Answer]:
             same = place > 0 and other.text == answer.text
             found.append(replace(answer, pieces=pieces, is_same=same))
     return found
-
-
-def _answer(answer: str | None, reference: str) -> Answer:
-    if answer is None:
-        return Answer(text=None)
-    if not reference:
-        return Answer(text=_cut(answer))
-    if answer == reference:
-        return Answer(text=_cut(answer), mark="match")
-    same_words = answer.split() == reference.split()
-    return Answer(text=_cut(answer), mark="no match", hint="only spacing differs" if same_words else "")
-
-
-def _frames(recorded: Any) -> list[str]:
-    return [_cut(printable(str(frame))) for frame in listed(recorded)[:MOST_FRAMES]]
 
 
 def _cut(text: str) -> str:

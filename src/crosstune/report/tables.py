@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
@@ -53,22 +52,22 @@ def header_facts(run: RunFiles) -> list[Fact]:
     plan = run.plan
     model = mapping(plan.get("model")).get("name") or run.asked.get("model_name")
     data = mapping(plan.get("data"))
-    data_set = data.get("dataset") or run.asked.get("dataset")
+    dataset = data.get("dataset") or run.asked.get("dataset")
     engine = [
         word for word in (plan.get("engine"), plan.get("device")) if word and word != plan.get("backend")
     ]
     backend = plan.get("backend") or run.summary.get("backend") or run.asked.get("backend")
     method = [word for word in (plan.get("method"), plan.get("quantizer")) if word and word != "none"]
     world = number(plan.get("world_size"))
-    created = read_time(plan.get("created"))
+    created, start = read_time(plan.get("created")), mapping(plan.get("resumed_from"))
     facts: list[tuple[str, Any]] = [
         ("Model", model),
-        ("Data set", data_set),
+        ("Dataset", dataset),
         ("Backend", f"{backend} ({', '.join(map(str, engine))})" if backend and engine else backend),
         ("Method", " + ".join(map(str, method)) or run.asked.get("train_type")),
         ("Precision", plan.get("precision") or run.asked.get("precision")),
-        ("Processes", f"{world:.0f} over {plan.get('collective')}" if world and world > 1 else None),
-        ("Continued", _continued(plan.get("resumed_from"))),
+        ("Processes", f"{world:.0f} with {plan.get('collective')}" if world and world > 1 else None),
+        ("Resumed", f"from step {start.get('step')}, trained on {start.get('backend')}" if start else None),
         ("Started", show_time(created) if created else plan.get("created")),
         ("Duration", duration(run)),
     ]
@@ -77,15 +76,8 @@ def header_facts(run: RunFiles) -> list[Fact]:
     ]
 
 
-def _continued(start: Any) -> str | None:
-    """Describe the checkpoint that the run resumed from."""
-    if not isinstance(start, Mapping) or "step" not in start:
-        return None
-    return f"from step {start['step']}, trained on {start.get('backend', '?')}"
-
-
 def option_rows(run: RunFiles) -> list[Row]:
-    """Return the requested options with the values that the run used."""
+    """Return the requested options with the values used."""
     used = mapping(run.plan.get("options"))
     return [
         {
@@ -120,28 +112,21 @@ def adjustment_rows(run: RunFiles) -> list[Row]:
     return list(rows.values())
 
 
-def data_tables(data: Mapping[str, Any]) -> tuple[list[Fact], Row | None, list[tuple[str, str]]]:
-    """Split the data's description into plain values, one table of its parts, and the rest as text."""
+def data_facts(data: Mapping[str, Any]) -> tuple[list[Fact], list[Fact]]:
+    """Return the plain values of the data's description, and the flattened values of its parts."""
     data = {name: value for name, value in data.items() if name not in SHOWN_APART}
-    facts = [(label_of(name), show_named(name, value)) for name, value in data.items() if is_flat(value)]
-    parts = {
-        name: value
-        for name, value in data.items()
-        if isinstance(value, Mapping) and value and all(map(is_flat, value.values()))
-    }
-    rest = [
-        (label_of(name), json.dumps(value, ensure_ascii=False, indent=2, default=str))
-        for name, value in data.items()
-        if not is_flat(value) and name not in parts
-    ]
-    rows = [
-        (
-            label_of(name),
-            [show_named(name, part[name]) if name in part else Shown("–") for part in parts.values()],
-        )
-        for name in dict.fromkeys(name for part in parts.values() for name in part)
-    ]
-    return facts, {"columns": list(map(label_of, parts)), "rows": rows} if parts else None, rest
+    plain = [(label_of(name), show_named(name, value)) for name, value in data.items() if is_flat(value)]
+    parts = flat({name: value for name, value in data.items() if not is_flat(value)})
+    return plain, [(label_of(path.replace(".", " ")), show_named(path, value)) for path, value in parts]
+
+
+def flat(values: Mapping[str, Any], *, of: str = "", levels: int = 3) -> Iterator[tuple[str, Any]]:
+    """Yield flattened names (`a.b`) and values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value and levels:
+            yield from flat(value, of=f"{of}{name}.", levels=levels - 1)
+        else:
+            yield f"{of}{name}", value
 
 
 def masked_example(data: Mapping[str, Any]) -> Row | None:
@@ -158,23 +143,13 @@ def masked_example(data: Mapping[str, Any]) -> Row | None:
 
 def machine_facts(run: RunFiles) -> list[Fact]:
     machine = mapping(run.plan.get("machine"))
-    facts = [
-        (label, show_named(name, machine[name]))
-        for name, label in (
-            ("name", "Computer"),
-            ("system", "System"),
-            ("processor", "Processor"),
-            ("num_cores", "Cores"),
-        )
-        if machine.get(name)
-    ]
-    memory = number(machine.get("memory_total_bytes"))
-    if memory:
-        facts.append(("Memory", show_bytes(memory)))
+    labels = {"name": "Computer", "system": "System", "processor": "Processor", "num_cores": "Cores"}
+    labels["memory_total_bytes"] = "Memory"
+    facts = [(label, show_named(name, machine[name])) for name, label in labels.items() if machine.get(name)]
     for index, device in enumerate(devices(run)):
         size = number(device.get("memory_total_bytes"))
-        text = f"{device.get('name', 'unnamed')}" + (f", {show_bytes(size).text}" if size else "")
-        facts.append((f"Device {index}", Shown(text, show_bytes(size).full if size else "")))
+        memory = f", {show_bytes(size).text}" if size else ""
+        facts.append((f"Device {index}", Shown(f"{device.get('name', 'unnamed')}{memory}")))
     return facts
 
 
@@ -199,7 +174,7 @@ def identity_facts(run: RunFiles) -> list[Fact]:
 
 
 def reproduce_command(run: RunFiles) -> str:
-    """Return the run's command quoted for a shell, one flag per line; empty when it was not recorded."""
+    """Return the run's shell command, one flag per line; empty if it was not recorded."""
     words = run.plan.get("command")
     if not isinstance(words, list):
         return str(words or "")
@@ -212,21 +187,16 @@ def plan_against_measured(run: RunFiles) -> list[Row]:
     plan, summary = run.plan, run.summary
     estimate = mapping(plan.get("estimate"))
     steps = number(summary.get("steps"))
+    memory = number(plan.get("estimated_bytes")) or number(estimate.get("bytes"))
+    done = float(run.last_step) if steps is None else steps
+    speed, time = (
+        (number(estimate.get(key)), number(summary.get(key))) for key in ("tokens_per_s", "seconds")
+    )
     figures = [
-        (
-            "Peak memory",
-            number(plan.get("estimated_bytes")) or number(estimate.get("bytes")),
-            number(summary.get("peak_memory_bytes")),
-            show_bytes,
-        ),
-        (
-            "Steps",
-            number(plan.get("num_steps")),
-            float(run.last_step) if steps is None else steps,
-            show_count,
-        ),
-        ("Speed", number(estimate.get("tokens_per_s")), number(summary.get("tokens_per_s")), show_rate),
-        ("Time", number(estimate.get("seconds")), number(summary.get("seconds")), show_seconds),
+        ("Peak memory", memory, number(summary.get("peak_memory_bytes")), show_bytes),
+        ("Steps", number(plan.get("num_steps")), done, show_count),
+        ("Speed", *speed, show_rate),
+        ("Time", *time, show_seconds),
     ]
     return [
         {
@@ -286,22 +256,11 @@ def _event_text(event: Mapping[str, Any]) -> str:
             return str(event[name])
     if event.get("kind") == Profiled.kind:
         return f"see {event.get('path', 'its files')}"
-    if event.get("kind") == Moved.kind:
-        losses = [
-            f"{side.get('loss')} on {side.get('backend')} ({side.get('precision')}, {side.get('quantization') or 'not quantized'})"
-            for side in (mapping(event.get(name)) for name in ("from", "to"))
-        ]
-        return f"loss of the same batches: {', '.join(losses)}; relative difference {event.get('difference')}"
-    words = []
-    for name, value in event.items():
-        if name == "samples":
-            words.append(f"{len(listed(value))} samples")
-        elif isinstance(value, Mapping):
-            words += [_named(str(key), item) for key, item in value.items() if is_flat(item)]
-        elif name not in ("time", "kind"):
-            words.append(_named(name, value))
-    return " · ".join(words)
-
-
-def _named(name: str, value: Any) -> str:
-    return f"{label_of(name)} {show_named(name, value).text}"
+    samples = listed(event.get("samples"))
+    known = {name: value for name, value in event.items() if name not in ("time", "kind", "samples")}
+    words = [
+        f"{label_of(path.removeprefix('metrics.').replace('.', ' '))} {show_named(path, value).text}"
+        for path, value in flat(known)
+        if is_flat(value)
+    ]
+    return " · ".join(words + [f"{len(samples)} samples"] * bool(samples))

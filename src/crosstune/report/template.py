@@ -1,4 +1,4 @@
-"""Fill the templates of pages and charts: self-contained, escaped, with a policy that forbids requests."""
+"""Fill the templates of pages and charts, with all values escaped."""
 
 from __future__ import annotations
 
@@ -21,18 +21,15 @@ from crosstune.report.layout import layout
 
 
 def fill(template: str, **contents: Any) -> str:
-    """Return a page as HTML."""
+    """Return a page as HTML. Its policy allows only its own style and script, and no requests."""
     style, script = _asset("style.css"), _asset("script.js")
-    html = (
-        _environment()
-        .get_template(template)
-        .render(
-            style=Markup(style),
-            script=Markup(script),
-            policy=_policy(style, script),
-            version=__version__,
-            **contents,
-        )
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    page = _environment().get_template(template)
+    html = page.render(
+        style=Markup(style), script=Markup(script), policy=policy, version=__version__, **contents
     )
     return printable(html.replace("\r\n", "\n"))
 
@@ -46,7 +43,7 @@ def draw(chart: Chart) -> Markup:
 
 @cache
 def _environment() -> Environment:
-    """Return the environment of the templates; compiling them is most of the time of a page."""
+    """Return the template environment, cached: most of the time of a page is compiling templates."""
     environment = Environment(
         loader=FunctionLoader(_asset),
         autoescape=True,
@@ -68,20 +65,6 @@ def write_page(target: Path, html: str) -> None:
         raise UserError(
             f"Cannot write the page {target}.", why=why, do="specify a file in a writable folder"
         ) from error
-
-
-def _policy(style: str, script: str) -> str:
-    """Return a Content-Security-Policy that allows only the page's own style and script, and no requests."""
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"style-src '{_digest(style)}'",
-            f"script-src '{_digest(script)}'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
-    )
 
 
 def _digest(text: str) -> str:

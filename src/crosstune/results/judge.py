@@ -14,6 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import read_json, write_json
+from crosstune.files.run_record import JUDGE_METRICS, JUDGE_PREDICTIONS
 from crosstune.models.folder import longest_context
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.evaluation import (
@@ -25,7 +26,7 @@ from crosstune.recipes.judge.evaluation import (
 )
 from crosstune.recipes.judge.items import Item, Scale, common_scale, read_scale
 from crosstune.recipes.judge.judge import Judge, Judgement, judge_task
-from crosstune.recipes.judge.predictions import FILE, METRICS_FILE, prediction_row, write_predictions
+from crosstune.recipes.judge.predictions import prediction_row, write_predictions
 from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, read_judge_settings
 from crosstune.results.opened import check_base
 from crosstune.results.trained_folder import Trained, find_trained
@@ -145,9 +146,10 @@ class JudgeTest:
     def write(self, folder: Path) -> Path:
         """Write the predictions and the metrics; return the file of the predictions."""
         folder.mkdir(parents=True, exist_ok=True)
-        write_predictions(folder / FILE, self.items, self.found, scale=self.scale, others=self.others)
-        write_json(folder / METRICS_FILE, self.report)
-        return folder / FILE
+        path = folder / JUDGE_PREDICTIONS
+        write_predictions(path, self.items, self.found, scale=self.scale, others=self.others)
+        write_json(folder / JUDGE_METRICS, self.report)
+        return path
 
 
 def measure_judge(

@@ -48,7 +48,7 @@ def run(words: Sequence[str]) -> int:
     from crosstune.cli.terminal.screen import Screen
     from crosstune.core.events import Warned
     from crosstune.models.folder import longest_context
-    from crosstune.recipes.sft import open_recipe
+    from crosstune.recipes.sft import SftRecipe
     from crosstune.runs.open_parts import find_model
 
     with Screen(live=True) as screen:
@@ -58,7 +58,7 @@ def run(words: Sequence[str]) -> int:
             lowered = f"is lowered from {config.context_length} to {limit}, the model's context"
             screen.on_event(Warned(message=f"context_length {lowered}"))
             config = replace(config, context_length=limit)
-        recipe = open_recipe(config, model_folder=model.path, observer=screen)
+        recipe = SftRecipe(config, model_folder=model.path, observer=screen)
     report = recipe.describe()
     marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() and not own.json else ("[[", "]]")
     shown = [

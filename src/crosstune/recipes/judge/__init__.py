@@ -8,16 +8,11 @@ from typing import Any
 
 from crosstune.config.recipe_spec import RecipeSpec
 from crosstune.config.schema import Config
-from crosstune.core.events import Observer
 from crosstune.recipes.judge.open_splits import open_judge_data
 from crosstune.recipes.judge.presets import OPTIONS, choose_preset
 from crosstune.recipes.judge.read_items import TARGETS
 from crosstune.recipes.judge.recipe import JudgeRecipe
 from crosstune.recipes.judge.verdicts import choose_format
-
-
-def open_recipe(config: Config, *, model_folder: Path, observer: Observer | None = None) -> JudgeRecipe:
-    return JudgeRecipe(config, model_folder=model_folder, observer=observer)
 
 
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
@@ -31,12 +26,12 @@ def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]
     """Return labels and commands for the uses of a finished run."""
     return [
         ("use it", f"crosstune judge predict {run} --input answers.jsonl --output verdicts.jsonl"),
-        ("test it", f"crosstune judge eval {run} --dataset labelled.jsonl"),
+        ("test it", f"crosstune judge eval {run} --dataset labeled.jsonl"),
     ]
 
 
 SPEC = RecipeSpec(
-    open=open_recipe,
+    open=JudgeRecipe,
     data_options=("dataset", "eval_dataset", "test_dataset"),
     columns=TARGETS,
     preset_options=tuple(OPTIONS),

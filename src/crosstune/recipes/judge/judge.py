@@ -16,12 +16,12 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.judge.examples import LabelTokens, common_length, encode_prompts, find_label_tokens
 from crosstune.recipes.judge.items import WINNERS, Item, other_winner, swapped
 from crosstune.recipes.judge.metrics import Floats, fit_temperature, soften
-from crosstune.recipes.judge.verdicts import JudgeSettings, VerdictFormat, prompt_messages
+from crosstune.recipes.judge.verdicts import JudgeSettings, VerdictFormat
 
 Progress = Callable[[int, int], None]
 Prompts = Sequence[list[int]]
 FEWEST_SHARED = 8
-"""Shared tokens from which computing them once pays."""
+"""Minimum length of a shared prefix that is computed once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Judgement:
     confidence: float | None = None
     """Calibrated probability that the score is at most a point off, or that the winner is right."""
     consistent: bool | None = None
-    """For pairs: whether the other order of the answers gives the same winner."""
+    """For pairs: True if both orders of the answers have the same winner."""
     text: str = ""
     issues: tuple[str, ...] = ()
     feedback: str = ""
@@ -56,7 +56,7 @@ class Judge:
     batch_size: int = 16
     share_prefixes: bool = True
     max_tokens: int | None = None
-    """The model's context. A longer prompt is not judged: its verdict counts as unreadable."""
+    """The model's context. A longer prompt is not judged, and its verdict counts as unreadable."""
 
     @cached_property
     def verdict(self) -> VerdictFormat:
@@ -107,9 +107,6 @@ class Judge:
         """Return the tokens of each item up to its label."""
         return encode_prompts(items, verdict=self.verdict, tokens=self.tokens, tokenizer=self.tokenizer)
 
-    def prompt_text(self, item: Item) -> str:
-        return "\n".join(str(message["content"]) for message in prompt_messages(item, self.verdict))
-
     def fit_temperature(self, items: Sequence[Item], found: Sequence[Judgement]) -> float:
         """Return the temperature that calibrates the probabilities; 1 if there are no probabilities."""
         rows = [(item, one) for item, one in zip(items, found, strict=True) if one.probabilities]
@@ -128,17 +125,31 @@ class Judge:
         self, prompts: Prompts, *, max_new_tokens: int, progress: Progress | None = None
     ) -> list[str]:
         assert isinstance(self.session, Generates), "a judge with score tokens generates"
-        prompts = self._before_verdict(prompts)
-        texts = [""] * len(prompts)
+
+        def answer(batch: Prompts) -> list[str]:
+            stop_ids = sorted(self.tokenizer.stop_ids)
+            answers = self.session.generate(batch, max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+            return [self.tokenizer.decode(answer).strip() for answer in answers]
+
+        return self._before_verdict(prompts, answer, progress)
+
+    def _judge_by_scalar(self, prompts: Prompts, *, progress: Progress | None) -> list[Judgement]:
+        parts, scale = _parts(self.session.plan.engine), self.verdict.scale
+        values = self._before_verdict(
+            prompts, lambda batch: parts.scalar_scores(self.session, batch), progress
+        )
+        return [Judgement(score=scale.low + scale.span * min(1.0, max(0.0, float(v)))) for v in values]
+
+    def _before_verdict(
+        self, prompts: Prompts, compute: Callable[[Prompts], Sequence[Any]], progress: Progress | None
+    ) -> list[Any]:
+        """Apply a function to batches of prompts without the verdict's start; return a value per prompt."""
+        prompts = [prompt[: len(prompt) - len(self.tokens.before)] for prompt in prompts]
+        found: list[Any] = [None] * len(prompts)
         for _, places in self._batches(prompts, [range(len(prompts))], progress):
-            answers = self.session.generate(
-                [prompts[place] for place in places],
-                max_new_tokens=max_new_tokens,
-                stop_ids=sorted(self.tokenizer.stop_ids),
-            )
-            for place, answer in zip(places, answers, strict=True):
-                texts[place] = self.tokenizer.decode(answer).strip()
-        return texts
+            for place, value in zip(places, compute([prompts[place] for place in places]), strict=True):
+                found[place] = value
+        return found
 
     def _log_probs(self, items: Sequence[Item], prompts: Prompts, *, progress: Progress | None) -> Floats:
         """Return the log probability of each label for each item, normalized over the labels."""
@@ -161,20 +172,6 @@ class Judge:
                 for place, values in zip(places, found, strict=True):
                     known[place] |= {probe[:length]: value for length, value in enumerate(values)}
         return self.tokens.log_probs(known)
-
-    def _judge_by_scalar(self, prompts: Prompts, *, progress: Progress | None) -> list[Judgement]:
-        prompts, scale = self._before_verdict(prompts), self.verdict.scale
-        found = [Judgement()] * len(prompts)
-        for _, places in self._batches(prompts, [range(len(prompts))], progress):
-            parts = _parts(self.session.plan.engine)
-            values = parts.scalar_scores(self.session, [prompts[place] for place in places])
-            for place, value in zip(places, values, strict=True):
-                found[place] = Judgement(score=scale.low + scale.span * min(1.0, max(0.0, float(value))))
-        return found
-
-    def _before_verdict(self, prompts: Prompts) -> Prompts:
-        """Cut the start of the verdict, before its label, off the prompts."""
-        return [prompt[: len(prompt) - len(self.tokens.before)] for prompt in prompts]
 
     def _from_log_probs(self, log_probs: Floats) -> Judgement:
         probs = np.exp(log_probs)
@@ -219,7 +216,7 @@ class Judge:
         return list(groups.values())
 
     def _num_shared(self, prompts: Prompts, group: Sequence[int]) -> int:
-        """Return the length of the common prefix of a group; 0 if computing it once does not pay."""
+        """Return the length of the common prefix of a group; 0 if it is not worth sharing."""
         if not self.share_prefixes or len(group) < 2:
             return 0
         grouped = [prompts[place] for place in group]

@@ -14,8 +14,6 @@ from crosstune.files.plain_files import UnreadableFile, read_plain_text
 from crosstune.recipes.judge.items import WINNERS, Item, Scale, common_scale, read_scale
 from crosstune.recipes.judge.judge import Judgement
 
-FILE = "test_predictions.json"
-METRICS_FILE = "test_metrics.json"
 _LIMIT_BYTES = 1 << 30
 
 

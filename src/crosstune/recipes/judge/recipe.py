@@ -15,40 +15,34 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.data.batches.epoch_order import Mixture
-from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
-from crosstune.data.checks.portrait import portrait
+from crosstune.data.batches.row_order import rows_per_evaluation
 from crosstune.data.checks.preflight import warnings_of
 from crosstune.models.folder import longest_context
 from crosstune.recipes.judge.evaluation import defined_metrics, evaluate_items
 from crosstune.recipes.judge.examples import ItemCorpus, JudgeBatch, encode_items, find_label_tokens
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge, judge_task
-from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
-from crosstune.recipes.judge.verdicts import JudgeSettings, VerdictFormat, choose_format, training_messages
-from crosstune.recipes.sft import open_tokenizer, write_tokenizer
+from crosstune.recipes.judge.open_splits import open_judge_data
+from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, training_messages
+from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer
 
 
-class JudgeRecipe:
-    """The items of one run, tokenized, and its evaluation."""
-
-    weight_name = "supervised_tokens"
+class JudgeRecipe(TokenRecipe):
+    """The tokenized items of one run, and their evaluation."""
 
     def __init__(self, config: Config, *, model_folder: Path, observer: Observer | None = None) -> None:
-        _check(config)
         self.config, self.observer = config, observer or Observers()
         self.tokenizer = open_tokenizer(config, model_folder)
-        self.data: JudgeData = open_judge_data(config)
+        self.data = open_judge_data(config)
         items = [*self.data.train, *self.data.val]
-        self.verdict: VerdictFormat = choose_format(config.verdict, scale=self.data.scale, items=items)
-        if config.head == "scalar" and self.verdict.name == "winner":
-            raise UserError(
-                "--head scalar does not learn from pairs yet.",
-                why="it learns scores.",
-                do="use --head tokens, or data with a score for each answer",
-            )
+        self.verdict = choose_format(config.verdict, scale=self.data.scale, items=items)
+        _check(config, pairs=self.verdict.name == "winner")
         self.tokens = find_label_tokens(self.verdict, self.tokenizer)
         self._limit = longest_context(model_folder)
-        self.train, self.mixture = self._balanced(self._encode(self.data.train, "training"))
+        self.train = self._encode(self.data.train, "training")
+        if config.balance_scores:
+            self._balance()
+        self.corpus = self.train.corpus
         self.held_out = self._encode(self.data.val, "validation") if self.data.val else None
         self.temperature = 1.0
         if config.head == "scalar":
@@ -71,54 +65,28 @@ class JudgeRecipe:
             progress=show,
         )
 
-    def _balanced(self, corpus: ItemCorpus) -> tuple[ItemCorpus, Mixture | None]:
+    def _balance(self) -> None:
         """Sort the examples by label for a mixture that draws every label equally often."""
-        if not self.config.balance_scores:
-            return corpus, None
-        labels = np.array([self.verdict.label_of(item) for item in corpus.items])
-        order = np.argsort(labels, kind="stable")
-        sizes = tuple(int(size) for size in np.unique(labels, return_counts=True)[1])
-        mixture = Mixture(sizes=sizes, weights=(1.0,) * len(sizes)) if len(sizes) > 1 else None
-        return corpus.ordered(order), mixture
+        labels = np.array([self.verdict.label_of(item) for item in self.train.items])
+        sizes = tuple(np.unique(labels, return_counts=True)[1].tolist())
+        self.train = self.train.ordered(np.argsort(labels, kind="stable"))
+        if len(sizes) > 1:
+            self.mixture = Mixture(sizes=sizes, weights=(1.0,) * len(sizes))
 
     def task(self, engine: str) -> Task:
         return judge_task(self.config.head, engine)
 
-    def longest_row(self) -> int:
-        return int(self.train.corpus.lengths().max())
-
-    def num_rows(self) -> int:
-        return len(self.train)
-
-    def longest_target(self) -> int:
-        return int(self.train.corpus.num_supervised.max())
-
     def longest_batch(self, size: int) -> JudgeBatch:
-        longest = np.argsort(-self.train.corpus.lengths(), kind="stable")
-        places = [int(longest[number % len(longest)]) for number in range(size)]
-        return next(self._batches(self.train, places, size=size))
-
-    def configure(self, config: Config) -> None:
-        self.config = config
-
-    def num_steps(self) -> int:
-        return self._order().num_steps()
+        return next(self._batches(self.train, self.longest_places(size), size=size))
 
     def micro_batches(self, step: int) -> list[JudgeBatch]:
         places = [row[0] for row in self._order().rows(step)]
         return list(self._batches(self.train, places, size=self.config.batch_size))
 
     def _batches(self, corpus: ItemCorpus, places: Sequence[int], *, size: int) -> Iterator[JudgeBatch]:
+        pad_id, by_rows = self.tokenizer.pad_id, self.config.head == "scalar"
         for start in range(0, len(places), size):
-            yield corpus.batch(
-                places[start : start + size],
-                pad_id=self.tokenizer.pad_id,
-                by_rows=self.config.head == "scalar",
-            )
-
-    def rows(self, step: int) -> list[int]:
-        indices = self.train.corpus.rows()
-        return [int(indices[row[0]]) for row in self._order().rows(step)]
+            yield corpus.batch(places[start : start + size], pad_id=pad_id, by_rows=by_rows)
 
     def identity(self) -> str:
         return hashlib.sha256(f"{self.config.head} {self.train.identity()}".encode()).hexdigest()
@@ -126,35 +94,14 @@ class JudgeRecipe:
     def eval_identity(self) -> str | None:
         return self.held_out.identity() if self.held_out is not None else None
 
-    def order(self) -> Mapping[str, Any]:
-        return self._order().identity()
-
-    def position(self, step: int) -> Mapping[str, Any]:
-        following = self.rows(step) if step < self.num_steps() else []
-        return self._order().position(step) | {"next_examples": following}
-
-    def _order(self) -> RowOrder:
-        return RowOrder.from_config(self.config, num_examples=len(self.train), mixture=self.mixture)
-
     def describe(self) -> Mapping[str, Any]:
-        corpus, facts = self.train.corpus, self.train.corpus.store.facts
-        train = corpus.stats | {"rows": facts["rows"], "empty_answers": facts["empty"], "without_answer": 0}
-        train |= {
-            name: facts[name] for name in ("unlocated_answers", "unused_columns", "ignored_by_template")
-        }
+        """Return the data report for the screen, plan.json and the HTML page."""
         counts = Counter(self.verdict.label_of(item) for item in self.train.items)
-        described: dict[str, Any] = {
-            "dataset": self.config.dataset,
-            "format": f"judge: {self.verdict.name}",
-            "identity": self.identity(),
-            "context_length": corpus.limit,
-            "num_steps": self.num_steps(),
-            "train": train,
+        described = self.describe_rows(form=f"judge: {self.verdict.name}", identity=self.identity()) | {
             "scale": str(self.verdict.scale),
             "labels": {text: counts[place] for place, text in enumerate(self.verdict.labels.texts)},
             "groups": len({item.group for item in self.train.items}),
             "leaking_rows": self.data.num_leaking,
-            **portrait(corpus, self.tokenizer),
         }
         if self.held_out is not None:
             described["eval"] = self.held_out.corpus.stats
@@ -162,7 +109,7 @@ class JudgeRecipe:
         notes = [*self.data.notes]
         if self.data.num_leaking:
             notes.append(f"{self.data.num_leaking:,} training rows that are also held out were dropped")
-        warnings = warnings_of(train, num_shared=0)
+        warnings = warnings_of(described["train"], num_shared=0)
         return described | {k: v for k, v in (("notes", notes), ("warnings", warnings)) if v}
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
@@ -205,14 +152,11 @@ class JudgeRecipe:
         if not items or self.config.head == "scalar":
             return []
         texts = judge.generate(items, max_new_tokens=self.config.max_new_tokens)
-        return [
-            Sample(
-                prompt=judge.prompt_text(item),
-                answer=text,
-                reference=str(training_messages(item, self.verdict)[-1]["content"]),
-            )
-            for item, text in zip(items, texts, strict=True)
-        ]
+        samples = []
+        for item, text in zip(items, texts, strict=True):
+            *asked, verdict = (str(each["content"]) for each in training_messages(item, self.verdict))
+            samples.append(Sample(prompt="\n".join(asked), answer=text, reference=verdict))
+        return samples
 
     def complete_result(self, folder: Path) -> None:
         """Write the tokenizer and the judge's settings into the folder of the weights."""
@@ -220,26 +164,25 @@ class JudgeRecipe:
         self.settings().write(folder)
 
 
-def _check(config: Config) -> None:
-    if config.packing:
-        raise UserError(
-            "--packing does not work with the judge recipe.",
-            why="each item with a soft label needs a separate row.",
-            do="remove --packing",
-        )
-    if config.train_on_prompt:
-        raise UserError(
-            "--train_on_prompt does not work with the judge recipe.",
-            why="a judge learns only the verdict.",
-            do="remove it",
-        )
-    if config.truncation in ("cut", "split"):
-        raise UserError(
-            f"--truncation {config.truncation} does not work with the judge recipe.",
-            why="the verdict is at the end of a row, and would be cut off.",
-            do="use --truncation drop, or a longer --context_length",
-        )
-    if config.head == "scalar" and config.train_type not in ("full", "lora"):
-        raise UserError(
-            f"--head scalar does not work with --train_type {config.train_type}.", do="use full or lora"
-        )
+def _check(config: Config, *, pairs: bool) -> None:
+    """Raise for options that a judge does not support."""
+    scalar, cut = config.head == "scalar", config.truncation
+    for wrong, asked, why, do in (
+        (config.packing, "--packing", "each item needs a separate row", "remove --packing"),
+        (config.train_on_prompt, "--train_on_prompt", "a judge learns only the verdict", "remove it"),
+        (
+            cut in ("cut", "split"),
+            f"--truncation {cut}",
+            "the verdict is at the end of a row, and would be cut off",
+            "use --truncation drop, or a longer --context_length",
+        ),
+        (
+            scalar and config.train_type not in ("full", "lora"),
+            f"--head scalar with --train_type {config.train_type}",
+            "a scalar head needs full or lora",
+            "use --train_type full or lora",
+        ),
+        (scalar and pairs, "--head scalar with pairs", "it learns scores", "use --head tokens"),
+    ):
+        if wrong:
+            raise UserError(f"{asked} does not work with the judge recipe.", why=f"{why}.", do=do)
