@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,13 +31,13 @@ class Failure:
     lines: Sequence[str] = ()
     """The last lines of its output; none for rank 0, because it prints to the terminal."""
     ended: bool = False
-    """Whether its launcher stopped it after another failure."""
+    """True if its launcher stopped it after another failure."""
 
     def sentence(self, size: int) -> str:
-        how = (
-            f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"exited with code {self.code}"
-        )
-        if self.code == EXIT_PEER_LOST:
+        how = f"exited with code {self.code}"
+        if self.code < 0:
+            how = f"was killed by {_signal_name(-self.code)}"
+        elif self.code == EXIT_PEER_LOST:
             how = "lost the connection to the others"
         return f"process {self.rank} of {size} (counted from 0, host {self.host}) {how}"
 
@@ -57,16 +55,6 @@ class Report:
     """In the order of failure; ranks that only lost their peers come last."""
     signals: list[int] = field(default_factory=list)
     """The stop signals that the launcher received."""
-
-    def to_json(self, *, limit: int) -> dict[str, Any]:
-        """Return at most `limit` bytes of JSON; drop the output of the last failures to fit."""
-        data = dataclasses.asdict(self)
-        lines = [failure.pop("lines") for failure in data["failures"]]
-        left = limit - len(json.dumps(data))
-        for failure, own in zip(data["failures"], lines, strict=True):
-            left -= len(json.dumps({"lines": own}))
-            failure["lines"] = own if left >= 0 else []
-        return data
 
     @classmethod
     def from_json(cls, data: Any) -> Report:
@@ -134,6 +122,18 @@ class RestartPolicy:
             self.restarts += again
         outcome = _outcome(cause, signals, size=self.size)
         return AttemptDecision(outcome=outcome, again=again, restarts=self.restarts)
+
+
+def lost(node: str, why: str) -> Outcome:
+    """Return the outcome after the connection to a node was lost."""
+    return Outcome(
+        code=EXIT_OUR_FAULT,
+        lines=(
+            f"the connection to {node} was lost, so the run was aborted.",
+            f"  why: {why}: it is down, its launcher was killed, or the network is cut.",
+            "  do:  run the same command with --resume auto on every node to continue from the newest checkpoint",
+        ),
+    )
 
 
 def _signal_name(number: int) -> str:
