@@ -72,8 +72,8 @@ class CausalLoss:
     ) -> tuple[mx.array, MetricSums]:
         """Return the loss times `scale`, differentiable with respect to `weights` of the model.
 
-        All logits together would be the largest array of a step, so each chunk of logits is freed after its part of the
-        loss and the gradient. The head's gradient is computed with the loss and only returned in the backward pass.
+        Each chunk of logits is freed after its part of the loss and the gradient: all logits together would be the largest
+        array of a step. The head's gradient is computed with the loss and returned in the backward pass.
         """
         feed = {**arrays, "counted": arrays["counted"] * scale}
         if self._split is None:
@@ -132,11 +132,8 @@ class CausalLoss:
                 by_weight[name] = by_weight[name] + array if name in by_weight else array
             total = total + found
         put(self.model, weights)
-        return (
-            total,
-            mx.concatenate(by_hidden),
-            {name: array.astype(weights[name].dtype) for name, array in by_weight.items()},
-        )
+        by_weight = {name: array.astype(weights[name].dtype) for name, array in by_weight.items()}
+        return total, mx.concatenate(by_hidden), by_weight
 
     def _caches(self, feed: Arrays) -> dict[str, Any]:
         if "segments" not in feed:
@@ -144,8 +141,8 @@ class CausalLoss:
         return {"cache": document_caches(self.model, feed["segments"])}
 
     def ensure_separates_documents(self) -> None:
-        """Raise unless a document in a packed row has the same logits as alone. Tested once per model: a model without a mask
-        or with absolute positions would silently train on mixed documents."""
+        """Raise unless a document in a packed row has the same logits as alone, tested once per model: a model without a
+        mask or with absolute positions would mix documents."""
         if self._separates:
             return
         # Different boundaries in each row, to detect a mask applied to the wrong row or head.

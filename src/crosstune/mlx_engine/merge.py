@@ -32,7 +32,11 @@ def write_merged(
 
     With `dequantized`, quantized weights keep the values used in training. With `auto`, dtypes do not change.
     """
-    modules = _quantized(session) if dequantized else {}
+    modules = {
+        name.removesuffix(".base"): module
+        for name, module in session.model.named_modules()
+        if dequantized and isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+    }
     target_dtype = None if dtype == "auto" else DTYPES[dtype]
     arrays = _dense(source, adapters=session.adapters, modules=modules, dtype=target_dtype)
     missing = [layer for layer in {*modules, *session.adapters} if f"{layer}.weight" not in arrays]
@@ -46,11 +50,7 @@ def write_merged(
 
 
 def _dense(
-    folder: Path,
-    *,
-    adapters: Mapping[str, AdaptedLinear],
-    modules: Mapping[str, Any],
-    dtype: mx.Dtype | None,
+    folder: Path, *, adapters: Mapping[str, AdaptedLinear], modules: Mapping[str, Any], dtype: mx.Dtype | None
 ) -> dict[str, mx.array]:
     """Return the arrays to write, unevaluated."""
     found: dict[str, mx.array] = {}
@@ -58,24 +58,14 @@ def _dense(
         arrays: Any = mx.load(str(path))
         for name, array in arrays.items():
             layer, _, part = name.rpartition(".")
-            module, is_weight = modules.get(layer), part == "weight"
+            module, kept = modules.get(layer), array.dtype
             if module is not None and part in ("scales", "biases"):
                 continue
-            kept = array.dtype
-            if module is not None and is_weight:
+            if module is not None and part == "weight":
                 kept = kept if mx.issubdtype(kept, mx.floating) else module.scales.dtype
                 array = dense_weight(module, mx.float32)
-            if layer in adapters and is_weight:
+            if layer in adapters and part == "weight":
                 array = adapters[layer].fold(array)
             floating = mx.issubdtype(array.dtype, mx.floating)
             found[name] = array.astype(dtype or kept) if floating else array
     return found
-
-
-def _quantized(session: MlxSession) -> dict[str, Any]:
-    """Return the quantized layers by the names of the dense ones."""
-    return {
-        name.removesuffix(".base"): module
-        for name, module in session.model.named_modules()
-        if isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
-    }

@@ -9,13 +9,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
 from mlx_lm import load
 from mlx_lm.convert import convert
 from mlx_lm.utils import dequantize_model
 
 from crosstune.config.resolve.plan import Plan
-from crosstune.core.errors import LIBRARY_FAULTS, UserError
+from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import (
     PLAIN_BITS,
@@ -26,8 +25,7 @@ from crosstune.core.model_folders import (
     WeightForm,
     Written,
 )
-from crosstune.core.out_of_memory import is_out_of_memory
-from crosstune.mlx_engine.load import DTYPES, check_readable, read_model
+from crosstune.mlx_engine.load import DTYPES, check_readable, read_model, readable_errors
 from crosstune.mlx_engine.merge import write_merged
 from crosstune.mlx_engine.quant import mlx as quant_limits
 from crosstune.mlx_engine.quantized import dense_weight
@@ -91,15 +89,11 @@ class MlxFolders:
     ) -> None:
         if weights.adapter is None:
             write_plain(weights.folder, target, dtype=weights.dtype)
-            return
-        write_merged(
-            target,
-            weights.folder,
-            session,
-            dequantized=weights.quantization is not None,
-            dtype=weights.dtype,
-            on_write=on_bytes,
-        )
+        else:
+            dense = weights.quantization is not None
+            write_merged(
+                target, weights.folder, session, dequantized=dense, dtype=weights.dtype, on_write=on_bytes
+            )
 
     def result_bytes(self, rewrite: Rewrite) -> int:
         num_bytes = sum(path.stat().st_size for path in weight_files(rewrite.source))
@@ -127,30 +121,13 @@ class MlxFolders:
         if read_quantization(source) is not None:
             source = scratch / "plain"
             write_plain(rewrite.source, source, dtype="auto")
-        view = self.readable(source, view=scratch / "respelled")
-        return convert_folder(view, target, bits=form.bits, group_size=form.group_size)
-
-
-def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> list[str]:
-    """Convert a folder of `make_view` to MLX's format, quantized unless `bits` is 16, and return warnings. `target` must
-    not exist."""
-    warnings = _check_groups(view, group_size) if bits != PLAIN_BITS else []
-    try:
-        with hide_output():
-            convert(
-                str(view),
-                str(target),
-                quantize=bits != PLAIN_BITS,
-                q_bits=bits if bits != PLAIN_BITS else None,
-                q_group_size=group_size if bits != PLAIN_BITS else None,
-            )
-    except LIBRARY_FAULTS as error:
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"mlx-lm cannot convert {view}.", why=f"{type(error).__name__}: {str(error)[:400]}"
-        ) from error
-    return warnings
+        view = make_view(source, scratch / "respelled")
+        quantizes = form.bits != PLAIN_BITS
+        options = {"q_bits": form.bits, "q_group_size": form.group_size} if quantizes else {}
+        warnings = _check_groups(view, form.group_size) if quantizes else []
+        with readable_errors(view), hide_output():
+            convert(str(view), str(target), quantize=quantizes, **options)
+        return warnings
 
 
 def _check_groups(folder: Path, group_size: int) -> list[str]:
@@ -178,8 +155,7 @@ def _check_groups(folder: Path, group_size: int) -> list[str]:
 
 
 def write_plain(source: Path, target: Path, *, dtype: str) -> None:
-    """Write a folder with dense weights for transformers and mlx-lm. With dtype `auto`, dequantized weights have the dtype
-    of their scales."""
+    """Write a folder with dense weights; with dtype `auto`, dequantized weights have the dtype of their scales."""
     config = read_config_json(source)
     check_readable(source, config)
     model = dequantize_model(read_model(source, config))
@@ -203,9 +179,5 @@ def make_view(source: Path, view: Path) -> Path:
 def _dense_in_fp32(model: Any) -> Any:
     """Return the model with dense fp32 weights: MLX's CPU kernels need minutes for other formats."""
     model = dequantize_model(model)
-    model.update(
-        tree_map(
-            lambda p: p.astype(mx.float32) if mx.issubdtype(p.dtype, mx.floating) else p, model.parameters()
-        )
-    )
+    model.set_dtype(mx.float32)
     return model

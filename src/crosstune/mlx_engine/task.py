@@ -33,7 +33,7 @@ class BuildContext:
     """The hub id of the base model, if it came from there."""
     trained: bool = True
     compiled: bool = False
-    """Whether steps are compiled. Padding arrays to a few shapes then saves recompilation."""
+    """True if steps are compiled; padding arrays to a few shapes then avoids recompilation."""
 
 
 class MlxTask(Protocol):
@@ -54,11 +54,9 @@ class MlxTask(Protocol):
 
 
 class Loss(Protocol):
-    """The loss of an opened model."""
+    """The loss of an opened model, summed over a batch, and its metrics."""
 
-    def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        """Return the summed loss and the metrics."""
-        ...
+    def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]: ...
 
     def scaled(
         self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
