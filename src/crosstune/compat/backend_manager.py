@@ -86,16 +86,14 @@ class BackendManager:
         self.verbose = verbose
         self._is_here = machine is None
         self.machine = probe_machine() if machine is None else machine
-        specs, available = backend_specs(), self.machine.available()
-        found = [backend for backend in Backend if backend.value in available]
-        self._available_backends = sorted(found, key=lambda backend: specs[backend.value].preference)
+        self._available_backends, specs = self._detect_available_backends(), backend_specs()
         self.backend = Backend(fastest_backend(self.machine)) if wanted is None else wanted
         if self.backend not in self._available_backends:
             report = self.machine.backends.get(self.backend.value)
             reason = report.reason if report is not None else f"{self.machine.name} has no report on it"
             raise ValueError(
                 f"Backend '{self.backend}' is not available: {reason}. {specs[self.backend.value].install}. "
-                f"Available backends: {', '.join(available) or 'none'}."
+                f"Available backends: {', '.join(map(str, self._available_backends)) or 'none'}."
             )
         if machine is None:
             # Probing quantizers takes seconds, so it is done for the chosen backend only.
@@ -120,6 +118,11 @@ class BackendManager:
     def backend_type(self) -> str:
         """The backend's name, such as "mlx"."""
         return self.backend.value
+
+    def _detect_available_backends(self) -> list[Backend]:
+        """Return the available backends, in the order of preference of `auto`."""
+        found = map(Backend, self.machine.available())
+        return sorted(found, key=lambda backend: backend_specs()[backend.value].preference)
 
     def supports_quantization(self, bits: int) -> bool:
         return bits in self.capabilities.quantization_bits

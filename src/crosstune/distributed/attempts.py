@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from crosstune.core.errors import (
@@ -73,19 +73,13 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a run: exit code and messages."""
+    """The end of an attempt, the same on every node: exit code and messages, or a restart."""
 
     code: int
     lines: tuple[str, ...] = ()
     """Messages for the user, in addition to the output of rank 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptDecision:
-    """Restart, or end with an outcome; the same on every node."""
-
-    outcome: Outcome
     again: bool = False
+    """True if the run starts again."""
     restarts: int = 0
     """Restarts after a failure so far."""
 
@@ -101,8 +95,8 @@ class RestartPolicy:
     restarts: int = 0
     num_ports_taken: int = 0
 
-    def decide(self, reports: Sequence[Report]) -> AttemptDecision:
-        """Return the decision; `reports` starts with the node that failed first.
+    def decide(self, reports: Sequence[Report]) -> Outcome:
+        """Return the outcome; `reports` starts with the node that failed first.
 
         Restart after a rank was killed, lost its connection or crashed, but not after a user's mistake, a hang or a signal.
         """
@@ -111,7 +105,7 @@ class RestartPolicy:
         signals = [number for report in reports for number in report.signals]
         failures = [failure for report in reports for failure in report.failures]
         if not failures:
-            return AttemptDecision(outcome=Outcome(code=max(codes)))
+            return Outcome(code=max(codes))
         cause = _first_cause(failures)
         again = False
         if EXIT_PORT_TAKEN in codes and not signals:
@@ -121,7 +115,7 @@ class RestartPolicy:
             again = self.restarts < self.max_restarts
             self.restarts += again
         outcome = _outcome(cause, signals, size=self.size)
-        return AttemptDecision(outcome=outcome, again=again, restarts=self.restarts)
+        return replace(outcome, again=again, restarts=self.restarts if again else 0)
 
 
 def lost(node: str, why: str) -> Outcome:

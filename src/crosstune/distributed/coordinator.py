@@ -113,10 +113,10 @@ class Coordinator:
         """Run attempts until the restart policy ends the run."""
         policy = RestartPolicy(size=self._join(), max_restarts=self.max_restarts)
         while True:
-            decision = policy.decide(self._run(policy.attempt, size=policy.size))
-            if not decision.again:
-                return decision.outcome
-            self._tell({"again": decision.restarts, "lines": list(decision.outcome.lines)})
+            outcome = policy.decide(self._run(policy.attempt, size=policy.size))
+            if not outcome.again:
+                return outcome
+            self._tell({"again": outcome.restarts, "lines": list(outcome.lines)})
 
     def _finish(self, outcome: Outcome) -> None:
         """Tell the other nodes first and let them hang up: this process exits once our own launcher is told."""

@@ -76,12 +76,12 @@ def launch(
             board.clear()
             processes.start(command, environments(folder, begin))
             processes.wait(link.should_stop, LauncherWatch(board, limit_s=collective_s).verdict)
-            decision = link.decide(processes.report())
-            if not decision.again:
-                return decision.outcome
-            if decision.restarts and decision.outcome.lines:
-                cause, *rest = decision.outcome.lines
-                again = f"Starting again from the newest checkpoint (restart {decision.restarts} of {max_restarts})."
+            outcome = link.decide(processes.report())
+            if not outcome.again:
+                return outcome
+            if outcome.restarts and outcome.lines:
+                cause, *rest = outcome.lines
+                again = f"Starting again from the newest checkpoint (restart {outcome.restarts} of {max_restarts})."
                 say([f"{cause} {again}", *(line for line in rest if not line.startswith("  do:"))])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from crosstune.core import __version__
 from crosstune.core.errors import EXIT_OUR_FAULT, UserError
-from crosstune.distributed.attempts import AttemptDecision, Outcome, Report, RestartPolicy, lost
+from crosstune.distributed.attempts import Outcome, Report, RestartPolicy, lost
 from crosstune.distributed.environment import Nodes
 from crosstune.distributed.master import check_master, free_ports, reach
 from crosstune.files.json_files import parse_json
@@ -61,7 +61,7 @@ class OneMachine:
     def should_stop(self, failed: bool) -> bool:
         return False
 
-    def decide(self, report: Report) -> AttemptDecision:
+    def decide(self, report: Report) -> Outcome:
         return self._policy.decide([report])
 
 
@@ -118,14 +118,11 @@ class SeveralMachines:
                 self._channel.inbox.put(message)  # for `decide`
         return self._stop
 
-    def decide(self, report: Report) -> AttemptDecision:
+    def decide(self, report: Report) -> Outcome:
         """Return the coordinator's decision after the ranks of all nodes have exited."""
         self._channel.send({"report": dataclasses.asdict(report)})
         message = self._await("again", "end")
-        if message is None:
-            return AttemptDecision(outcome=self._lost())
-        restarts = message.get("again", 0)
-        return AttemptDecision(outcome=_outcome(message), restarts=restarts, again="again" in message)
+        return self._lost() if message is None else _outcome(message)
 
     def _connect(self, connect_s: float) -> Channel:
         address, port = self._nodes.master_addr, self._nodes.master_port
@@ -156,7 +153,8 @@ class SeveralMachines:
 
 def _outcome(message: Message) -> Outcome:
     lines = tuple(str(line) for line in message.get("lines") or ())
-    return Outcome(code=int(message.get("end", EXIT_OUR_FAULT)), lines=lines)
+    code, restarts = int(message.get("end", EXIT_OUR_FAULT)), message.get("again", 0)
+    return Outcome(code=code, lines=lines, again="again" in message, restarts=restarts)
 
 
 class Channel:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from crosstune.core.errors import UserError
 from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.split_head import TRIAL_ERRORS, find_head_weights, split_model
-from crosstune.mlx_engine.task import Arrays, MetricSums
+from crosstune.mlx_engine.task import Arrays, Loss, MetricSums
 
 LOGITS_AT_A_TIME, PLACES_AT_LEAST = 2**24, 512
 """Logits per chunk at most, and positions per chunk at least: smaller chunks would leave a GPU idle."""
@@ -21,7 +21,7 @@ _ROUNDING = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
 """Largest difference between two ways to compute the same logits, relative to the largest logit."""
 
 
-class CausalLoss:
+class CausalLoss(Loss):
     """Cross entropy in fp32, summed over the supervised tokens of a batch.
 
     Rows are padded on the right and attention is causal, so no token attends to padding. If the model can be split

@@ -18,7 +18,7 @@ from crosstune.mlx_engine.limits import memory_errors, set_limits
 from crosstune.mlx_engine.load import DTYPES, num_parameters
 from crosstune.mlx_engine.optimizer import Masters, Optimizer
 from crosstune.mlx_engine.session import MlxSession, TextSession
-from crosstune.mlx_engine.task import BuildContext, Gradients, Loss, MlxTask, PlainLoss
+from crosstune.mlx_engine.task import BuildContext, Gradients, Loss, MlxTask
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 from crosstune.models.adapter_choice import AdapterSettings
@@ -61,7 +61,7 @@ def open_session(
         total_parameters = num_parameters(model)
         adapters = adapt(model, plan, last_layers=settings.num_layers)
         model.eval()  # its mode between steps
-        loss: Loss = task.prepare_loss(model) if isinstance(task, CausalLM) else PlainLoss(model, task.loss)
+        loss = task.prepare_loss(model) if isinstance(task, CausalLM) else Loss(model, task.loss)
         if trained:
             if config.use_gradient_checkpointing:
                 recompute_activations(model, random=not is_text)

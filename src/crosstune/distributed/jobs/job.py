@@ -213,7 +213,7 @@ def fill(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    quote = functools.partial(yaml.safe_dump, default_style='"', allow_unicode=True, width=math.inf)
+    quote: Any = functools.partial(yaml.safe_dump, default_style='"', allow_unicode=True, width=math.inf)
     environment.filters |= {"sh": shlex.quote, "yaml": lambda text: quote(text).strip()}
     return environment.get_template(template).render(**values)
 
