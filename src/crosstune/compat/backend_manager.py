@@ -121,7 +121,7 @@ class BackendManager:
 
     def _detect_available_backends(self) -> list[Backend]:
         """Return the available backends, in the order of preference of `auto`."""
-        found = map(Backend, self.machine.available())
+        found = [backend for backend in Backend if backend.value in self.machine.available()]
         return sorted(found, key=lambda backend: backend_specs()[backend.value].preference)
 
     def supports_quantization(self, bits: int) -> bool:

@@ -111,25 +111,17 @@ def _report(backend: str | Backend | None, machine: Machine | None) -> BackendRe
 
 def _problems(config: QuantizationConfig, report: BackendReport) -> list[str]:
     """Return why one configuration, without its `layer_configs`, does not run on the backend."""
-    problems = [] if _computes(config, report) else [_no_such_type(config, report)]
     try:
         check_config(config)
+        found = _library_problem(config, report)
     except ValueError as error:
-        return [str(error), *problems]
-    return problems if _runs(config, report) else [_why_not_here(config, report), *problems]
+        found = str(error)
+    return [problem for problem in (found, _dtype_problem(config, report)) if problem]
 
 
-def _runs(config: QuantizationConfig, report: BackendReport) -> bool:
-    library = config.method.library
-    return library == "none" or config.bits in report.quantizers.get(library, ())
-
-
-def _computes(config: QuantizationConfig, report: BackendReport) -> bool:
-    name = dtype_name(config.compute_dtype)
-    return name is None or DTYPES[name] in report.dtypes
-
-
-def _why_not_here(config: QuantizationConfig, report: BackendReport) -> str:
+def _library_problem(config: QuantizationConfig, report: BackendReport) -> str:
+    if config.method.library == "none" or config.bits in report.quantizers.get(config.method.library, ()):
+        return ""
     runs = [f"{name} {'/'.join(map(str, sorted(bits)))}" for name, bits in report.quantizers.items()]
     return (
         f"{config.method.name} with {config.bits} bits does not run on {report.name}; "
@@ -137,19 +129,19 @@ def _why_not_here(config: QuantizationConfig, report: BackendReport) -> str:
     )
 
 
-def _no_such_type(config: QuantizationConfig, report: BackendReport) -> str:
+def _dtype_problem(config: QuantizationConfig, report: BackendReport) -> str:
+    name = dtype_name(config.compute_dtype)
     works = [name for name, short in DTYPES.items() if short in report.dtypes]
-    return (
-        f"compute_dtype {dtype_name(config.compute_dtype)} does not work on {report.name}; "
-        f"these do: {', '.join(works)}."
-    )
+    if name is None or name in works:
+        return ""
+    return f"compute_dtype {name} does not work on {report.name}; these do: {', '.join(works)}."
 
 
 def _adjust(config: QuantizationConfig, report: BackendReport) -> tuple[QuantizationConfig, list[str]]:
     """Return the configuration that will run, and a sentence for each change."""
     used, changes = config, []
-    missing = [each for each in each_config(config) if not _runs(each, report)]
-    if missing:
+    problems = [problem for each in each_config(config) if (problem := _library_problem(each, report))]
+    if problems:
         used = _with_other_library(config, report) or replace(
             config,
             method=QuantizationMethod.NONE,
@@ -159,10 +151,10 @@ def _adjust(config: QuantizationConfig, report: BackendReport) -> tuple[Quantiza
             layer_configs={},
         )
         layers = " and layer_configs is dropped" if config.layer_configs and not used.layer_configs else ""
-        changes.append(f"{_why_not_here(missing[0], report)} {used.method.name} is used instead{layers}.")
-    if not _computes(used, report):
+        changes.append(f"{problems[0]} {used.method.name} is used instead{layers}.")
+    if problem := _dtype_problem(used, report):
         better = "float16" if "fp16" in report.dtypes else "float32"
-        changes.append(f"{_no_such_type(used, report)} {better} is used instead.")
+        changes.append(f"{problem} {better} is used instead.")
         used = replace(used, compute_dtype=torch_dtype(DTYPES[better]))
     return used, changes
 
@@ -174,6 +166,6 @@ def _with_other_library(config: QuantizationConfig, report: BackendReport) -> Qu
         if not all(method_for(library, bits) for bits in widths):
             continue
         moved = config.moved_to(library)
-        if moved is not None and all(_runs(each, report) for each in each_config(moved)):
+        if moved is not None and not any(_library_problem(each, report) for each in each_config(moved)):
             return moved
     return None

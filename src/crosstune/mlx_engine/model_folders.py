@@ -25,11 +25,11 @@ from crosstune.core.model_folders import (
     WeightForm,
     Written,
 )
+from crosstune.mlx_engine.adapters import AdaptedLinear
 from crosstune.mlx_engine.load import DTYPES, check_readable, read_model, readable_errors
-from crosstune.mlx_engine.merge import write_merged
 from crosstune.mlx_engine.quant import mlx as quant_limits
 from crosstune.mlx_engine.quantized import dense_weight
-from crosstune.mlx_engine.save_model import save_model
+from crosstune.mlx_engine.save_model import save_arrays, save_model
 from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.folder import read_config_json, weight_files
@@ -63,8 +63,9 @@ class MlxFolders:
     def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
         assert gguf is None, "mlx-lm does not read GGUF files"
         model: Any = load(str(folder))[0]
-        if mx.default_device() == mx.Device(mx.cpu):
-            model = _dense_in_fp32(model)
+        if mx.default_device() == mx.Device(mx.cpu):  # its kernels need minutes for other formats
+            model = dequantize_model(model)
+            model.set_dtype(mx.float32)
         return [np.array(model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
 
     def variant_logits(
@@ -87,13 +88,26 @@ class MlxFolders:
     def write_dense(
         self, target: Path, weights: DenseWeights, *, session: Any = None, on_bytes: OnBytes | None = None
     ) -> None:
+        """Write dense weights, with the session's adapters merged; quantized weights keep their values in training."""
         if weights.adapter is None:
             write_plain(weights.folder, target, dtype=weights.dtype)
-        else:
-            dense = weights.quantization is not None
-            write_merged(
-                target, weights.folder, session, dequantized=dense, dtype=weights.dtype, on_write=on_bytes
+            return
+        modules = {
+            name.removesuffix(".base"): module
+            for name, module in session.model.named_modules()
+            if weights.quantization is not None
+            and isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+        }
+        dtype = None if weights.dtype == "auto" else DTYPES[weights.dtype]
+        arrays = _dense(weights.folder, adapters=session.adapters, modules=modules, dtype=dtype)
+        missing = [layer for layer in {*modules, *session.adapters} if f"{layer}.weight" not in arrays]
+        if missing:
+            raise UserError(
+                f"{weights.folder} cannot be merged by MLX.",
+                why=f"mlx-lm renames {len(missing)} of its layers, such as {missing[0]}.",
+                do="merge it on a machine with torch, or use mlx_lm.fuse",
             )
+        save_arrays(target, arrays, base=weights.folder, on_write=on_bytes)
 
     def result_bytes(self, rewrite: Rewrite) -> int:
         num_bytes = sum(path.stat().st_size for path in weight_files(rewrite.source))
@@ -165,6 +179,28 @@ def write_plain(source: Path, target: Path, *, dtype: str) -> None:
     save_model(target, model, base=source)
 
 
+def _dense(
+    folder: Path, *, adapters: Mapping[str, AdaptedLinear], modules: Mapping[str, Any], dtype: mx.Dtype | None
+) -> dict[str, mx.array]:
+    """Return the arrays of a folder with adapters merged, unevaluated; without `dtype` they keep theirs."""
+    found: dict[str, mx.array] = {}
+    for path in weight_files(folder):
+        arrays: Any = mx.load(str(path))
+        for name, array in arrays.items():
+            layer, _, part = name.rpartition(".")
+            module, kept = modules.get(layer), array.dtype
+            if module is not None and part in ("scales", "biases"):
+                continue
+            if module is not None and part == "weight":
+                kept = kept if mx.issubdtype(kept, mx.floating) else module.scales.dtype
+                array = dense_weight(module, mx.float32)
+            if layer in adapters and part == "weight":
+                array = adapters[layer].fold(array)
+            floating = mx.issubdtype(array.dtype, mx.floating)
+            found[name] = array.astype(dtype or kept) if floating else array
+    return found
+
+
 def make_view(source: Path, view: Path) -> Path:
     """Make a folder of symlinks to the same files, with a config.json that mlx-lm reads correctly."""
     view.mkdir()
@@ -174,10 +210,3 @@ def make_view(source: Path, view: Path) -> Path:
     (view / CONFIG).write_bytes((source / CONFIG).read_bytes())
     respell_folder(view)
     return view
-
-
-def _dense_in_fp32(model: Any) -> Any:
-    """Return the model with dense fp32 weights: MLX's CPU kernels need minutes for other formats."""
-    model = dequantize_model(model)
-    model.set_dtype(mx.float32)
-    return model

@@ -85,7 +85,13 @@ def save_quantized(model: nn.Module, folder: Path, *, config: Mapping[str, Any])
     staged.replace(target)
     architecture = _save_architecture(model, folder, spec)
     if spec is not None:
-        _write_quantization(folder, quantized, spec)
+        facts = {}
+        for name, layer in quantized.items():
+            own = layer.recipe.spec
+            assert own is not None
+            facts[name] = {**layer.stored.facts, **({"spec": own.to_json()} if own != spec else {})}
+        dtype = Counter(layer.dense_dtype for layer in quantized.values()).most_common(1)[0][0]
+        write_record(folder, spec=spec, dtype=dtype, layers=facts, original=None)
     described = {
         "config": config,
         "architecture": architecture,
@@ -160,16 +166,6 @@ def _describe(layer: QuantizedLinear | HalfLinear) -> dict[str, Any]:
         "dtype": name_dtype(dtype),
         "recipe": layer.recipe.to_json(),
     }
-
-
-def _write_quantization(folder: Path, layers: Mapping[str, QuantizedLinear], usual: QuantSpec) -> None:
-    facts = {}
-    for name, layer in layers.items():
-        spec = layer.recipe.spec
-        assert spec is not None
-        facts[name] = {**layer.stored.facts, **({"spec": spec.to_json()} if spec != usual else {})}
-    dtype = Counter(layer.dense_dtype for layer in layers.values()).most_common(1)[0][0]
-    write_record(folder, spec=usual, dtype=dtype, layers=facts, original=None)
 
 
 def _folder_tensors(
