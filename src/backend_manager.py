@@ -1,4 +1,4 @@
-"""The guides' import path: `from backend_manager import BackendManager, Backend`."""
+"""The original import path: `from backend_manager import BackendManager, Backend`."""
 
 from crosstune.compat.backend_manager import (
     CAPABILITIES,

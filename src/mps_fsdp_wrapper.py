@@ -1,4 +1,4 @@
-"""The guides' import path: `from mps_fsdp_wrapper import MPSFSDPWrapper`."""
+"""The original import path: `from mps_fsdp_wrapper import MPSFSDPWrapper`."""
 
 from crosstune.compat.mps_fsdp import (
     MPSFSDPConfig,
@@ -9,7 +9,7 @@ from crosstune.compat.mps_fsdp import (
     wrap_model_for_mps,
 )
 
-# The guides set two variables for each process; torch's init_process_group needs four.
+# Programs of the original interface set two variables for each process; torch's init_process_group needs four.
 meet_on_this_machine()
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The guides' import path: `from quantization_wrapper import QuantizationConfig, QuantizationMethod`."""
+"""The original import path: `from quantization_wrapper import QuantizationConfig, QuantizationMethod`."""
 
 from crosstune.compat.quantization_adapters import (
     BitsAndBytesAdapter,

@@ -51,7 +51,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         arguments[1].write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("crosstune.compat.torch_parts.fsdp_file.save_file", fail)
+    monkeypatch.setattr("crosstune.compat.torch_parts.fsdp_checkpoint.save_file", fail)
     with pytest.raises(UserError, match=r"could not be written(.|\n)*No space left"):
         wrapper.save_checkpoint(make(0)[0], path, epoch=2)
     assert wrapper.load_checkpoint(make(1)[0], path)["epoch"] == 1
@@ -103,7 +103,7 @@ def test_another_optimizer_or_none_is_explained(tmp_path: Path) -> None:
     train(model, optimizer, 1)
     wrapper.save_checkpoint(model, tmp_path / "with.pt", optimizer=optimizer)
     wrapper.save_checkpoint(model, tmp_path / "without.pt")
-    with pytest.raises(UserError, match="does not fit this optimizer"):
+    with pytest.raises(UserError, match="does not match this optimizer"):
         wrapper.load_checkpoint(
             model, tmp_path / "with.pt", optimizer=torch.optim.SGD(model.parameters(), lr=1)
         )

@@ -191,7 +191,7 @@ def test_limits_are_set_and_memory_is_counted(tiny_model: Path, tmp_path: Path, 
 
 
 def feed(session: MlxSession, batch: Any, *, compiled: bool = False) -> dict[str, mx.array]:
-    session.task.opening = replace(session.parts.opening, compiled=compiled)
+    session.task.opening = replace(session.opening, compiled=compiled)
     return {name: mx.array(array) for name, array in session.task.arrays(batch).items()}
 
 
@@ -205,7 +205,7 @@ def test_logits_by_parts_give_the_step_of_logits_at_once(
     found: list[tuple[float, float, dict[str, Any], float]] = []
     for most in (None, 3, 1):
         session = open_session(folder, train_type=method)
-        session.parts.loss.places_at_a_time = most
+        session.loss.places_at_a_time = most
         result = train_step(session, window, lr=1e-3)
         moments = session.export_state().moments["first_moment"]
         found.append((result.loss, result.grad_norm, dict(moments), session.evaluate(window).loss))
@@ -223,10 +223,10 @@ def test_logits_by_parts_take_less_memory(tiny_model: Path, window: list[Any]) -
     session = open_session(tiny_model)
     arrays = feed(session, window[0])
     many = arrays | {name: mx.tile(arrays[name], 200) for name in ("places", "targets", "counted")}
-    gradients = session.parts.gradients
+    gradients = session.gradients
     peaks = []
     for most in (len(many["places"].tolist()), 64):
-        session.parts.loss.places_at_a_time = most
+        session.loss.places_at_a_time = most
         mx.eval(gradients(session.masters.published, many, session.key, scale=1.0))
         mx.clear_cache()
         mx.reset_peak_memory()
@@ -247,7 +247,7 @@ def test_a_compiled_step_is_the_same_step(tiny_model: Path, tmp_path: Path, wind
     plain.write_text(json.dumps({"num_layers": 1}))
     options = {"lora_target_modules": "q_proj,up_proj", "lora_dropout": 0.2}
     compiled = open_session(tiny_model, mlx_config=str(path), **options)
-    assert compiled.parts.opening.compiled
+    assert compiled.opening.compiled
     ordinary = open_session(tiny_model, mlx_config=str(plain), **options)
     for _ in range(3):
         expected = train_step(ordinary, window, lr=1e-2)

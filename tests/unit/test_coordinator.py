@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -154,7 +155,7 @@ class Machine:
 
 
 def report(rank: int) -> dict[str, Any]:
-    return Report(codes={rank: 0}).to_json(limit=LONGEST_LINE)
+    return dataclasses.asdict(Report(codes={rank: 0}))
 
 
 @pytest.mark.parametrize(

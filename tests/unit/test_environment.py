@@ -63,7 +63,7 @@ def test_a_process_on_its_own_is_no_rank(tmp_path: Path) -> None:
         ("{", "0", "is not an MLX ring host file"),
         ('[{"ssh": "mac1"}, {"ssh": "mac2"}]', "0", "is not an MLX ring host file"),
         ('[["a:1"], ["b:1"]]', "2", "MLX_RANK cannot be '2'"),
-        (None, "0", "Cannot read the host file"),
+        (None, "0", "is not an MLX ring host file"),
         ("", "0", "do not form a ring"),
     ],
 )

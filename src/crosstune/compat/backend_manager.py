@@ -1,4 +1,4 @@
-"""BackendManager of the guides, built on the probe of this machine."""
+"""BackendManager of the original interface, built on the probe of this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Backend(Enum):
 
 @dataclass
 class BackendCapabilities:
-    """The capabilities of a backend on this machine, under the guides' names."""
+    """The capabilities of a backend on this machine, under their original names."""
 
     quantization_bits: list[int] = field(default_factory=list)
     supports_distributed: bool = False
@@ -48,7 +48,7 @@ class BackendCapabilities:
     supports_bfloat16: bool = False
     supports_flash_attention: bool = False
     max_model_size: float | None = None
-    """Billions of parameters for which LoRA training is estimated to fit; None when the memory is unknown."""
+    """Billions of parameters for which LoRA training is estimated to fit; None if the memory is unknown."""
     distributed_backend: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -86,17 +86,20 @@ class BackendManager:
         self.verbose = verbose
         self._is_here = machine is None
         self.machine = probe_machine() if machine is None else machine
-        self._available_backends = self._detect_available_backends()
+        self._available_backends, specs = self._detect_available_backends(), backend_specs()
         self.backend = Backend(fastest_backend(self.machine)) if wanted is None else wanted
         if self.backend not in self._available_backends:
-            raise ValueError(_why_not_available(self.machine, self.backend))
-        if machine is None:
-            # Probing the quantizers costs seconds, so it is done for the chosen backend only.
-            probed = probe_backend(backend_specs()[self.backend.value], quantizers=quantizer_names())
-            self.machine = replace(
-                self.machine,
-                backends={**self.machine.backends, self.backend.value: probed},
+            report = self.machine.backends.get(self.backend.value)
+            reason = report.reason if report is not None else f"{self.machine.name} has no report on it"
+            raise ValueError(
+                f"Backend '{self.backend}' is not available: {reason}. {specs[self.backend.value].install}. "
+                f"Available backends: {', '.join(map(str, self._available_backends)) or 'none'}."
             )
+        if machine is None:
+            # Probing quantizers takes seconds, so it is done for the chosen backend only.
+            probed = probe_backend(specs[self.backend.value], quantizers=quantizer_names())
+            backends = {**self.machine.backends, self.backend.value: probed}
+            self.machine = replace(self.machine, backends=backends)
         self.report = self.machine.backends[self.backend.value]
         self.device = _device(self.report)
         self.capabilities = find_capabilities(self.machine, self.backend)
@@ -107,7 +110,7 @@ class BackendManager:
     def from_env(
         cls, verbose: bool = True, *, environment: Mapping[str, str] | None = None
     ) -> BackendManager:
-        """Return the manager of the backend named by FSDP_BACKEND; unset or `auto`, of the fastest one here."""
+        """Return the manager of $FSDP_BACKEND; if it is unset or `auto`, of the fastest backend."""
         variables = os.environ if environment is None else environment
         return cls(backend=variables.get("FSDP_BACKEND") or None, verbose=verbose)
 
@@ -118,18 +121,16 @@ class BackendManager:
 
     def _detect_available_backends(self) -> list[Backend]:
         """Return the available backends, in the order of preference of `auto`."""
-        available = self.machine.available()
-        specs = backend_specs()
-        found = [backend for backend in Backend if backend.value in available]
-        return sorted(found, key=lambda backend: specs[backend.value].preference)
+        found = [backend for backend in Backend if backend.value in self.machine.available()]
+        return sorted(found, key=lambda backend: backend_specs()[backend.value].preference)
 
     def supports_quantization(self, bits: int) -> bool:
         return bits in self.capabilities.quantization_bits
 
     def get_dtype(self, prefer_bfloat16: bool = True) -> Any:
-        """Return the first dtype that works here: bfloat16 unless not preferred, then float16, then float32.
+        """Return the first supported dtype: bfloat16 if preferred, then float16, then float32.
 
-        On a CPU it is bfloat16 only where that is clearly faster, as for `train`, and otherwise float32.
+        On a CPU, as for `train`, it is bfloat16 only if that is clearly faster, otherwise float32.
         """
         return torch_dtype(preferred_dtype(self.report, prefer_bfloat16=prefer_bfloat16))
 
@@ -137,16 +138,16 @@ class BackendManager:
         return self.capabilities.distributed_backend
 
     def validate_model_size(self, model_size_b: float) -> None:
-        """Raise a ValueError when the model is too large to train here."""
+        """Raise a ValueError if the model is too large to train on this backend."""
         limit = self.capabilities.max_model_size
         if limit is not None and model_size_b > limit:
             raise ValueError(
-                f"A model of {model_size_b:g}B parameters exceeds the limit of backend '{self.backend}' here: "
+                f"A model of {model_size_b:g}B parameters exceeds the limit of backend '{self.backend}': "
                 f"about {limit:g}B parameters fit into {self.report.memory_total_bytes / GIB:.1f} GiB."
             )
 
     def get_memory_info(self) -> dict[str, int | float]:
-        """Return the current memory of the first device in bytes; for a given `machine`, the recorded one."""
+        """Return the current memory of the first device in bytes; for a given `machine`, its recorded memory."""
         total, free = self.report.memory_total_bytes, self.report.memory_free_bytes
         allocated = reserved = 0
         if self._is_here:
@@ -166,37 +167,34 @@ class BackendManager:
         }
 
     def get_optimal_batch_size(self, model_size_b: float, sequence_length: int = 2048) -> int:
-        """Estimate the largest batch for LoRA training in the free memory, with a base of 4 bits, or of 8 or 16 if 4 do not run."""
+        """Estimate the largest batch for LoRA in free memory, with the narrowest base that runs: 4, 8 or 16 bits."""
         limit = min(_usable_bytes(self.machine, self.report), self.report.memory_free_bytes)
         return max(1, estimate_batch(self.report, model_size_b, limit=limit, context=sequence_length))
 
     def _summary(self) -> list[str]:
         capabilities, report = self.capabilities, self.report
-        others = ", ".join(str(backend) for backend in self._available_backends)
-        lines = [
-            f"{self.machine.name}: {self.machine.system}, {self.machine.processor}, {self.machine.num_cores} cores",
-            f"  available backends   {others}",
-            f"  backend              {self.backend} (device {self.device})",
-        ]
-        lines += [
-            f"  device {index}             {device.name}, {device.memory_free_bytes / GIB:.1f} of "
-            f"{device.memory_total_bytes / GIB:.1f} GiB free"
-            for index, device in enumerate(report.devices)
-        ]
         quantizers = [f"{name} {'/'.join(map(str, bits))}" for name, bits in report.quantizers.items()]
-        lines += [
-            f"  dtypes               {', '.join(report.dtypes)} (bf16 matmul {report.bf16_speedup:g}x fp32)",
-            f"  quantization bits    {', '.join(map(str, capabilities.quantization_bits))} "
-            f"({'; '.join(quantizers) or 'none'})",
-            f"  distributed          {'yes' if capabilities.supports_distributed else 'no'}"
-            f" ({capabilities.distributed_backend or 'no library'})",
-            f"  FSDP                 {'yes' if capabilities.supports_fsdp else 'no'}",
-            f"  attention            {', '.join(report.attention) or 'plain'}",
-            f"  largest model        about {capabilities.max_model_size:g}B parameters"
-            if capabilities.max_model_size
-            else "",
-        ]
-        return [line for line in lines if line] + [f"  note: {note}" for note in capabilities.notes]
+        bits = ", ".join(map(str, capabilities.quantization_bits))
+        rows = {
+            "available backends": ", ".join(map(str, self._available_backends)),
+            "backend": f"{self.backend} (device {self.device})",
+        }
+        for index, device in enumerate(report.devices):
+            free, total = device.memory_free_bytes / GIB, device.memory_total_bytes / GIB
+            rows[f"device {index}"] = f"{device.name}, {free:.1f} of {total:.1f} GiB free"
+        rows |= {
+            "dtypes": f"{', '.join(report.dtypes)} (bf16 matmul {report.bf16_speedup:g}x fp32)",
+            "quantization bits": f"{bits} ({'; '.join(quantizers) or 'none'})",
+            "distributed": capabilities.distributed_backend or "no",
+            "FSDP": "yes" if capabilities.supports_fsdp else "no",
+            "attention": ", ".join(report.attention) or "plain",
+        }
+        if capabilities.max_model_size:
+            rows["largest model"] = f"about {capabilities.max_model_size:g}B parameters"
+        machine = self.machine
+        lines = [f"{machine.name}: {machine.system}, {machine.processor}, {machine.num_cores} cores"]
+        lines += [f"  {title:<20} {value}" for title, value in rows.items()]
+        return lines + [f"  note: {note}" for note in capabilities.notes]
 
 
 def get_backend_manager(backend: str | Backend | None = None, verbose: bool = True) -> BackendManager:
@@ -204,12 +202,12 @@ def get_backend_manager(backend: str | Backend | None = None, verbose: bool = Tr
 
 
 def detect_backend() -> Backend:
-    """Return the backend that `auto` selects here."""
+    """Return the backend that `auto` selects on this machine."""
     return Backend(fastest_backend(probe_machine()))
 
 
 def get_device(backend: str | Backend | None = None) -> Any:
-    """Return the torch.device of a backend; by default, of the fastest one."""
+    """Return the torch.device of a backend, by default the fastest."""
     return BackendManager(backend, verbose=False, machine=probe_machine()).device
 
 
@@ -226,17 +224,8 @@ def _find(backend: str | Backend | None) -> Backend | None:
     return Backend(name)
 
 
-def _why_not_available(machine: Machine, backend: Backend) -> str:
-    report, spec = machine.backends.get(backend.value), backend_specs()[backend.value]
-    reason = report.reason if report is not None else f"{machine.name} has no report on it"
-    return (
-        f"Backend '{backend}' is not available: {reason}. {spec.install}. "
-        f"Available here: {', '.join(machine.available()) or 'none'}."
-    )
-
-
 def _device(report: BackendReport) -> Any:
-    """Return the torch.device, `cpu` for MLX; only its name when torch is missing."""
+    """Return the torch.device, `cpu` for MLX; only its name without torch."""
     name = report.device if report.engine == "torch" else "cpu"
     return torch_device(name) if find_spec("torch") is not None else name
 
@@ -310,10 +299,7 @@ def estimate_batch(
 
 
 def _largest_model_b(machine: Machine, report: BackendReport) -> float | None:
-    """Return the largest model in billions of parameters whose training on one row of 512 tokens is estimated to fit.
-
-    From 10B on it is rounded down to a whole number.
-    """
+    """Return the billions of parameters that are estimated to fit with one row of 512 tokens; whole from 10B on."""
     if not report.devices:
         return None
     limit = _usable_bytes(machine, report)

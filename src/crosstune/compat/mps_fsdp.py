@@ -1,4 +1,4 @@
-"""MPSFSDPWrapper of the guides: FSDP2 for custom training loops, on Apple GPUs and other devices."""
+"""MPSFSDPWrapper of the original interface: FSDP2 for custom training loops, on Apple GPUs and other devices."""
 
 from __future__ import annotations
 
@@ -17,27 +17,20 @@ if find_spec("torch") is None:
 
 from crosstune.compat.torch_parts import fsdp_memory, fsdp_model
 from crosstune.compat.torch_parts.fsdp_blocks import blocks_of_class, choose_blocks
-from crosstune.compat.torch_parts.fsdp_checkpoint import load_file, save_file
+from crosstune.compat.torch_parts.fsdp_checkpoint import load_model, save_model
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
-from crosstune.compat.torch_parts.fsdp_model import (
-    check_mps_fsdp_compatibility as check_mps_fsdp_compatibility,
-)
-from crosstune.compat.torch_parts.fsdp_model import connect
 from crosstune.core.names import unknown_name
 
-_PROFILES = 1000
-"""Profiles that a wrapper keeps."""
+check_mps_fsdp_compatibility = fsdp_model.check_mps_fsdp_compatibility
 
 
 class MPSFSDPWrapper:
-    """Shards models over processes with FSDP2, and saves and loads them whole.
+    """Shards models across processes with FSDP2; saves and loads full (unsharded) checkpoints.
 
-    The device is the backend manager's, if one is given; otherwise the model's GPU, or the best device here.
+    The device is the backend manager's if there is one; otherwise the model's GPU, or the best available device.
     """
 
     def __init__(self, config: MPSFSDPConfig | None = None, backend_manager: Any = None) -> None:
-        if config is not None and not isinstance(config, MPSFSDPConfig):
-            raise UserError(f"A {type(config).__name__} is not an MPSFSDPConfig.")
         self.config = MPSFSDPConfig() if config is None else config
         self.backend_manager = backend_manager
         self.device = backend_manager.device if backend_manager is not None else fsdp_model.find_device()
@@ -66,8 +59,13 @@ class MPSFSDPWrapper:
             self.device = self.memory_optimizer.device = fsdp_model.find_device(model)
         for problem in fsdp_model.list_adjustments(self.config):
             self._adjust(problem)
-        connect(self.config)
-        compute = self._compute_dtype(param_dtype)
+        fsdp_model.connect(self.config)
+        if param_dtype is not None:
+            self.config.compute_dtype = param_dtype
+        wanted = self.config.compute_dtype
+        compute = fsdp_model.usable_dtype(wanted, self.device)
+        if compute != wanted:
+            self._adjust(f"compute_dtype: {compute} instead of {wanted}, which {self.device.type} lacks")
         problem = fsdp_model.fsdp_problem(self.device) if self._may_run_whole() else ""
         if problem:
             self._adjust(
@@ -84,26 +82,15 @@ class MPSFSDPWrapper:
         )
 
     def _may_run_whole(self) -> bool:
-        """Return whether to try FSDP2 first: torch may not support it on MPS, and one process can do without it."""
+        """True if FSDP2 may fail, on MPS, and is not needed, in one process."""
         return self.device.type == "mps" and self.config.world_size == 1
-
-    def _compute_dtype(self, param_dtype: Any) -> Any:
-        if param_dtype is not None:
-            self.config.compute_dtype = param_dtype
-        wanted = self.config.compute_dtype
-        used = fsdp_model.usable_dtype(wanted, self.device)
-        if used != wanted:
-            self._adjust(
-                f"compute_dtype: {used} instead of {wanted}: {self.device.type} does not support that here"
-            )
-        return used
 
     def save_checkpoint(
         self, model: Any, checkpoint_path: str | Path, optimizer: Any = None, **metadata: Any
     ) -> Path:
-        """Write the whole model, the optimizer's state and plain values to one file. Every process calls it."""
+        """Write the full model, the optimizer state and plain values to one file. A collective call."""
         path = Path(checkpoint_path).expanduser()
-        saved = save_file(model, path, optimizer=optimizer, metadata=metadata)
+        saved = save_model(model, path, optimizer=optimizer, metadata=metadata)
         if self.config.aggressive_memory_optimization:
             self.memory_optimizer.cleanup()
         return saved
@@ -111,24 +98,24 @@ class MPSFSDPWrapper:
     def load_checkpoint(
         self, model: Any, checkpoint_path: str | Path, optimizer: Any = None, strict: bool = True
     ) -> dict[str, Any]:
-        """Load a file of save_checkpoint at any number of processes, and return the saved values.
+        """Load a file of save_checkpoint, even if the world size changed, and return the saved values.
 
         Without `strict`, weights that only one side has are skipped and listed under missing_keys and unexpected_keys.
         """
         path = Path(checkpoint_path).expanduser()
-        return load_file(model, path, optimizer=optimizer, strict=strict)
+        return load_model(model, path, optimizer=optimizer, strict=strict)
 
     @contextmanager
     def profile_memory(self) -> Iterator[fsdp_memory.MemoryProfile]:
-        """Measure the memory of a block of code; print it if config.profile_memory is set."""
+        """Measure memory within the context; print it if config.profile_memory is set."""
         with fsdp_memory.measure(self.device) as profile:
             yield profile
-        self.profiles = [*self.profiles, profile][-_PROFILES:]
+        self.profiles.append(profile)
         if self.config.profile_memory:
             print(profile)
 
     def get_memory_stats(self) -> dict[str, Any]:
-        """Return allocated_gb, reserved_gb and more of the device, in GiB; on the CPU, of this process."""
+        """Return allocated_gb, reserved_gb and more for the device, in GiB; on the CPU, for this process."""
         return fsdp_memory.memory_stats(self.device)
 
     def _adjust(self, what: str) -> None:

@@ -27,7 +27,7 @@ HALF_TYPES = ("float16", "bfloat16")
 
 def each_config(config: QuantizationConfig) -> list[QuantizationConfig]:
     """Return the configuration, and one for each entry of its `layer_configs`."""
-    return [config, *(config.with_overrides(word) for word in config.layer_configs)]
+    return [config, *(config.with_overrides(word, value) for word, value in config.layer_configs.items())]
 
 
 def check_config(config: QuantizationConfig) -> None:
@@ -38,7 +38,7 @@ def check_config(config: QuantizationConfig) -> None:
         hint = f"use {better.name}" if better else f"use bits={own}"
         raise ValueError(f"{config.method.name} has {own} bits, not {config.bits}; {hint}.")
     if config.method.library == "hqq" and config.bits == 16:
-        raise ValueError("HQQ has no 16 bits; use NONE.")
+        raise ValueError("HQQ does not support 16 bits; use NONE.")
     if config.method.library in torch_quantizer_names() and find_spec("torch") is not None:
         from crosstune.torch_engine.quantized import open_quantizer
 
@@ -56,7 +56,7 @@ def without_effect(config: QuantizationConfig) -> list[str]:
     texts = [text for _, text in _unused(config)]
     for word, asked in config.layer_configs.items():
         names = asked if isinstance(asked, Mapping) else ()
-        unused = _unused(config.with_overrides(word))
+        unused = _unused(config.with_overrides(word, asked))
         texts += [f"layer_configs[{word!r}]: {text}" for name, text in unused if name in names]
     return texts
 
@@ -75,12 +75,8 @@ def _unused(config: QuantizationConfig) -> list[tuple[str, str]]:
         "quant_scale": library != "hqq" and config.quant_scale,
         "storage_dtype": storage not in stored_as,
     }
-    hints = {"group_size": ": block_size sets the size of its blocks"} if blocked else {}
     texts = [
-        (
-            name,
-            f"{name}={getattr(config, name)} has no effect with {config.method.name}{hints.get(name, '')}.",
-        )
+        (name, f"{name}={getattr(config, name)} has no effect with {config.method.name}.")
         for name, is_unused in unused.items()
         if is_unused
     ]
@@ -232,7 +228,7 @@ class FallbackAdapter(_TorchAdapter):
 
 
 class MLXAdapter(_LibraryAdapter):
-    """Every method raises: MLX quantizes only MLX models. The error names the command to use."""
+    """Every method raises: MLX quantizes only MLX models. The error shows the command to use."""
 
     library = "mlx"
 
@@ -272,15 +268,7 @@ def _check_patterns(config: QuantizationConfig, names: list[str]) -> None:
     quantized = [name for name in names if config.for_layer(name) is not None]
     for pattern in config.layer_configs:
         if not any(matches(pattern, name) for name in quantized):
-            skipped = any(matches(pattern, name) for name in names)
-            raise ValueError(
-                f"layer_configs[{pattern!r}] matches "
-                + (
-                    "only layers that skip_modules leaves out."
-                    if skipped
-                    else "no linear layer of this model."
-                )
-            )
+            raise ValueError(f"layer_configs[{pattern!r}] matches no linear layer that is quantized.")
     for pattern in config.skip_modules:
         if pattern != "lm_head" and not any(matches(pattern, name) for name in names):
             _warn(f"skip_modules: {pattern!r} matches no linear layer of this model.")
@@ -290,9 +278,8 @@ def _check_installed(library: str) -> None:
     quantizer = read_quantizers()[library]
     top = quantizer.library.partition(".")[0]
     if find_spec(top) is None or find_spec(quantizer.library) is None:
-        raise UserError(
-            f"{library} is not installed.", do=f"{quantizer.install_command}, or use another method"
-        )
+        do = f"{quantizer.install_command}, or use a different method"
+        raise UserError(f"{library} is not installed.", do=do)
 
 
 def _warn(text: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
 
 from crosstune.compat.backend_manager import Backend, BackendManager, estimate_batch, preferred_dtype
 from crosstune.compat.quantization_adapters import ADAPTERS, check_config, each_config, without_effect
@@ -35,7 +34,7 @@ def create_quantization_adapter(
     machine: Machine | None = None,
     strict: bool = False,
 ) -> QuantizationAdapter:
-    """Return an adapter for the configuration, or for the nearest one that runs on the backend.
+    """Return an adapter for the configuration, changed if needed to run on the backend.
 
     Each change raises a warning and is recorded in `adjustments`; with `strict` it raises a ValueError.
     """
@@ -58,7 +57,7 @@ def create_quantization_adapter(
 def validate_quantization_config(
     config: QuantizationConfig, backend: str | Backend | None, *, machine: Machine | None = None
 ) -> list[str]:
-    """Return every problem of the configuration on the backend; an empty list means that it runs unchanged."""
+    """Return the problems of the configuration on the backend; an empty list if it runs unchanged."""
     try:
         report = _report(backend, machine)
     except ValueError as error:
@@ -74,9 +73,9 @@ def get_recommended_config(
     *,
     machine: Machine | None = None,
 ) -> QuantizationConfig:
-    """Return the configuration with the most bits at which LoRA training with batch size 1 is estimated to fit.
+    """Return the configuration with the most bits for which LoRA at batch size 1 is estimated to fit.
 
-    Warn if none fits, and return the smallest one.
+    If none fits, warn and return the one with the fewest bits.
     """
     if model_size_b <= 0 or available_memory_gb <= 0:
         raise ValueError("model_size_b and available_memory_gb must be greater than 0.")
@@ -112,51 +111,50 @@ def _report(backend: str | Backend | None, machine: Machine | None) -> BackendRe
 
 def _problems(config: QuantizationConfig, report: BackendReport) -> list[str]:
     """Return why one configuration, without its `layer_configs`, does not run on the backend."""
-    problems = [] if _computes(config, report) else [_no_such_type(config, report)]
     try:
         check_config(config)
+        found = _library_problem(config, report)
     except ValueError as error:
-        return [str(error), *problems]
-    return problems if _runs(config, report) else [_why_not_here(config, report), *problems]
+        found = str(error)
+    return [problem for problem in (found, _dtype_problem(config, report)) if problem]
 
 
-def _runs(config: QuantizationConfig, report: BackendReport) -> bool:
-    library = config.method.library
-    return library == "none" or config.bits in report.quantizers.get(library, ())
-
-
-def _computes(config: QuantizationConfig, report: BackendReport) -> bool:
-    name = dtype_name(config.compute_dtype)
-    return name is None or DTYPES[name] in report.dtypes
-
-
-def _why_not_here(config: QuantizationConfig, report: BackendReport) -> str:
+def _library_problem(config: QuantizationConfig, report: BackendReport) -> str:
+    if config.method.library == "none" or config.bits in report.quantizers.get(config.method.library, ()):
+        return ""
     runs = [f"{name} {'/'.join(map(str, sorted(bits)))}" for name, bits in report.quantizers.items()]
     return (
-        f"{config.method.name} with {config.bits} bits does not run on {report.name} here; "
+        f"{config.method.name} with {config.bits} bits does not run on {report.name}; "
         f"these run: {'; '.join(runs) or 'none'} (and NONE, 16 bits)."
     )
 
 
-def _no_such_type(config: QuantizationConfig, report: BackendReport) -> str:
+def _dtype_problem(config: QuantizationConfig, report: BackendReport) -> str:
+    name = dtype_name(config.compute_dtype)
     works = [name for name, short in DTYPES.items() if short in report.dtypes]
-    return (
-        f"compute_dtype {dtype_name(config.compute_dtype)} does not work on {report.name} here; "
-        f"these do: {', '.join(works)}."
-    )
+    if name is None or name in works:
+        return ""
+    return f"compute_dtype {name} does not work on {report.name}; these do: {', '.join(works)}."
 
 
 def _adjust(config: QuantizationConfig, report: BackendReport) -> tuple[QuantizationConfig, list[str]]:
     """Return the configuration that will run, and a sentence for each change."""
     used, changes = config, []
-    missing = [each for each in each_config(config) if not _runs(each, report)]
-    if missing:
-        used = _with_other_library(config, report) or _sixteen_bits(config, report)
+    problems = [problem for each in each_config(config) if (problem := _library_problem(each, report))]
+    if problems:
+        used = _with_other_library(config, report) or replace(
+            config,
+            method=QuantizationMethod.NONE,
+            bits=16,
+            quant_type="nf4",
+            storage_dtype=None if "bf16" in report.dtypes else "float16",
+            layer_configs={},
+        )
         layers = " and layer_configs is dropped" if config.layer_configs and not used.layer_configs else ""
-        changes.append(f"{_why_not_here(missing[0], report)} {used.method.name} is used instead{layers}.")
-    if not _computes(used, report):
+        changes.append(f"{problems[0]} {used.method.name} is used instead{layers}.")
+    if problem := _dtype_problem(used, report):
         better = "float16" if "fp16" in report.dtypes else "float32"
-        changes.append(f"{_no_such_type(used, report)} {better} is used instead.")
+        changes.append(f"{problem} {better} is used instead.")
         used = replace(used, compute_dtype=torch_dtype(DTYPES[better]))
     return used, changes
 
@@ -168,18 +166,6 @@ def _with_other_library(config: QuantizationConfig, report: BackendReport) -> Qu
         if not all(method_for(library, bits) for bits in widths):
             continue
         moved = config.moved_to(library)
-        if moved is not None and all(_runs(each, report) for each in each_config(moved)):
+        if moved is not None and not any(_library_problem(each, report) for each in each_config(moved)):
             return moved
     return None
-
-
-def _sixteen_bits(config: QuantizationConfig, report: BackendReport) -> QuantizationConfig:
-    storage: Any = None if "bf16" in report.dtypes else "float16"
-    return replace(
-        config,
-        method=QuantizationMethod.NONE,
-        bits=16,
-        quant_type="nf4",
-        storage_dtype=storage,
-        layer_configs={},
-    )

@@ -1,7 +1,8 @@
-"""Define the guides' QuantizationConfig, QuantizationMethod, and the interfaces of adapters and quantized layers."""
+"""Define QuantizationConfig, QuantizationMethod, and the interfaces of adapters and quantized layers."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -17,17 +18,7 @@ HQQ_BITS = (1, 2, 3, 4, 8, 16)
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """torch's names of the compute dtypes -> crosstune's."""
 _OTHER_NAMES = {"float": "float32", "half": "float16"} | {short: name for name, short in DTYPES.items()}
-LAYER_OPTIONS = (
-    "method",
-    "bits",
-    "group_size",
-    "compute_dtype",
-    "double_quant",
-    "quant_type",
-    "block_size",
-    "quant_zero",
-    "quant_scale",
-)
+NOT_PER_LAYER = ("storage_dtype", "layer_configs", "skip_modules", "backend_options")
 
 
 class QuantizationMethod(Enum):
@@ -54,8 +45,8 @@ class QuantizationMethod(Enum):
         """The bits in the method's name; None for HQQ, which supports several."""
         if self is QuantizationMethod.NONE:
             return 16
-        digits = "".join(character for character in self.value if character.isdigit())
-        return int(digits) if digits else None
+        found = re.search(r"[0-9]+", self.value)
+        return int(found[0]) if found else None
 
 
 @dataclass
@@ -85,11 +76,10 @@ class QuantizationConfig:
     """Layer pattern (see `matches`) -> a number of bits, or a dict of options. When several match, later ones win."""
     skip_modules: list[str] = field(default_factory=lambda: ["lm_head"])
     backend_options: dict[str, Any] = field(default_factory=dict)
-    """Accepted because the guides pass it; each entry raises a warning, as no backend has options."""
+    """Part of the original interface; each entry raises a warning, as no backend has options."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.method, QuantizationMethod):
-            self.method = _read_method(self.method)
+        self.method = _read_method(self.method)
         if self.bits is None:
             self.bits = self.method.bits or 4
         allowed = HQQ_BITS if self.method.library == "hqq" else BITS
@@ -106,29 +96,42 @@ class QuantizationConfig:
         self.layer_configs = dict(self.layer_configs or {})
         self.skip_modules = list(self.skip_modules if self.skip_modules is not None else ["lm_head"])
         self.backend_options = dict(self.backend_options or {})
-        for word in self.layer_configs:
-            self.with_overrides(word)
+        for word, value in self.layer_configs.items():
+            self.with_overrides(word, value)
 
     def for_layer(self, name: str) -> QuantizationConfig | None:
-        """Return the configuration of one layer; None when the layer is skipped."""
+        """Return the configuration of one layer; None if the layer is skipped."""
         if any(matches(word, name) for word in self.skip_modules):
             return None
         config = self
-        for word in self.layer_configs:
+        for word, value in self.layer_configs.items():
             if matches(word, name):
-                config = config.with_overrides(word, table=self.layer_configs)
+                config = config.with_overrides(word, value)
         return config
 
-    def with_overrides(self, word: str, *, table: Mapping[str, Any] | None = None) -> QuantizationConfig:
-        """Return this configuration with the overrides of `layer_configs[word]`."""
-        asked = _read_overrides(word, (self.layer_configs if table is None else table)[word])
+    def with_overrides(self, word: str, value: Any) -> QuantizationConfig:
+        """Return this configuration with an entry of `layer_configs`, and without the others."""
+        values = _read_overrides(word, value)
         try:
-            return self._changed(asked)
+            method = self.method
+            if "method" in values:
+                method = _read_method(values["method"])
+            elif "bits" in values:
+                found = method_for(method.library, values["bits"])
+                if found is None:
+                    raise ValueError(
+                        f"{method.library} does not support {values['bits']} bits; specify a method that does."
+                    )
+                method = found
+            if method is not self.method:
+                # A quant_type such as fp4 belongs to the method it was chosen for.
+                values = {"quant_type": "nf4", "bits": None} | values
+            return replace(self, **{"layer_configs": {}, **values, "method": method})
         except ValueError as error:
             raise ValueError(f"layer_configs[{word!r}]: {error}") from error
 
     def moved_to(self, library: str) -> QuantizationConfig | None:
-        """Return the configuration for another library with the same group size; None when it lacks these bits."""
+        """Return the configuration for a different library with the same group size; None if it lacks these bits."""
         method = method_for(library, self.bits)
         if method is None:
             return None
@@ -150,24 +153,6 @@ class QuantizationConfig:
                 table["compute_dtype"] = dtype_name(table["compute_dtype"])
         return values | {"method": self.method.value, "layer_configs": tables}
 
-    def _changed(self, asked: Mapping[str, Any]) -> QuantizationConfig:
-        values = dict(asked)
-        if "method" in values:
-            method = _read_method(values["method"])
-        elif "bits" in values:
-            found = method_for(self.method.library, values["bits"])
-            if found is None:
-                raise ValueError(
-                    f"{self.method.library} does not support {values['bits']} bits; name a method that does."
-                )
-            method = found
-        else:
-            method = self.method
-        if method is not self.method:
-            # A quant_type such as fp4 belongs to the method it was chosen for.
-            values = {"quant_type": "nf4", "bits": None} | values
-        return replace(self, **{"layer_configs": {}, **values, "method": method})
-
 
 def method_for(library: str, bits: int) -> QuantizationMethod | None:
     """Return the library's method with these bits; 16 bits is NONE for every library."""
@@ -179,8 +164,7 @@ def method_for(library: str, bits: int) -> QuantizationMethod | None:
 
 
 def matches(word: str, name: str) -> bool:
-    """Return whether `word` matches the layer `name`: consecutive whole parts of the name, such as lm_head, layers.0 or
-    mlp.up_proj, or a pattern with * or ? that matches the whole name."""
+    """True if `word` is consecutive parts of the name, such as lm_head or layers.0, or a pattern with * or ?."""
     if "*" in word or "?" in word:
         return fnmatchcase(name, word)
     wanted, parts = word.split("."), name.split(".")
@@ -210,12 +194,13 @@ def _read_overrides(word: str, value: Any) -> dict[str, Any]:
         return {"bits": value}
     if not isinstance(value, Mapping):
         raise ValueError(f"layer_configs[{word!r}] is neither a number of bits nor a dict of options.")
-    unknown = [key for key in value if key not in LAYER_OPTIONS]
+    options = [item.name for item in fields(QuantizationConfig) if item.name not in NOT_PER_LAYER]
+    unknown = [key for key in value if key not in options]
     if unknown:
-        close = nearest(str(unknown[0]), LAYER_OPTIONS)
+        close = nearest(str(unknown[0]), options)
         hint = f" Did you mean {close[0]}?" if close else ""
         raise ValueError(
-            f"layer_configs[{word!r}] has no option {unknown[0]!r}.{hint} Options: {', '.join(LAYER_OPTIONS)}."
+            f"layer_configs[{word!r}] has no option {unknown[0]!r}.{hint} Options: {', '.join(options)}."
         )
     return dict(value)
 
@@ -228,7 +213,7 @@ class QuantizedLinear(ABC):
 
     @abstractmethod
     def quantize_weights(self, weight: Any) -> None:
-        """Replace the weight by this dense weight, quantized."""
+        """Quantize a dense weight and replace the layer's weight with it."""
 
     @abstractmethod
     def dequantize_weights(self, dtype: Any = None) -> Any:
@@ -270,4 +255,4 @@ class QuantizationAdapter(ABC):
 
     @abstractmethod
     def load_quantized_model(self, path: str | Path, model: Any = None, *, device: Any = None) -> Any:
-        """Return the saved model, bit for bit. Pass a model that is not from transformers, newly built, as `model`."""
+        """Return the saved model, bit for bit. Unless it is from transformers, pass it newly built as `model`."""

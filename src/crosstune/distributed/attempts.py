@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from crosstune.core.errors import (
@@ -33,13 +31,13 @@ class Failure:
     lines: Sequence[str] = ()
     """The last lines of its output; none for rank 0, because it prints to the terminal."""
     ended: bool = False
-    """Whether its launcher stopped it after another failure."""
+    """True if its launcher stopped it after another failure."""
 
     def sentence(self, size: int) -> str:
-        how = (
-            f"was killed by {_signal_name(-self.code)}" if self.code < 0 else f"exited with code {self.code}"
-        )
-        if self.code == EXIT_PEER_LOST:
+        how = f"exited with code {self.code}"
+        if self.code < 0:
+            how = f"was killed by {_signal_name(-self.code)}"
+        elif self.code == EXIT_PEER_LOST:
             how = "lost the connection to the others"
         return f"process {self.rank} of {size} (counted from 0, host {self.host}) {how}"
 
@@ -58,16 +56,6 @@ class Report:
     signals: list[int] = field(default_factory=list)
     """The stop signals that the launcher received."""
 
-    def to_json(self, *, limit: int) -> dict[str, Any]:
-        """Return at most `limit` bytes of JSON; drop the output of the last failures to fit."""
-        data = dataclasses.asdict(self)
-        lines = [failure.pop("lines") for failure in data["failures"]]
-        left = limit - len(json.dumps(data))
-        for failure, own in zip(data["failures"], lines, strict=True):
-            left -= len(json.dumps({"lines": own}))
-            failure["lines"] = own if left >= 0 else []
-        return data
-
     @classmethod
     def from_json(cls, data: Any) -> Report:
         """Return the report of another node; raise ValueError for anything else."""
@@ -85,19 +73,13 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a run: exit code and messages."""
+    """The end of an attempt, the same on every node: exit code and messages, or a restart."""
 
     code: int
     lines: tuple[str, ...] = ()
     """Messages for the user, in addition to the output of rank 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptDecision:
-    """Restart, or end with an outcome; the same on every node."""
-
-    outcome: Outcome
     again: bool = False
+    """True if the run starts again."""
     restarts: int = 0
     """Restarts after a failure so far."""
 
@@ -113,8 +95,8 @@ class RestartPolicy:
     restarts: int = 0
     num_ports_taken: int = 0
 
-    def decide(self, reports: Sequence[Report]) -> AttemptDecision:
-        """Return the decision; `reports` starts with the node that failed first.
+    def decide(self, reports: Sequence[Report]) -> Outcome:
+        """Return the outcome; `reports` starts with the node that failed first.
 
         Restart after a rank was killed, lost its connection or crashed, but not after a user's mistake, a hang or a signal.
         """
@@ -123,7 +105,7 @@ class RestartPolicy:
         signals = [number for report in reports for number in report.signals]
         failures = [failure for report in reports for failure in report.failures]
         if not failures:
-            return AttemptDecision(outcome=Outcome(code=max(codes)))
+            return Outcome(code=max(codes))
         cause = _first_cause(failures)
         again = False
         if EXIT_PORT_TAKEN in codes and not signals:
@@ -133,7 +115,19 @@ class RestartPolicy:
             again = self.restarts < self.max_restarts
             self.restarts += again
         outcome = _outcome(cause, signals, size=self.size)
-        return AttemptDecision(outcome=outcome, again=again, restarts=self.restarts)
+        return replace(outcome, again=again, restarts=self.restarts if again else 0)
+
+
+def lost(node: str, why: str) -> Outcome:
+    """Return the outcome after the connection to a node was lost."""
+    return Outcome(
+        code=EXIT_OUR_FAULT,
+        lines=(
+            f"the connection to {node} was lost, so the run was aborted.",
+            f"  why: {why}: it is down, its launcher was killed, or the network is cut.",
+            "  do:  run the same command with --resume auto on every node to continue from the newest checkpoint",
+        ),
+    )
 
 
 def _signal_name(number: int) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from crosstune.core import __version__
 from crosstune.core.errors import EXIT_OUR_FAULT, EXIT_USER_MUST_ACT, PortTaken, UserError, readable
-from crosstune.distributed.attempts import Outcome, Report, RestartPolicy
+from crosstune.distributed.attempts import Outcome, Report, RestartPolicy, lost
 from crosstune.distributed.environment import MOST_PROCESSES, Nodes
 from crosstune.distributed.links import Channel, Message
 from crosstune.distributed.master import free_ports, listen
@@ -100,7 +100,7 @@ class Coordinator:
             channel.close()
 
     def _coordinate(self) -> None:
-        """Run all attempts. A bug here must also end the run: the launchers would wait forever."""
+        """Run all attempts. A bug must end the run too: the launchers would wait forever."""
         outcome = Outcome(code=EXIT_OUR_FAULT, lines=("the launcher of node 0 failed; its output says how.",))
         try:
             outcome = self._lead()
@@ -113,10 +113,10 @@ class Coordinator:
         """Run attempts until the restart policy ends the run."""
         policy = RestartPolicy(size=self._join(), max_restarts=self.max_restarts)
         while True:
-            decision = policy.decide(self._run(policy.attempt, size=policy.size))
-            if not decision.again:
-                return decision.outcome
-            self._tell({"again": decision.restarts, "lines": list(decision.outcome.lines)})
+            outcome = policy.decide(self._run(policy.attempt, size=policy.size))
+            if not outcome.again:
+                return outcome
+            self._tell({"again": outcome.restarts, "lines": list(outcome.lines)})
 
     def _finish(self, outcome: Outcome) -> None:
         """Tell the other nodes first and let them hang up: this process exits once our own launcher is told."""
@@ -141,12 +141,9 @@ class Coordinator:
                 self._admit(*self._arrived.get(timeout=max(0.0, deadline - time.monotonic())))
             except queue.Empty:
                 numbers = ", ".join(str(node) for node in missing[:8])
-                raise _RunEnded(
-                    _refusal(
-                        f"Of the {self.nodes.num_nodes} nodes, NODE_RANK {numbers} did not connect within {self.connect_s:g} s.",
-                        do="start the command on every node, with the same NNODES, MASTER_ADDR and MASTER_PORT",
-                    )
-                ) from None
+                problem = f"NODE_RANK {numbers} did not connect within {self.connect_s:g} s."
+                do = "start the command on every node, with the same NNODES, MASTER_ADDR and MASTER_PORT"
+                raise _RunEnded(_refusal(problem, do=do)) from None
         size = 0
         for _, member in sorted(self._members.items()):
             member.first_rank, size = size, size + member.num_local
@@ -160,23 +157,15 @@ class Coordinator:
             return
         member = Member(node=node, host=host, num_local=num_local, channel=channel)
         if hello.get("version") != __version__:
-            refusal = _refusal(
-                f"{member.name} has crosstune {hello.get('version')}, node 0 has {__version__}.",
-                do="install the same version on every node",
-            )
+            problem = f"{member.name} has crosstune {hello.get('version')}, node 0 has {__version__}."
         elif hello.get("nodes") != self.nodes.num_nodes or not 0 <= node < self.nodes.num_nodes:
-            refusal = _refusal(
-                f"{member.name} has NNODES {hello.get('nodes')}, node 0 has {self.nodes.num_nodes}.",
-                do="set the same NNODES on every node",
-            )
+            problem = f"{member.name} has NNODES {hello.get('nodes')}, node 0 has {self.nodes.num_nodes}."
         elif node in self._members:
-            refusal = _refusal(
-                f"{self._members[node].host} and {host} both have NODE_RANK {node}.",
-                do="set NODE_RANK to 0, 1, ... on the nodes",
-            )
+            problem = f"{self._members[node].host} and {host} both have NODE_RANK {node}."
         else:
             self._members[node] = member
             return
+        refusal = _refusal(problem, do="set the same NNODES and NODE_RANK 0, 1, ... with the same crosstune")
         channel.send({"end": refusal.code, "lines": list(refusal.lines)})
         raise _RunEnded(refusal)
 
@@ -201,10 +190,7 @@ class Coordinator:
                         if len(failed) == 1:
                             self._tell({"stop": attempt})
                 if node not in reports and member.channel.silent_s() > self.lost_s:
-                    raise _lost(
-                        member,
-                        f"it was silent for {self.lost_s:g} s: it is down, its launcher was killed, or the network is cut.",
-                    )
+                    raise _RunEnded(lost(member.name, f"it was silent for {self.lost_s:g} s"))
             time.sleep(_POLL_S)
         return [reports[node] for node in (*failed, *(node for node in reports if node not in failed))]
 
@@ -216,25 +202,11 @@ class Coordinator:
 def _read_report(member: Member, data: object) -> Report:
     try:
         report = Report.from_json(data)
-    except ValueError as error:
-        raise _lost(member, f"it sent a report that cannot be read: {error}.") from error
-    ranks = range(member.first_rank, member.first_rank + member.num_local)
-    if missing := set(ranks) - set(report.codes):
-        raise _lost(member, f"it sent a report without rank {min(missing)}.")
+    except ValueError:
+        report = Report(codes={})
+    if not set(range(member.first_rank, member.first_rank + member.num_local)) <= set(report.codes):
+        raise _RunEnded(lost(member.name, "it sent a report that cannot be read"))
     return report
-
-
-def _lost(member: Member, why: str) -> _RunEnded:
-    return _RunEnded(
-        Outcome(
-            code=EXIT_OUR_FAULT,
-            lines=(
-                f"the connection to {member.name} was lost, so the run was aborted.",
-                f"  why: {why}",
-                "  do:  run the same command with --resume auto on every node to continue from the newest checkpoint",
-            ),
-        )
-    )
 
 
 def _refusal(problem: str, *, do: str) -> Outcome:

@@ -21,12 +21,8 @@ from crosstune.files.json_files import JSON_LIMIT, parse_json
 from crosstune.files.plain_files import UnreadableFile, read_plain_text
 from crosstune.process.ranks import Ranks
 
-LAUNCHER = "CROSSTUNE_LAUNCHER"
-"""The variable with the launcher's process id."""
-LAUNCH_FOLDER = "CROSSTUNE_LAUNCH_FOLDER"
-"""The variable with the launcher's private folder."""
-ATTEMPT = "CROSSTUNE_ATTEMPT"
-"""The variable with the number of restarts by the launcher."""
+LAUNCHER, LAUNCH_FOLDER, ATTEMPT = "CROSSTUNE_LAUNCHER", "CROSSTUNE_LAUNCH_FOLDER", "CROSSTUNE_ATTEMPT"
+"""Variables with the launcher's process id, its private folder, and the number of its restarts."""
 DEFAULT_PORT = 29500
 """The default port of torchrun."""
 MOST_PROCESSES = 2**20
@@ -36,6 +32,7 @@ _SLURM_PORTS_FROM, _NUM_SLURM_PORTS = 20_000, 12_000
 _ADDRESS = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")
 _SLURM_HOSTS = re.compile(r"([^\[\],]+)(?:\[([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)\])?([^\[\],]*)")
 _SLURM_TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
+_START_BOTH = "start the processes with `crosstune train --world_size N` or torchrun, which set both"
 
 Environment = Mapping[str, str]
 
@@ -53,7 +50,7 @@ class Nodes:
 
 
 def read_ranks(config: Config | None = None) -> Ranks | None:
-    """Return the rank of this process; None when it was started alone."""
+    """Return the rank of this process; None if it was started alone."""
     return ranks_in(with_options(os.environ, config))
 
 
@@ -76,22 +73,19 @@ def with_options(environment: Environment, config: Config | None) -> Environment
 
 
 def ranks_in(environment: Environment) -> Ranks | None:
-    """Return the rank in these variables; None for a process that was started alone."""
+    """Return the rank in these variables; None if the process was started alone."""
     if environment.get("MLX_RANK"):
         return _ring_ranks(environment)
     if _has(environment, "RANK"):
         return _torch_ranks(environment)
     if _first_set(environment, "NNODES", "NPROC_PER_NODE"):
         return None  # for a launcher
-    if (ranks := _slurm_ranks(environment)) is not None:
-        return ranks
-    if (size := _read_number(environment, "WORLD_SIZE", low=1, default=1)) > 1:
+    ranks = _slurm_ranks(environment)
+    if ranks is None and (size := _read_number(environment, "WORLD_SIZE", low=1, default=1)) > 1:
         raise UserError(
-            f"WORLD_SIZE is {size}, but RANK is not set.",
-            why="the process cannot know which of them it is.",
-            do="start the processes with `crosstune train --world_size N` or torchrun, which set both, or unset WORLD_SIZE",
+            f"WORLD_SIZE is {size}, but RANK is not set.", do=f"{_START_BOTH}, or unset WORLD_SIZE"
         )
-    return None
+    return ranks
 
 
 def nodes_in(environment: Environment) -> Nodes | None:
@@ -100,14 +94,11 @@ def nodes_in(environment: Environment) -> Nodes | None:
         return None
     num_nodes = _read_number(environment, "NNODES", low=1, default=1)
     num_local = _read_number(environment, "NPROC_PER_NODE", low=1, default=0) or None
-    needed = {"NODE_RANK": "which of them this node is", "MASTER_ADDR": "where node 0 is"}
-    for name, meaning in needed.items():
+    for name in ("NODE_RANK", "MASTER_ADDR"):
         if num_nodes > 1 and not _has(environment, name):
             raise UserError(
                 f"NNODES is {num_nodes}, but {name} is not set.",
-                why=f"the process cannot know {meaning}.",
-                do="set NNODES, NODE_RANK (0 on the first node) and MASTER_ADDR (the address of node 0) "
-                "on every node",
+                do="set NNODES, NODE_RANK (0 on node 0) and MASTER_ADDR (the address of node 0) on every node",
             )
     node_rank = _read_number(environment, "NODE_RANK", high=num_nodes - 1, default=0)
     size = _read_number(environment, "WORLD_SIZE", low=1, default=0)
@@ -128,11 +119,7 @@ def nodes_in(environment: Environment) -> Nodes | None:
 def _torch_ranks(environment: Environment) -> Ranks | None:
     """Return the rank in the variables of torchrun, crosstune's launcher and schedulers."""
     if not _has(environment, "WORLD_SIZE"):
-        raise UserError(
-            "RANK is set, but WORLD_SIZE is not.",
-            why="the process cannot know how many there are.",
-            do="start the processes with `crosstune train --world_size N` or torchrun, which set both, or unset RANK",
-        )
+        raise UserError("RANK is set, but WORLD_SIZE is not.", do=f"{_START_BOTH}, or unset RANK")
     size = _read_number(environment, "WORLD_SIZE", low=1)
     rank = _read_number(environment, "RANK", high=size - 1)
     if size == 1:
@@ -140,7 +127,6 @@ def _torch_ranks(environment: Environment) -> Ranks | None:
     if not _has(environment, "MASTER_ADDR"):
         raise UserError(
             f"This process is rank {rank} of {size}, but MASTER_ADDR is not set.",
-            why="it cannot know where rank 0 is.",
             do="set MASTER_ADDR (and MASTER_PORT) to the address of rank 0 for every process, or use torchrun",
         )
     local_size = _local_size(environment, size)
@@ -185,21 +171,20 @@ def _ring_ranks(environment: Environment) -> Ranks | None:
     hostfile = environment.get("MLX_HOSTFILE")
     if not hostfile:
         raise UserError(
-            "This process is one of several, but they do not form a ring.",
-            why="MLX_RANK is set, but MLX_HOSTFILE is not.",
+            "MLX_RANK is set, but MLX_HOSTFILE is not: the processes do not form a ring.",
             do="start them with mlx.launch --backend ring; to train in one process, unset MLX_RANK",
         )
     hosts = _read_hosts(Path(hostfile))
     if len(hosts) < 2:
         return None
     rank = _read_number(environment, "MLX_RANK", high=len(hosts) - 1)
-    neighbours = [place for place, host in enumerate(hosts) if host == hosts[rank]]
+    neighbors = [place for place, host in enumerate(hosts) if host == hosts[rank]]
     return Ranks(
         engine="mlx",
         rank=rank,
         size=len(hosts),
-        local_rank=neighbours.index(rank),
-        local_size=len(neighbours),
+        local_rank=neighbors.index(rank),
+        local_size=len(neighbors),
         num_nodes=len(set(hosts)),
         host=socket.gethostname(),
         attempt=_read_number(environment, ATTEMPT, high=2**31, default=0),
@@ -213,18 +198,12 @@ def _read_hosts(path: Path) -> list[str]:
         text = read_plain_text(path, limit=JSON_LIMIT)
         found = parse_json(text) if text.strip() else []
         return [str(addresses[0]).rsplit(":", 1)[0] for addresses in found]
-    except UnreadableFile as error:
+    except (UnreadableFile, ValueError, TypeError, LookupError) as error:
         raise UserError(
-            f"Cannot read the host file {path} (MLX_HOSTFILE).",
-            why=error.why,
-            do="start the processes with mlx.launch, which writes the file, or unset MLX_RANK to train in one process",
-        ) from error
-    except (ValueError, TypeError, LookupError) as error:
-        raise UserError(
-            f"{path} is not an MLX ring host file.",
-            why=f"{type(error).__name__}: {error}",
-            do='MLX_HOSTFILE is a JSON list of the addresses of each rank, such as [["10.0.0.1:5000"], '
-            '["10.0.0.2:5000"]]; mlx.launch writes it',
+            f"{path} is not an MLX ring host file (MLX_HOSTFILE).",
+            why=error.why if isinstance(error, UnreadableFile) else f"{type(error).__name__}: {error}",
+            do='start the processes with mlx.launch, which writes a JSON list such as [["10.0.0.1:5000"], '
+            '["10.0.0.2:5000"]], or unset MLX_RANK to train in one process',
         ) from error
 
 
@@ -267,14 +246,10 @@ def _slurm_tasks(environment: Environment) -> list[int]:
     """Return the number of tasks on each node; SLURM writes it as `4(x2),3`."""
     name = _first_set(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts: list[int] = []
-    text = environment[name].replace(" ", "") if name else ""
-    for entry in text.split(",") if text else []:
-        match = _SLURM_TASKS.fullmatch(entry)
+    for entry in environment[name].split(",") if name else []:
+        match = _SLURM_TASKS.fullmatch(entry.strip())
         if match is None:
-            raise UserError(
-                f"{name} cannot be {shown(text)} (an environment variable).",
-                do="srun sets it to counts such as 4(x2),3",
-            )
+            raise _invalid(environment, name or "", "srun sets it to counts such as 4(x2),3")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -283,19 +258,13 @@ def _slurm_master(environment: Environment) -> str:
     if _has(environment, "MASTER_ADDR"):
         return _read_address(environment, "MASTER_ADDR")
     name = _first_set(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    if name is None:
-        raise UserError(
-            "srun started this process, but SLURM_JOB_NODELIST is not set.",
-            why="the process cannot know the first node.",
-            do="set MASTER_ADDR to the address of that node",
-        )
-    # `gpu[003-005,9],login1`: a comma inside brackets separates numbers, every other one separates hosts.
-    nodes = environment[name]
+    # `gpu[003-005,9],login1`: a comma inside brackets separates numbers, every other comma separates hosts.
+    nodes = environment[name] if name else ""
     entries = [_SLURM_HOSTS.fullmatch(entry.strip()) for entry in re.split(r",(?![^\[]*\])", nodes)]
     match = entries[0]
     if match is None or None in entries:
         raise UserError(
-            f"{shown(nodes)} is not a list of SLURM nodes ({name}).",
+            f"{shown(nodes)} is not a list of SLURM nodes ({name or 'SLURM_JOB_NODELIST'}).",
             do="set MASTER_ADDR to the address of node 0",
         )
     before, numbers, after = match.groups()
@@ -303,7 +272,7 @@ def _slurm_master(environment: Environment) -> str:
 
 
 def _has(environment: Environment, name: str) -> bool:
-    """Return whether the variable is set to more than white space."""
+    """True if the variable is set to more than white space."""
     return bool(environment.get(name, "").strip())
 
 
@@ -324,10 +293,8 @@ def _read_number(
         return default
     text = environment[name].strip()
     if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
-        raise UserError(
-            f"{name} cannot be {shown(environment[name])} (an environment variable).",
-            do=f"set it to an integer from {low} to {high}, as the program that starts the processes does, or unset it",
-        )
+        do = f"set it to an integer from {low} to {high}, as the program that starts the processes does, or unset it"
+        raise _invalid(environment, name, do)
     return int(text)
 
 
@@ -339,8 +306,10 @@ def _read_address(environment: Environment, name: str) -> str:
     """Return a host name or an address without its port."""
     text = environment[name].strip()
     if _ADDRESS.fullmatch(text) is None or text.count(":") == 1:
-        raise UserError(
-            f"{name} cannot be {shown(environment[name])} (an environment variable).",
-            do="set it to the name or address of node 0, such as 10.0.0.1, without a port",
-        )
+        do = "set it to the name or address of node 0, such as 10.0.0.1, without a port"
+        raise _invalid(environment, name, do)
     return text
+
+
+def _invalid(environment: Environment, name: str, do: str) -> UserError:
+    return UserError(f"{name} cannot be {shown(environment[name])} (an environment variable).", do=do)

@@ -1,5 +1,4 @@
-"""Coordinate the processes of a run: connect them, share the machine report, check that they agree, and remember the run
-folder across restarts."""
+"""Connect the processes of a run, check that they agree, and remember the run folder across restarts."""
 
 from __future__ import annotations
 
@@ -31,7 +30,6 @@ _TOKEN = ".shared"
 """File in the run folder that shows whether the folder is shared."""
 _RUN_FOLDER = "run-folder"
 """File in the launcher's folder with the path of the run folder."""
-_SHOWN_KEYS = 8
 
 
 @contextlib.contextmanager
@@ -123,14 +121,14 @@ def check_shared_folder(group: Group, folder: Path) -> None:
         token.write_text(word, encoding="utf-8")
     group.meet()
     seen = group.ranks.first or _sees(token, word)
-    missing = not group.same("seen" if seen else group.ranks.name)
+    missing = group.any(not seen)
     if group.ranks.first:
         token.unlink(missing_ok=True)
     if missing:
+        name = "another rank" if seen else group.ranks.name
         raise UserError(
             f"The run folder {folder} is not shared by all nodes.",
-            why=f"every process reads and writes checkpoints there, and {'another rank' if seen else group.ranks.name} "
-            "does not see what rank 0 writes.",
+            why=f"every process uses the checkpoints in it, and {name} does not see what rank 0 writes.",
             do="put --output_dir on a file system that all nodes have mounted at the same path",
         )
 
@@ -166,8 +164,7 @@ def _differing_keys(group: Group, part: Mapping[str, Any]) -> str:
     """Return the differing keys of a part in parentheses; every process must call it."""
     keys: list[str] = json.loads(group.share(json.dumps(list(part))))
     differing = [key for key in keys if not group.same(_as_text(part.get(key)))]
-    more = ", ..." if len(differing) > _SHOWN_KEYS else ""
-    return f" ({', '.join(differing[:_SHOWN_KEYS])}{more})" if differing else ""
+    return f" ({', '.join(differing[:8])})" if differing else ""
 
 
 def _as_text(part: Any) -> str:

@@ -1,7 +1,6 @@
 """Start the ranks of a run on this node, and restart them from the newest checkpoint after a failure.
 
-torch's elastic agent does not replace it: a restart there often fails on gloo with addresses of the failed attempt, a stopped
-process is waited for 30 s, and the agent knows neither checkpoints nor why a process stopped.
+torch's elastic agent knows neither checkpoints nor why a process stopped, and its restarts often fail on gloo.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ def launch(
 ) -> Outcome:
     """Run `command` as the ranks of this node, and restart them after a failure.
 
-    With `nodes`, each node of the run has a launcher. Rank 0 has our terminal; the output of another rank is shown if
-    it fails. `say` prints restarts. The ranks of one node meet at `port`; by default at a free one.
+    With `nodes`, each node has a launcher. Rank 0 has our terminal; the output of another rank is shown if it fails.
+    `say` prints restarts. On a single node the ranks meet at `port`, by default a free port.
     """
     link: OneMachine | SeveralMachines
     if nodes is None or nodes.num_nodes == 1:
@@ -77,12 +76,12 @@ def launch(
             board.clear()
             processes.start(command, environments(folder, begin))
             processes.wait(link.should_stop, LauncherWatch(board, limit_s=collective_s).verdict)
-            decision = link.decide(processes.report())
-            if not decision.again:
-                return decision.outcome
-            if decision.restarts and decision.outcome.lines:
-                cause, *rest = decision.outcome.lines
-                again = f"Starting again from the newest checkpoint (restart {decision.restarts} of {max_restarts})."
+            outcome = link.decide(processes.report())
+            if not outcome.again:
+                return outcome
+            if outcome.restarts and outcome.lines:
+                cause, *rest = outcome.lines
+                again = f"Starting again from the newest checkpoint (restart {outcome.restarts} of {max_restarts})."
                 say([f"{cause} {again}", *(line for line in rest if not line.startswith("  do:"))])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import queue
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 
 from crosstune.core import __version__
 from crosstune.core.errors import EXIT_OUR_FAULT, UserError
-from crosstune.distributed.attempts import AttemptDecision, Outcome, Report, RestartPolicy
+from crosstune.distributed.attempts import Outcome, Report, RestartPolicy, lost
 from crosstune.distributed.environment import Nodes
 from crosstune.distributed.master import check_master, free_ports, reach
 from crosstune.files.json_files import parse_json
@@ -23,10 +24,7 @@ from crosstune.process.this_process import ActiveClock
 BEAT_S = 1.0
 """Seconds between two heartbeats."""
 LONGEST_LINE = 2**20
-"""Bytes of a message; the receiver closes the connection at a longer one."""
-
-REPORT_LIMIT = LONGEST_LINE // 2
-"""Bytes of a report; it must fit in one message."""
+"""Maximum bytes of a message; the receiver closes the connection at a longer one."""
 _WAIT_S = 0.2
 
 Message = dict[str, Any]
@@ -63,7 +61,7 @@ class OneMachine:
     def should_stop(self, failed: bool) -> bool:
         return False
 
-    def decide(self, report: Report) -> AttemptDecision:
+    def decide(self, report: Report) -> Outcome:
         return self._policy.decide([report])
 
 
@@ -108,7 +106,7 @@ class SeveralMachines:
         )
 
     def should_stop(self, failed: bool) -> bool:
-        """Return whether another node has failed; tell the coordinator if a local rank has."""
+        """Return True if another node has failed; tell the coordinator if a local rank has."""
         if failed and not self._told:
             self._channel.send({"failed": self._attempt})
             self._told = True
@@ -120,21 +118,16 @@ class SeveralMachines:
                 self._channel.inbox.put(message)  # for `decide`
         return self._stop
 
-    def decide(self, report: Report) -> AttemptDecision:
+    def decide(self, report: Report) -> Outcome:
         """Return the coordinator's decision after the ranks of all nodes have exited."""
-        self._channel.send({"report": report.to_json(limit=REPORT_LIMIT)})
+        self._channel.send({"report": dataclasses.asdict(report)})
         message = self._await("again", "end")
-        if message is None:
-            return AttemptDecision(outcome=self._lost())
-        restarts = message.get("again", 0)
-        return AttemptDecision(outcome=_outcome(message), restarts=restarts, again="again" in message)
+        return self._lost() if message is None else _outcome(message)
 
     def _connect(self, connect_s: float) -> Channel:
-        nodes = self._nodes
+        address, port = self._nodes.master_addr, self._nodes.master_port
         try:
-            return Channel(
-                reach(nodes.master_addr, nodes.master_port, limit_s=connect_s, node_rank=nodes.node_rank)
-            )
+            return Channel(reach(address, port, limit_s=connect_s, node_rank=self._nodes.node_rank))
         except OSError as error:
             raise UserError(
                 f"Node 0 cannot be reached at {self._place}.",
@@ -155,19 +148,13 @@ class SeveralMachines:
         return None
 
     def _lost(self) -> Outcome:
-        return Outcome(
-            code=EXIT_OUR_FAULT,
-            lines=(
-                f"the connection to node 0 at {self._place} was lost, so the processes on this node were stopped.",
-                f"  why: it was silent for {self._lost_s:g} s: it is down, its launcher was killed, or the network is cut.",
-                "  do:  run the same command with --resume auto on every node to continue from the newest checkpoint",
-            ),
-        )
+        return lost(f"node 0 at {self._place}", f"it was silent for {self._lost_s:g} s")
 
 
 def _outcome(message: Message) -> Outcome:
     lines = tuple(str(line) for line in message.get("lines") or ())
-    return Outcome(code=int(message.get("end", EXIT_OUR_FAULT)), lines=lines)
+    code, restarts = int(message.get("end", EXIT_OUR_FAULT)), message.get("again", 0)
+    return Outcome(code=code, lines=lines, again="again" in message, restarts=restarts)
 
 
 class Channel:

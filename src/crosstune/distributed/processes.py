@@ -75,9 +75,8 @@ class Processes:
     def wait(self, should_stop: Callable[[bool], bool], hangs: Callable[[], Sequence[str]] = tuple) -> None:
         """Wait until all processes have exited.
 
-        After a failure the others get `PATIENCE_S`, then SIGTERM, and SIGKILL after `GRACE_S`. A second Ctrl-C or a
-        port in use shortens this; a hang (`hangs` names the rank) or a failure on another node kills them sooner.
-        `should_stop(failed_here)` returns whether another node failed.
+        After a failure the others get `PATIENCE_S`, then SIGTERM, and SIGKILL after `GRACE_S`; less after a second Ctrl-C,
+        a port in use, a hang, or a failure on another node, as `should_stop(failed_here)` returns.
         """
         ending_at: float | None = None
         while None in self.codes():
@@ -85,7 +84,7 @@ class Processes:
             elsewhere = should_stop(bool(self.failures))
             again = (
                 self.signals.count(signal.SIGINT) > 1
-            )  # only Ctrl-C: schedulers send several signals for one stop
+            )  # schedulers send several other signals for one stop
             self.hung = list(hangs())
             if self.hung or EXIT_HUNG in self.codes():
                 self.end(signal.SIGKILL)
@@ -102,22 +101,24 @@ class Processes:
 
     def report(self) -> Report:
         """Return the exit codes and failures, after `wait`."""
-        codes = {self.first_rank + place: code or 0 for place, code in enumerate(self.codes())}
-        host = socket.gethostname()
+        codes = [code or 0 for code in self.codes()]
+        host, first = socket.gethostname(), self.first_rank
+        # A report must fit in one message, so only the first few failures have lines.
+        causes = [place for place in self.failures if codes[place] != EXIT_PEER_LOST][:4] or self.failures[:1]
+        failures = [
+            Failure(
+                rank=first + place,
+                host=host,
+                code=codes[place],
+                lines=self._tail(place) if place in causes else (),
+                ended=place in self.ended,
+            )
+            for place in self.failures
+        ]
         if self.hung:
-            failures = [Failure(rank=self.first_rank, host=host, code=EXIT_HUNG, lines=self.hung)]
-        else:
-            failures = [
-                Failure(
-                    rank=self.first_rank + place,
-                    host=host,
-                    code=codes[self.first_rank + place],
-                    lines=self._tail(place),
-                    ended=place in self.ended,
-                )
-                for place in self.failures
-            ]
-        return Report(codes=codes, failures=failures, signals=list(self.signals))
+            failures = [Failure(rank=first, host=host, code=EXIT_HUNG, lines=self.hung)]
+        numbered = {first + place: code for place, code in enumerate(codes)}
+        return Report(codes=numbered, failures=failures, signals=list(self.signals))
 
     def end(self, number: int) -> None:
         """Send a signal to running processes, SIGTERM only once; wait for killed ones."""

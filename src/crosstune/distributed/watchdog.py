@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import itertools
 import os
 import sys
 import threading
@@ -30,6 +29,8 @@ STOP_S = 2.0
 """Time for the watchdog's threads to exit after the run."""
 _LOST_S = 10.0
 """Time for a rank to notice by itself that rank 0, which hosts the board, has exited."""
+Stack = Sequence[tuple[FrameType, int]]
+"""Frames with their lines, innermost first."""
 
 
 class FolderBoard:
@@ -74,10 +75,10 @@ class HangDetector:
         if not stopped and not still:
             return []
         blamed = stopped or [state for state in states.values() if not state.waits] or still
-        how = "is stopped or its node is down: it" if stopped else "hangs: it"
+        how = "is stopped or its node is down" if stopped else "hangs"
         longest = max(silent[s.rank] if stopped else s.still_s for s in (stopped or still))
         lines = [
-            f"rank {state.rank} (host {state.host}) {how} has made no progress for {longest:.0f} s. It was in: "
+            f"rank {state.rank} (host {state.host}) {how}: it has made no progress for {longest:.0f} s. It was in: "
             f"{state.doing}{f', {state.at}' if state.at else ''}"
             for state in blamed
         ]
@@ -127,7 +128,7 @@ class Watchdog:
             self._threads[-1].start()
 
     def stop(self) -> bool:
-        """Stop watching; return whether the threads have exited: one may wait for a store that does not answer."""
+        """Stop watching; return True if the threads have exited: one may wait for a store that does not answer."""
         self._done.set()
         until = time.monotonic() + STOP_S
         for thread in self._threads:
@@ -136,8 +137,9 @@ class Watchdog:
 
     def state(self) -> RankState:
         """Return the current state of this rank."""
-        frame = sys._current_frames().get(self._main) if self._main is not None else None
-        place, now = (self._activity.name, *_places(frame)), self._clock.now()
+        stack = list(traceback.walk_stack(sys._current_frames().get(self._main or 0)))
+        place = (self._activity.name, *((id(frame.f_code), frame.f_lasti) for frame, _ in stack))
+        now = self._clock.now()
         if place != self._place:
             self._place, self._moved = place, now
         self._beat += 1
@@ -146,9 +148,9 @@ class Watchdog:
             host=self._ranks.host,
             beat=self._beat,
             doing=self._activity.name,
-            at=_where(frame),
+            at=_where(stack),
             still_s=now - self._moved,
-            waits=_waits(frame),
+            waits=_waits(stack),
         )
 
     def _exchange(self) -> None:
@@ -182,11 +184,8 @@ class Watchdog:
         silent_s = now - self._answered
         if silent_s > self._limit_s - 3 * self.poll_s:
             last = self._states.get(0)
-            was = f" It was in: {last.doing}, {last.at}" if last is not None else ""
-            host = f" (host {last.host})" if last is not None else ""
-            line = (
-                f"rank 0{host} is stopped or its node is down: it has not answered for {silent_s:.0f} s.{was}"
-            )
+            was = f" Last state: {last.sentence()}" if last is not None else ""
+            line = f"rank 0 is stopped or its node is down: it has not answered for {silent_s:.0f} s.{was}"
             self._end([line], EXIT_HUNG)
         elif silent_s > 3 * self.poll_s:
             return  # the board is late, so its last states prove nothing about other ranks
@@ -223,22 +222,17 @@ class LauncherWatch:
         return self._detector.verdict(self._board.read(), now)
 
 
-def _places(frame: FrameType | None) -> list[tuple[int, int]]:
-    return [(id(one.f_code), one.f_lasti) for one, _ in traceback.walk_stack(frame)] if frame else []
-
-
-def _where(frame: FrameType | None) -> str:
-    """Return the innermost function of crosstune or torch.distributed, the one it called, and its line."""
-    for one, line in traceback.walk_stack(frame) if frame else ():
-        path = one.f_code.co_filename.replace(os.sep, "/")
+def _where(stack: Stack) -> str:
+    """Return the innermost function of crosstune or torch.distributed, the function it called, and its line."""
+    for frame, line in stack:
+        path = frame.f_code.co_filename.replace(os.sep, "/")
         if any(part in path for part in _OWN):
-            inner = f" > {frame.f_code.co_name}" if frame and frame is not one else ""
-            return f"{one.f_code.co_name}{inner} ({'/'.join(path.split('/')[-2:])}:{line})"
+            inner = f" > {stack[0][0].f_code.co_name}" if stack[0][0] is not frame else ""
+            return f"{frame.f_code.co_name}{inner} ({'/'.join(path.split('/')[-2:])}:{line})"
     return ""
 
 
-def _waits(frame: FrameType | None) -> bool:
-    """Return whether the innermost frames belong to a collective."""
-    innermost = itertools.islice(traceback.walk_stack(frame), 12) if frame else ()
-    paths = [one.f_code.co_filename.replace(os.sep, "/") for one, _ in innermost]
+def _waits(stack: Stack) -> bool:
+    """True if the innermost frames belong to a collective."""
+    paths = [frame.f_code.co_filename.replace(os.sep, "/") for frame, _ in stack[:12]]
     return any(part in path for path in paths for part in _COLLECTIVE)

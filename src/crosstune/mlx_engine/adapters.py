@@ -69,8 +69,7 @@ class AdaptedLinear(nn.Module):
         return self._dropout > 0
 
     def set_stream(self, key: mx.array | None) -> None:
-        """Set the random key of dropout, so that a layer recomputed in the backward pass drops the same values. None turns
-        dropout off."""
+        """Set the random key of dropout, the same when the backward pass recomputes a layer; None turns dropout off."""
         self._stream = [key] if key is not None else []
 
     def _drop(self, x: mx.array) -> mx.array:
@@ -144,8 +143,8 @@ def warn_of_left_out(
     dense = [name for name in experts if "scales" not in modules[name]]
     if quantized and dense:
         warnings.append(
-            f"quantizes linear layers only: {len(dense)} expert layers, such as {dense[0]}, stay dense (a torch backend "
-            "quantizes experts too)"
+            f"quantizes linear layers only: {len(dense)} expert layers, such as {dense[0]}, stay dense "
+            "(a torch backend quantizes experts too)"
         )
     return warnings
 
@@ -157,8 +156,7 @@ def name_targets(model: nn.Module, adapters: dict[str, AdaptedLinear]) -> Target
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all linear layers, quantized or not, except the output head and the routers of experts, sorted by name. In
-    torch a router is not a linear layer either."""
+    """Return all linear layers, quantized or not, sorted by name, except the output head and the routers of experts."""
     routed = {name.rpartition(".")[0].rpartition(".")[0] for name in expert_layers(model)}
     found = {
         name: module

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from crosstune.core.errors import UserError
 from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.split_head import TRIAL_ERRORS, find_head_weights, split_model
-from crosstune.mlx_engine.task import Arrays, MetricSums
+from crosstune.mlx_engine.task import Arrays, Loss, MetricSums
 
 LOGITS_AT_A_TIME, PLACES_AT_LEAST = 2**24, 512
 """Logits per chunk at most, and positions per chunk at least: smaller chunks would leave a GPU idle."""
@@ -21,7 +21,7 @@ _ROUNDING = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 1e-1}
 """Largest difference between two ways to compute the same logits, relative to the largest logit."""
 
 
-class CausalLoss:
+class CausalLoss(Loss):
     """Cross entropy in fp32, summed over the supervised tokens of a batch.
 
     Rows are padded on the right and attention is causal, so no token attends to padding. If the model can be split
@@ -72,8 +72,8 @@ class CausalLoss:
     ) -> tuple[mx.array, MetricSums]:
         """Return the loss times `scale`, differentiable with respect to `weights` of the model.
 
-        All logits together would be the largest array of a step, so each chunk of logits is freed after its part of the
-        loss and the gradient. The head's gradient is computed with the loss and only returned in the backward pass.
+        Each chunk of logits is freed after its part of the loss and the gradient: all logits together would be the largest
+        array of a step. The head's gradient is computed with the loss and returned in the backward pass.
         """
         feed = {**arrays, "counted": arrays["counted"] * scale}
         if self._split is None:
@@ -132,11 +132,8 @@ class CausalLoss:
                 by_weight[name] = by_weight[name] + array if name in by_weight else array
             total = total + found
         put(self.model, weights)
-        return (
-            total,
-            mx.concatenate(by_hidden),
-            {name: array.astype(weights[name].dtype) for name, array in by_weight.items()},
-        )
+        by_weight = {name: array.astype(weights[name].dtype) for name, array in by_weight.items()}
+        return total, mx.concatenate(by_hidden), by_weight
 
     def _caches(self, feed: Arrays) -> dict[str, Any]:
         if "segments" not in feed:
@@ -144,8 +141,8 @@ class CausalLoss:
         return {"cache": document_caches(self.model, feed["segments"])}
 
     def ensure_separates_documents(self) -> None:
-        """Raise unless a document in a packed row has the same logits as alone. Tested once per model: a model without a mask
-        or with absolute positions would silently train on mixed documents."""
+        """Raise unless a document in a packed row has the same logits as alone, tested once per model: a model without a
+        mask or with absolute positions would mix documents."""
         if self._separates:
             return
         # Different boundaries in each row, to detect a mask applied to the wrong row or head.

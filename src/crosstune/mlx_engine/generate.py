@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,11 +15,9 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from crosstune.core.sampling import Sampling
+from crosstune.core.sampling import GREEDY, Sampling
 
 _NEVER = float("-inf")
-
-
 OnToken = Callable[[int], None]
 
 
@@ -29,8 +26,8 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    stop_ids: Sequence[int],
-    sampling: Sampling,
+    stop_ids: Sequence[int] = (),
+    sampling: Sampling = GREEDY,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """Return the new tokens for each prompt, without the prompt and the stop token.
@@ -38,33 +35,15 @@ def generate(
     Sampling uses its own seed, so the random state of the run does not change. `on_token` is called with each new
     token of a single prompt.
     """
-    answer = partial(
-        _answer,
-        model,
-        max_new_tokens=max_new_tokens,
-        stop_ids=stop_ids,
-        sampling=sampling,
-        on_token=on_token,
-    )
-    width = max(map(len, prompts))
-    padding = [width - len(prompt) for prompt in prompts]
+    padding = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
     caches = _batch_caches(model, padding)
     if caches is None or (any(padding) and not supports_padding(model)):
-        return [answer([prompt], [0], make_prompt_cache(model))[0] for prompt in prompts]
-    return answer(prompts, padding, caches)
-
-
-def _answer(
-    model: Any,
-    prompts: Sequence[Sequence[int]],
-    padding: Sequence[int],
-    caches: list[Any],
-    *,
-    max_new_tokens: int,
-    stop_ids: Sequence[int],
-    sampling: Sampling,
-    on_token: OnToken | None,
-) -> list[list[int]]:
+        options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "stop_ids": stop_ids,
+            "sampling": sampling,
+        }
+        return [generate(model, [prompt], **options, on_token=on_token)[0] for prompt in prompts]
     answers: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts)))
     rows = [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
@@ -86,8 +65,7 @@ def _answer(
 
 
 def supports_padding(model: Any) -> bool:
-    """Return whether left-padded rows have the same logits as single rows. Tested once per model: some models of mlx-lm
-    ignore the mask of a row."""
+    """True if left-padded rows have the same logits as single rows, tested once per model: some ignore a row's mask."""
     if not hasattr(model, "supports_padding"):
         rows, padding = mx.arange(1, 41).reshape(5, 8), [0, 1, 2, 4, 5]
         try:

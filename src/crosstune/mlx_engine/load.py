@@ -30,8 +30,6 @@ DTYPES = {"fp32": mx.float32, "bf16": mx.bfloat16, "fp16": mx.float16}
 """Precision -> dtype of the weights in memory. Trained weights also have fp32 masters."""
 READ_BY_MLX_LM = ("bitnet", "mxfp4", "mxfp8", "fp8", "compressed-tensors", "modelopt", "awq", "gptq")
 """Foreign quantizations that mlx-lm converts to its own on load."""
-_PACKED = ("awq", "gptq")
-"""Those of them that store a tensor named .qweight for each layer."""
 _ROWS_COMPARED = 8
 _QUANTIZATION_ERROR = {2: 0.25, 3: 0.1}
 """Bits -> largest relative change of a weight's squared norm by quantization; below 0.05 with more bits."""
@@ -77,36 +75,23 @@ def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantizatio
             why="the installed mlx-lm does not support it.",
             do="use a torch backend (--backend auto chooses one unless MLX is requested), or a newer mlx-lm",
         )
-    quantized = read_quantization(folder)
-    other = config.get("quantization_config")
-    method = str(other.get("quant_method")) if isinstance(other, dict) and quantized is None else None
-    if (quantized is not None and quantized.spec.quantizer != "mlx") or (
-        method is not None and method not in READ_BY_MLX_LM
-    ):
-        name = quantized.spec.quantizer if quantized is not None else method
+    quantized, other = read_quantization(folder), config.get("quantization_config")
+    if quantized is not None:
+        name = quantized.spec.quantizer
+    else:
+        name = str(other.get("quant_method")) if isinstance(other, dict) else "mlx"
+    if name != "mlx" and (quantized is not None or name not in READ_BY_MLX_LM):
         raise UserError(
             f"{folder} contains weights quantized by {name}, which MLX cannot read.",
             why="each library packs weights in its own format.",
             do="use the original weights (--train_type qlora quantizes them on load), or "
             f"dequantize them on a machine with torch: crosstune convert {folder} --to none",
         )
-    if method in _PACKED:
-        _check_packed(folder, method)
     return quantized
 
 
-def _check_packed(folder: Path, method: str) -> None:
-    names = (name for path in weight_files(folder) for name in read_header(path)[0])
-    if not any(name.endswith(".qweight") for name in names):
-        raise UserError(
-            f"The weights in {folder} are not quantized by {method}, although its config.json says so.",
-            why="no tensor in its files is named .qweight.",
-            do="download the model again; if its weights are plain, remove quantization_config from config.json",
-        )
-
-
 def knows_type(config: Mapping[str, Any]) -> bool:
-    """Return whether mlx-lm supports the model type."""
+    """True if mlx-lm supports the model type."""
     name = _module_name(config)
     if not name or "." in name or importlib.util.find_spec(f"mlx_lm.models.{name}") is None:
         return False

@@ -9,13 +9,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
 from mlx_lm import load
 from mlx_lm.convert import convert
 from mlx_lm.utils import dequantize_model
 
 from crosstune.config.resolve.plan import Plan
-from crosstune.core.errors import LIBRARY_FAULTS, UserError
+from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import (
     PLAIN_BITS,
@@ -26,12 +25,11 @@ from crosstune.core.model_folders import (
     WeightForm,
     Written,
 )
-from crosstune.core.out_of_memory import is_out_of_memory
-from crosstune.mlx_engine.load import DTYPES, check_readable, read_model
-from crosstune.mlx_engine.merge import write_merged
+from crosstune.mlx_engine.adapters import AdaptedLinear
+from crosstune.mlx_engine.load import DTYPES, check_readable, read_model, readable_errors
 from crosstune.mlx_engine.quant import mlx as quant_limits
 from crosstune.mlx_engine.quantized import dense_weight
-from crosstune.mlx_engine.save_model import save_model
+from crosstune.mlx_engine.save_model import save_arrays, save_model
 from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.folder import read_config_json, weight_files
@@ -65,8 +63,9 @@ class MlxFolders:
     def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
         assert gguf is None, "mlx-lm does not read GGUF files"
         model: Any = load(str(folder))[0]
-        if mx.default_device() == mx.Device(mx.cpu):
-            model = _dense_in_fp32(model)
+        if mx.default_device() == mx.Device(mx.cpu):  # its kernels need minutes for other formats
+            model = dequantize_model(model)
+            model.set_dtype(mx.float32)
         return [np.array(model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
 
     def variant_logits(
@@ -89,17 +88,26 @@ class MlxFolders:
     def write_dense(
         self, target: Path, weights: DenseWeights, *, session: Any = None, on_bytes: OnBytes | None = None
     ) -> None:
+        """Write dense weights, with the session's adapters merged; quantized weights keep their values in training."""
         if weights.adapter is None:
             write_plain(weights.folder, target, dtype=weights.dtype)
             return
-        write_merged(
-            target,
-            weights.folder,
-            session,
-            dequantized=weights.quantization is not None,
-            dtype=weights.dtype,
-            on_write=on_bytes,
-        )
+        modules = {
+            name.removesuffix(".base"): module
+            for name, module in session.model.named_modules()
+            if weights.quantization is not None
+            and isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+        }
+        dtype = None if weights.dtype == "auto" else DTYPES[weights.dtype]
+        arrays = _dense(weights.folder, adapters=session.adapters, modules=modules, dtype=dtype)
+        missing = [layer for layer in {*modules, *session.adapters} if f"{layer}.weight" not in arrays]
+        if missing:
+            raise UserError(
+                f"{weights.folder} cannot be merged by MLX.",
+                why=f"mlx-lm renames {len(missing)} of its layers, such as {missing[0]}.",
+                do="merge it on a machine with torch, or use mlx_lm.fuse",
+            )
+        save_arrays(target, arrays, base=weights.folder, on_write=on_bytes)
 
     def result_bytes(self, rewrite: Rewrite) -> int:
         num_bytes = sum(path.stat().st_size for path in weight_files(rewrite.source))
@@ -127,30 +135,13 @@ class MlxFolders:
         if read_quantization(source) is not None:
             source = scratch / "plain"
             write_plain(rewrite.source, source, dtype="auto")
-        view = self.readable(source, view=scratch / "respelled")
-        return convert_folder(view, target, bits=form.bits, group_size=form.group_size)
-
-
-def convert_folder(view: Path, target: Path, *, bits: int, group_size: int) -> list[str]:
-    """Convert a folder of `make_view` to MLX's format, quantized unless `bits` is 16, and return warnings. `target` must
-    not exist."""
-    warnings = _check_groups(view, group_size) if bits != PLAIN_BITS else []
-    try:
-        with hide_output():
-            convert(
-                str(view),
-                str(target),
-                quantize=bits != PLAIN_BITS,
-                q_bits=bits if bits != PLAIN_BITS else None,
-                q_group_size=group_size if bits != PLAIN_BITS else None,
-            )
-    except LIBRARY_FAULTS as error:
-        if is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"mlx-lm cannot convert {view}.", why=f"{type(error).__name__}: {str(error)[:400]}"
-        ) from error
-    return warnings
+        view = make_view(source, scratch / "respelled")
+        quantizes = form.bits != PLAIN_BITS
+        options = {"q_bits": form.bits, "q_group_size": form.group_size} if quantizes else {}
+        warnings = _check_groups(view, form.group_size) if quantizes else []
+        with readable_errors(view), hide_output():
+            convert(str(view), str(target), quantize=quantizes, **options)
+        return warnings
 
 
 def _check_groups(folder: Path, group_size: int) -> list[str]:
@@ -178,8 +169,7 @@ def _check_groups(folder: Path, group_size: int) -> list[str]:
 
 
 def write_plain(source: Path, target: Path, *, dtype: str) -> None:
-    """Write a folder with dense weights for transformers and mlx-lm. With dtype `auto`, dequantized weights have the dtype
-    of their scales."""
+    """Write a folder with dense weights; with dtype `auto`, dequantized weights have the dtype of their scales."""
     config = read_config_json(source)
     check_readable(source, config)
     model = dequantize_model(read_model(source, config))
@@ -187,6 +177,28 @@ def write_plain(source: Path, target: Path, *, dtype: str) -> None:
         model.set_dtype(DTYPES[dtype])
     mx.eval(model.parameters())
     save_model(target, model, base=source)
+
+
+def _dense(
+    folder: Path, *, adapters: Mapping[str, AdaptedLinear], modules: Mapping[str, Any], dtype: mx.Dtype | None
+) -> dict[str, mx.array]:
+    """Return the arrays of a folder with adapters merged, unevaluated; without `dtype` they keep theirs."""
+    found: dict[str, mx.array] = {}
+    for path in weight_files(folder):
+        arrays: Any = mx.load(str(path))
+        for name, array in arrays.items():
+            layer, _, part = name.rpartition(".")
+            module, kept = modules.get(layer), array.dtype
+            if module is not None and part in ("scales", "biases"):
+                continue
+            if module is not None and part == "weight":
+                kept = kept if mx.issubdtype(kept, mx.floating) else module.scales.dtype
+                array = dense_weight(module, mx.float32)
+            if layer in adapters and part == "weight":
+                array = adapters[layer].fold(array)
+            floating = mx.issubdtype(array.dtype, mx.floating)
+            found[name] = array.astype(dtype or kept) if floating else array
+    return found
 
 
 def make_view(source: Path, view: Path) -> Path:
@@ -198,14 +210,3 @@ def make_view(source: Path, view: Path) -> Path:
     (view / CONFIG).write_bytes((source / CONFIG).read_bytes())
     respell_folder(view)
     return view
-
-
-def _dense_in_fp32(model: Any) -> Any:
-    """Return the model with dense fp32 weights: MLX's CPU kernels need minutes for other formats."""
-    model = dequantize_model(model)
-    model.update(
-        tree_map(
-            lambda p: p.astype(mx.float32) if mx.issubdtype(p.dtype, mx.floating) else p, model.parameters()
-        )
-    )
-    return model

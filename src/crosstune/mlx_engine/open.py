@@ -17,8 +17,8 @@ from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, set_limits
 from crosstune.mlx_engine.load import DTYPES, num_parameters
 from crosstune.mlx_engine.optimizer import Masters, Optimizer
-from crosstune.mlx_engine.session import MlxSession, Parts, TextSession
-from crosstune.mlx_engine.task import BuildContext, Gradients, Loss, MlxTask, PlainLoss
+from crosstune.mlx_engine.session import MlxSession, TextSession
+from crosstune.mlx_engine.task import BuildContext, Gradients, Loss, MlxTask
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 from crosstune.models.adapter_choice import AdapterSettings
@@ -35,10 +35,9 @@ def open_session(
     trained: bool = True,
     group: RingGroup | SingleProcess | None = None,
 ) -> MlxSession:
-    """Open the model of a task, by default a causal language model.
+    """Open the model of a task, by default a causal language model; `trained=False` for evaluation and generation only.
 
-    `trained=False` opens it for evaluation and generation only, without masters and optimizer. With a `group`, its
-    processes share the micro-batches; each has the whole model and makes the same update.
+    The processes of a `group` share the micro-batches; each has the whole model and makes the same update.
     """
     task = task if task is not None else CausalLM()
     config = plan.config
@@ -62,7 +61,7 @@ def open_session(
         total_parameters = num_parameters(model)
         adapters = adapt(model, plan, last_layers=settings.num_layers)
         model.eval()  # its mode between steps
-        loss: Loss = task.prepare_loss(model) if isinstance(task, CausalLM) else PlainLoss(model, task.loss)
+        loss = task.prepare_loss(model) if isinstance(task, CausalLM) else Loss(model, task.loss)
         if trained:
             if config.use_gradient_checkpointing:
                 recompute_activations(model, random=not is_text)
@@ -73,7 +72,8 @@ def open_session(
     if trained and isinstance(task, CausalLM):
         layers = {f"{name}.weight": adapter.base for name, adapter in adapters.items()}
         task.check_weights(model, layers or masters.published)
-    parts = Parts(
+    kind = TextSession if is_text else MlxSession
+    return kind(
         opening=opening,
         task=task,
         model=model,
@@ -87,7 +87,6 @@ def open_session(
         total_parameters=total_parameters,
         group=group if isinstance(group, RingGroup) else None,
     )
-    return TextSession(parts) if is_text else MlxSession(parts)
 
 
 def adapt(model: nn.Module, plan: Plan, *, last_layers: int | None) -> dict[str, AdaptedLinear]:

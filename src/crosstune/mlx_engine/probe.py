@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,24 +25,26 @@ Notes = list[str]
 
 def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport:
     """Probe MLX, and its quantizer if it is among `quantizers`."""
-    reason = _why_missing()
+    notes: Notes = []
+    reason, dtypes = _why_missing(), list[str]()
+    if not reason:
+        dtypes = [n for n in _DTYPES if _works(partial(_try_dtype, n), f"{n} does not work", notes)]
+        reason = "" if "fp32" in dtypes else "; ".join(notes)
     if reason:
         return BackendReport(
             name=spec.name, engine=spec.engine, available=False, reason=reason, device=spec.device
         )
-    notes: Notes = []
-    dtypes = tuple(
-        name for name in _DTYPES if _works(partial(_try_dtype, name), f"{name} does not work", notes)
-    )
-    if "fp32" not in dtypes:
-        why = "; ".join(notes)
-        return BackendReport(
-            name=spec.name, engine=spec.engine, available=False, reason=why, device=spec.device
-        )
+    import mlx.core as mx
+
     kind, device, unified = _device()
     if kind == "cpu":
         notes.append("MLX found no GPU and runs on the CPU, which is slow: use it for tests")
-    bits = _working_bits(notes) if _QUANTIZER in quantizers else ()
+    bits = tuple(
+        bits
+        for bits in _QUANTIZED_TOLERANCE
+        if _QUANTIZER in quantizers
+        and _works(partial(_try_bits, bits), f"{bits}-bit mlx does not run", notes)
+    )
     return BackendReport(
         name=spec.name,
         engine=spec.engine,
@@ -51,11 +52,11 @@ def probe(spec: BackendSpec, *, quantizers: Sequence[str] = ()) -> BackendReport
         device=kind,
         devices=(device,),
         unified_memory=unified,
-        dtypes=dtypes,
+        dtypes=tuple(dtypes),
         # MLX does not support bf16 arithmetic on a CPU: a measured speedup would be noise.
         bf16_speedup=_bf16_speedup() if kind == "gpu" and "bf16" in dtypes else 1.0,
         quantizers={_QUANTIZER: bits} if bits else {},
-        collectives=_collectives(),
+        collectives=tuple(name for name in _COLLECTIVES if mx.distributed.is_available(name)),
         attention=("sdpa",) if _works(_try_attention, "attention does not run", notes) else (),
         notes=tuple(notes),
     )
@@ -119,14 +120,6 @@ def _try_dtype(name: str) -> None:
             raise ValueError(f"a small matmul differs from float64 by {error:.1%}")
 
 
-def _working_bits(notes: Notes) -> tuple[int, ...]:
-    return tuple(
-        bits
-        for bits in _QUANTIZED_TOLERANCE
-        if _works(partial(_try_bits, bits), f"{bits}-bit mlx does not run", notes)
-    )
-
-
 def _try_bits(bits: int) -> None:
     """Quantize a weight, multiply by it, and take the gradient with respect to the input."""
     import mlx.core as mx
@@ -165,26 +158,11 @@ def _bf16_speedup(size: int = 2048) -> float:
     """Return the time of an fp32 matmul divided by the time of a bf16 matmul."""
     import mlx.core as mx
 
-    operand = mx.array(np.random.default_rng(0).standard_normal((size, size), dtype=np.float32))
-    return round(_product_s(operand) / _product_s(operand.astype(mx.bfloat16)), 2)
+    from crosstune.mlx_engine.profiler import shortest_s
 
-
-def _product_s(operand: Any) -> float:
-    import mlx.core as mx
-
-    mx.eval(operand @ operand)
-    seconds: list[float] = []
-    for _ in range(3):
-        start = time.perf_counter()
-        mx.eval(operand @ operand)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-def _collectives() -> tuple[str, ...]:
-    import mlx.core as mx
-
-    return tuple(name for name in _COLLECTIVES if mx.distributed.is_available(name))
+    wide = mx.array(np.random.default_rng(0).standard_normal((size, size), dtype=np.float32))
+    narrow = wide.astype(mx.bfloat16)
+    return round(shortest_s(lambda: wide @ wide) / shortest_s(lambda: narrow @ narrow), 2)
 
 
 def _to_numpy(value: Any) -> Any:

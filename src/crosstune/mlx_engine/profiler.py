@@ -45,13 +45,13 @@ class MlxProfiler:
         source = mx.ones((num_bytes // 4,))
         mx.eval(operand, source)
         return Limits(
-            flops_per_s=2.0 * size**3 / _seconds(lambda: operand @ operand),
+            flops_per_s=2.0 * size**3 / shortest_s(lambda: operand @ operand),
             dtype=str(self.dtype).removeprefix("mlx.core."),
-            bytes_per_s=2 * num_bytes / _seconds(lambda: source + 1),
+            bytes_per_s=2 * num_bytes / shortest_s(lambda: source + 1),
         )
 
 
-def _seconds(work: Callable[[], mx.array]) -> float:
+def shortest_s(work: Callable[[], mx.array]) -> float:
     """Return the shortest time of one call."""
     mx.eval(work())
     best, start = float("inf"), time.perf_counter()

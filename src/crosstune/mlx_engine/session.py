@@ -34,10 +34,9 @@ from crosstune.core.protocols import (
     PreparedBatch,
     SessionState,
 )
-from crosstune.core.sampling import GREEDY, Sampling
 from crosstune.core.weights import check_fit
 from crosstune.mlx_engine.adapters import AdaptedLinear, name_targets
-from crosstune.mlx_engine.generate import OnToken, generate
+from crosstune.mlx_engine.generate import generate
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, read_memory
 from crosstune.mlx_engine.load import DTYPES
@@ -55,9 +54,9 @@ RANDOM = "mlx"
 """The key of the random state in a checkpoint."""
 
 
-@dataclass(kw_only=True)
-class Parts:
-    """The parts of an opened model."""
+@dataclass(kw_only=True, eq=False)
+class MlxSession:
+    """The session of a task that MLX differentiates and that may draw from MLX's global generator."""
 
     opening: BuildContext
     task: MlxTask
@@ -70,21 +69,13 @@ class Parts:
     total_parameters: int
     group: RingGroup | None
     """None for a single process."""
+    phase: Phase = no_phase
 
-
-class MlxSession:
-    """The session of a task that MLX differentiates and that may draw from MLX's global generator."""
-
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.plan, self.task, self.model = parts.opening.plan, parts.task, parts.model
-        self.adapters, self.masters = parts.adapters, parts.masters
-        self.optimizer, self.group = parts.optimizer, parts.group
-        self.key = mx.random.key(self.plan.config.seed)
+    def __post_init__(self) -> None:
+        self.plan = self.opening.plan
+        self.key = self._key_before = mx.random.key(self.plan.config.seed)
         """Random key of the next dropout."""
-        self._key_before = self.key
         self._pending: dict[str, mx.array] = {}
-        self.phase: Phase = no_phase
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         return PreparedBatch(
@@ -155,7 +146,7 @@ class MlxSession:
             for batch in window:
                 key = self._next_key()
                 self._seed_from(key)
-                self.parts.gradients.forward(self._to_device(batch), key)
+                self.gradients.forward(self._to_device(batch), key)
         self.key = before
         weight = sum(batch.weight for batch in window)
         _, _, gradients = self._gradients_of(window, weight, divided=False)
@@ -176,7 +167,7 @@ class MlxSession:
         mx.reset_peak_memory()
 
     def num_parameters(self) -> tuple[int, int]:
-        return sum(array.size for array in self.masters.arrays.values()), self.parts.total_parameters
+        return sum(array.size for array in self.masters.arrays.values()), self.total_parameters
 
     def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(array.shape) for name, array in self.masters.arrays.items()}
@@ -215,14 +206,13 @@ class MlxSession:
         save_tensors(folder, self.model)
 
     def _save_adapter(self, folder: Path) -> Path:
-        opening = self.parts.opening
         save_adapter(
             folder,
             {name: np.array(array) for name, array in self.masters.arrays.items()},
             settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
             targets=name_targets(self.model, self.adapters),
-            base=opening.folder,
-            base_name=opening.base_name,
+            base=self.opening.folder,
+            base_name=self.opening.base_name,
             record=self._base_record(),
         )
         to_mlx(folder, folder / "mlx")
@@ -233,7 +223,7 @@ class MlxSession:
 
     def _evaluation_loss(self) -> tuple[Callable[[Arrays], tuple[mx.array, MetricSums]], Sequence[str]]:
         """Return the loss of an evaluation, and the names of its metrics."""
-        return self.parts.loss.__call__, self.task.metric_names
+        return self.loss.__call__, self.task.metric_names
 
     def _gradients_of(
         self,
@@ -255,7 +245,7 @@ class MlxSession:
             if divided and not self._on_this_rank(index):
                 continue
             self._seed_from(key)
-            loss, sums, found = self.parts.gradients(
+            loss, sums, found = self.gradients(
                 self.masters.published, self._to_device(batch), key, scale=loss_scale / weight
             )
             found = {name: array.astype(mx.float32) for name, array in found.items()}
@@ -342,24 +332,10 @@ class TextSession(MlxSession):
         """Return the logits in the precision of training, without dropout."""
         return [np.array(self.model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        stop_ids: Sequence[int] = (),
-        sampling: Sampling = GREEDY,
-        on_token: OnToken | None = None,
-    ) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        """Call mlx_engine.generate.generate with the model."""
         with memory_errors(doing=GENERATING):
-            return generate(
-                self.model,
-                prompts,
-                max_new_tokens=max_new_tokens,
-                stop_ids=stop_ids,
-                sampling=sampling,
-                on_token=on_token,
-            )
+            return generate(self.model, prompts, **options)
 
     @property
     def _language_task(self) -> CausalLM:

@@ -58,8 +58,7 @@ class SplitHead:
 
 
 def split_model(model: Any) -> SplitHead | None:
-    """Split a model after the module that contains its layers. Return None if the rest is not a head that computes each
-    position by itself, found by a trial."""
+    """Split a model after the module that contains its layers; None if a trial shows that the rest mixes positions."""
     bodies = [module for name, module in model.named_modules() if name and _holds_layers(module, model)]
     if len(bodies) != 1:
         return None
@@ -92,10 +91,7 @@ def find_head_weights(split: SplitHead) -> list[str]:
     mx.eval(hidden)
 
     def reach(names: list[str]) -> bool:
-        put(
-            model,
-            {name: mx.broadcast_to(mx.array(mx.nan, found[name].dtype), found[name].shape) for name in names},
-        )
+        put(model, {name: mx.full(found[name].shape, mx.nan, found[name].dtype) for name in names})
         try:
             return bool(mx.isnan(split.logits(hidden)).any())
         finally:

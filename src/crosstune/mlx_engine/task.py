@@ -33,7 +33,7 @@ class BuildContext:
     """The hub id of the base model, if it came from there."""
     trained: bool = True
     compiled: bool = False
-    """Whether steps are compiled. Padding arrays to a few shapes then saves recompilation."""
+    """True if steps are compiled; padding arrays to a few shapes then avoids recompilation."""
 
 
 class MlxTask(Protocol):
@@ -53,23 +53,9 @@ class MlxTask(Protocol):
         ...
 
 
-class Loss(Protocol):
-    """The loss of an opened model."""
-
-    def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        """Return the summed loss and the metrics."""
-        ...
-
-    def scaled(
-        self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
-    ) -> tuple[mx.array, MetricSums]:
-        """Return the loss times `scale`, differentiable with respect to `weights` of the model."""
-        ...
-
-
-@dataclass(frozen=True)
-class PlainLoss:
-    """The loss of a task without its own gradient: MLX differentiates it."""
+@dataclass(eq=False)
+class Loss:
+    """The loss of an opened model, differentiated by MLX."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Arrays], tuple[mx.array, MetricSums]]
@@ -80,6 +66,7 @@ class PlainLoss:
     def scaled(
         self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
     ) -> tuple[mx.array, MetricSums]:
+        """Return the loss times `scale`, differentiable with respect to `weights` of the model."""
         total, metrics = self.loss(self.model, arrays)
         return total * scale, metrics
 

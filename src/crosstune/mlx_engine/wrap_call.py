@@ -15,8 +15,7 @@ Around = Callable[..., Any]
 
 
 def wrap_call(module: nn.Module, around: Around) -> Callable[[], None]:
-    """Wrap the call of a module, not of others of its class, and return a function that undoes it. Python looks up
-    `__call__` in the class, so the module gets a subclass."""
+    """Wrap the call of one module, through a subclass, and return a function that undoes it."""
     kind = type(module)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -50,8 +49,7 @@ def _checkpointed_random(call: Callable[..., Any], layer: Any, *args: Any, **kwa
 
 
 def _checkpointed(call: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the layer through mx.checkpoint, with all arrays of its arguments as explicit inputs: only those get
-    gradients."""
+    """Call the layer through mx.checkpoint, with the arrays of its arguments as inputs: only inputs get gradients."""
     arguments = [list(args), kwargs]
     arrays: list[mx.array] = []
     tree_map(lambda value: arrays.append(value) if isinstance(value, mx.array) else None, arguments)

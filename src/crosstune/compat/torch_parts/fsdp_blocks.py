@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp.wrap import _Policy
+from torch.distributed.fsdp.wrap import _Policy, size_based_auto_wrap_policy
 
 from crosstune.core.errors import UserError
 from crosstune.torch_engine.sharding.local_shard import find_blocks
@@ -18,60 +18,47 @@ _WHOLE = (nn.MultiheadAttention,)
 
 
 def choose_blocks(model: nn.Module, *, policy: Any, min_num_params: int) -> list[nn.Module]:
-    """Return the modules of a model that a policy selects, inner ones first; without a policy, the large ones.
+    """Return the modules that a policy selects, inner modules first; without a policy, the large modules.
 
     A policy is one of torch's for FSDP, a function of the same form, or a collection of classes.
     """
+    if isinstance(policy, (type, set, frozenset, list, tuple)):
+        return blocks_of_class(model, policy)
+    if isinstance(policy, _Policy):
+        return _usable(model, policy._run_policy(model, set(), {}))
     if policy is None:
-        chosen = _select(model, partial(_is_large, least=min_num_params))
-    elif isinstance(policy, _Policy):
-        chosen = _inner_first(model, policy._run_policy(model, set(), {}))
-    elif isinstance(policy, (type, set, frozenset, list, tuple)):
-        chosen = blocks_of_class(model, policy)
-    elif callable(policy):
-        chosen = _select(model, policy)
-    else:
+        policy = partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
+    elif not callable(policy):
         raise UserError(
             f"auto_wrap_policy cannot be a {type(policy).__name__}.",
             do="pass a policy of torch.distributed.fsdp.wrap, a set of module classes, or None",
         )
-    return [module for module in chosen if module is not model and not _shares_weights(model, module)]
+    return _usable(model, (module for module, _ in _walk(model, policy, set())))
 
 
 def blocks_of_class(model: nn.Module, classes: Any) -> list[nn.Module]:
-    """Return the modules of these classes, inner ones first; without a class, the repeated blocks of the model."""
+    """Return the modules of these classes, inner modules first; without a class, the model's repeated blocks."""
+    repeated = list(find_blocks(model).values())
     if classes is None:
-        return list(find_blocks(model).values())
+        return repeated
     wanted = tuple(classes) if isinstance(classes, Iterable) else (classes,)
     if not wanted or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in wanted):
         raise UserError(
             "transformer_layer_cls must be the class of the model's layers.",
-            do="pass a subclass of torch.nn.Module, such as nn.TransformerEncoderLayer, or several in a set",
+            do="pass a subclass of torch.nn.Module, such as nn.TransformerEncoderLayer, or a set of them",
         )
-    found = _inner_first(
-        model, {module for module in model.modules() if isinstance(module, wanted)} - {model}
-    )
+    found = [module for module in model.modules() if isinstance(module, wanted)]
     if not found:
-        repeated = sorted({type(block).__name__ for block in find_blocks(model).values()})
+        names = ", ".join(sorted({type(block).__name__ for block in repeated}))
         raise UserError(
             f"The model has no {' or '.join(kind.__name__ for kind in wanted)}.",
-            do=f"its repeated layers are: {', '.join(repeated)}"
-            if repeated
-            else "use wrap_model, which selects by size",
+            do=f"its repeated layers are: {names}" if names else "use wrap_model, which selects by size",
         )
-    return [module for module in found if not _shares_weights(model, module)]
-
-
-def _select(model: nn.Module, policy: Policy) -> list[nn.Module]:
-    return [module for module, _ in _walk(model, policy, set())]
-
-
-def _is_large(*, module: nn.Module, recurse: bool, nonwrapped_numel: int, least: int) -> bool:
-    return nonwrapped_numel >= least
+    return _usable(model, found)
 
 
 def _walk(module: nn.Module, policy: Policy, seen: set[int]) -> list[tuple[nn.Module, int]]:
-    """Return the modules that a policy of FSDP1 selects, children first, each with its number of remaining parameters."""
+    """Return the modules that a policy of FSDP1 selects, each with its number of remaining parameters."""
     if id(module) in seen:
         return []
     seen.add(id(module))
@@ -87,18 +74,20 @@ def _walk(module: nn.Module, policy: Policy, seen: set[int]) -> list[tuple[nn.Mo
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Return whether a module is called, so that its weights can be gathered; lists and stored weights are not."""
+    """True if a module has a forward() that FSDP can hook; containers such as ModuleList do not."""
     return type(module).forward is not nn.Module.forward
 
 
-def _inner_first(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
-    wanted = set(map(id, chosen))
+def _usable(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the chosen modules that FSDP2 can gather by themselves, inner modules first."""
+    wanted = set(map(id, chosen)) - {id(model)}
     found = [(name.count("."), module) for name, module in model.named_modules() if id(module) in wanted]
-    return [module for _, module in sorted(found, key=lambda entry: -entry[0]) if _has_forward(module)]
+    ordered = [module for _, module in sorted(found, key=lambda entry: -entry[0])]
+    return [module for module in ordered if _has_forward(module) and not _shares_weights(model, module)]
 
 
 def _shares_weights(model: nn.Module, module: nn.Module) -> bool:
-    """Return whether another part of the model has a weight of this module, such as a tied head."""
+    """True if another part of the model has a weight of this module, such as a tied head."""
     inside = set(map(id, module.modules()))
     own = set(map(id, module.parameters()))
     return any(

@@ -1,4 +1,4 @@
-"""Measure and limit the memory of a device for the guides' MPSFSDPWrapper."""
+"""Measure and limit the memory of a device for MPSFSDPWrapper."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch.distributed.fsdp import ShardingStrategy
 from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
 from crosstune.compat.torch_parts.fsdp_model import free_cache
 from crosstune.core.errors import UserError
-from crosstune.estimate.memory import GIB, moment_bytes
+from crosstune.estimate.memory import GIB
 from crosstune.torch_engine.probe import allocated_bytes
 
 STATE_SHARE, GATHERED_SHARE = 5 / 8, 15 / 32
-"""Largest shares of the memory for an unsharded training state, and for gathered weights; activations need the rest."""
+"""Largest fractions of memory for an unsharded training state, and for gathered weights."""
 
 
 @dataclass(kw_only=True)
 class MemoryProfile:
-    """Memory before and after a block of code, in bytes."""
+    """Memory before and after a context, in bytes."""
 
     before_bytes: int
     after_bytes: int = 0
     peak_bytes: int | None = None
-    """None where the device counts no peak."""
+    """None if the device counts no peak."""
 
     def __str__(self) -> str:
         peak = "" if self.peak_bytes is None else f", peak {self.peak_bytes / GIB:.3f}"
@@ -37,25 +37,20 @@ class MemoryProfile:
 
 
 class MemoryOptimizer:
-    """Choose a sharding strategy for a size, and limit torch's allocations."""
+    """Chooses a sharding strategy for a model size, and limits torch's allocations."""
 
     def __init__(self, config: MPSFSDPConfig, device: torch.device) -> None:
         self.config, self.device = config, device
 
     def optimize_sharding_strategy(self, model_size: float, available_memory: float) -> ShardingStrategy:
-        """Return the strategy for fp32 weights of `model_size` bytes; gradients and two moments need three times that."""
-        if model_size < 0 or available_memory <= 0:
-            raise UserError(
-                f"A model of {model_size} bytes in {available_memory} bytes of memory is impossible."
-            )
-        gradients, moments = model_size, moment_bytes(int(model_size) // 4, "adamw")
-        if model_size + gradients + moments < STATE_SHARE * available_memory:
+        """Return the strategy for fp32 weights of `model_size` bytes, their gradients and two moments."""
+        if 4 * model_size < STATE_SHARE * available_memory:
             return ShardingStrategy.NO_SHARD
         is_small = model_size < GATHERED_SHARE * available_memory
         return ShardingStrategy.SHARD_GRAD_OP if is_small else ShardingStrategy.FULL_SHARD
 
     def setup_memory_pool(self) -> int | None:
-        """Limit torch to unified_memory_pool_size and return the limit; None where nothing limits it."""
+        """Limit torch to unified_memory_pool_size and return the limit; None on a CPU."""
         total, limit = device_bytes(self.device), self.config.unified_memory_pool_size
         if self.device.type == "cpu":
             return None  # torch has no pool for host memory

@@ -1,4 +1,4 @@
-"""Connect processes, shard a model with FSDP2 or run it whole, and check a machine, for the guides' MPSFSDPWrapper."""
+"""Connect processes, shard a model with FSDP2 or run it whole, and check a machine, for MPSFSDPWrapper."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from crosstune.compat.torch_parts.fsdp_config import MPSFSDPConfig
 from crosstune.core.errors import UserError
 from crosstune.torch_engine.capabilities import DTYPES, working_dtypes
 from crosstune.torch_engine.quantized import StoredWeight
-from crosstune.torch_engine.sharding.local_shard import free_gathered, sharded_modules
+from crosstune.torch_engine.sharding.local_shard import free_gathered, local_part, sharded_modules
 from crosstune.torch_engine.sharding.mps_streams import prepare_mps
 from crosstune.torch_engine.sharding.shard import REPLICAS, SHARDS, STRATEGIES, shard
 from crosstune.torch_engine.sharding.staged_backend import NAME, register_staged_backend
@@ -32,11 +32,10 @@ LOG = logging.getLogger("crosstune.mps_fsdp")
 
 
 def find_device(model: nn.Module | None = None) -> torch.device:
-    """Return the GPU of a model that is on one; otherwise MPS, another GPU, or the CPU."""
-    placed = {p.device for p in model.parameters()} if model is not None else set()
-    on_gpu = sorted((device for device in placed if device.type not in ("cpu", "meta")), key=str)
-    if on_gpu:
-        return on_gpu[0]
+    """Return the GPU of a model if it is on one; otherwise MPS, CUDA or the CPU."""
+    for parameter in model.parameters() if model is not None else ():
+        if parameter.device.type not in ("cpu", "meta"):
+            return parameter.device
     if torch.backends.mps.is_available():
         return torch.device("mps")
     if torch.cuda.is_available():
@@ -54,25 +53,20 @@ def usable_dtype(
 
 
 def list_adjustments(config: MPSFSDPConfig) -> list[str]:
-    """Return a sentence for each setting that has no effect here."""
-    found = []
-    if config.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
-        found.append(
-            "backward_prefetch: FSDP2 always gathers the next layer before it computes the gradients of this one"
-        )
-    if not config.limit_all_gathers:
-        found.append("limit_all_gathers: FSDP2 always holds at most two gathered layers")
-    if not config.use_orig_params:
-        found.append("use_orig_params: FSDP2 always keeps the original parameters")
-    if config.fallback_to_cpu_ops and os.environ.get(FALLBACK) != "1":
-        found.append(
-            f"fallback_to_cpu_ops: torch needs {FALLBACK}=1 set before Python starts, for all operators at once"
-        )
-    return found
+    """Return a sentence for each setting that has no effect."""
+    no_fallback = config.fallback_to_cpu_ops and os.environ.get(FALLBACK) != "1"
+    found = {
+        "backward_prefetch: FSDP2 always gathers the next layer before it computes the gradients of "
+        "this one": config.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE,
+        "limit_all_gathers: FSDP2 always keeps at most two gathered layers": not config.limit_all_gathers,
+        "use_orig_params: FSDP2 always keeps the original parameters": not config.use_orig_params,
+        f"fallback_to_cpu_ops: set {FALLBACK}=1 before Python starts; it applies to all operators": no_fallback,
+    }
+    return [sentence for sentence, applies in found.items() if applies]
 
 
 def check_mps_fsdp_compatibility() -> dict[str, Any]:
-    """Try dtypes and FSDP2 on this machine, and return what works, with warnings."""
+    """Try dtypes and FSDP2 on this machine, and return the results, with warnings."""
     device, notes = find_device(), []  # type: ignore[var-annotated]
     is_mps = torch.backends.mps.is_available()
     dtypes = working_dtypes(device.type, notes=notes)
@@ -82,7 +76,13 @@ def check_mps_fsdp_compatibility() -> dict[str, Any]:
         notes.append(f"MPS is not available ({reason}); {device.type} is used")
     elif os.environ.get(FALLBACK) != "1":
         notes.append(f"operators without a Metal kernel fail: set {FALLBACK}=1 before starting Python")
-    problem = _try_fsdp(device)
+    problem: str | None = None  # unknown: all connected processes would have to try it together
+    if not dist.is_initialized():
+        connect_alone()
+        try:
+            problem = fsdp_problem(device)
+        finally:
+            disconnect()
     if problem:
         notes.append(f"FSDP2 does not run on {device.type}: {problem}")
     return {
@@ -102,10 +102,7 @@ def check_mps_fsdp_compatibility() -> dict[str, Any]:
 
 
 def connect(config: MPSFSDPConfig) -> None:
-    """Join the other processes unless the program has done so; a single process gets a group of one.
-
-    Then set world_size and rank from the group.
-    """
+    """Join the other processes unless the program has done so, and set world_size and rank from the group."""
     if not dist.is_initialized():
         if config.world_size > 1:
             dist.init_process_group(
@@ -119,7 +116,7 @@ def connect(config: MPSFSDPConfig) -> None:
     if config.world_size not in (1, size):
         raise UserError(
             f"world_size={config.world_size} does not match the {size} processes that are connected.",
-            do="pass the world_size and rank of torch.distributed, or leave them out",
+            do="pass the world_size and rank of torch.distributed, or remove them",
         )
     config.world_size, config.rank = size, rank
 
@@ -145,7 +142,10 @@ def wrap(
     in_order: bool = False,
 ) -> nn.Module:
     """Shard a model in place and return it. `in_order`: the blocks run one after the other."""
-    _check_wrappable(model)
+    if sharded_modules(model):
+        raise UserError("This model is wrapped already.", do="use the model that wrap_model returned before")
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise UserError("The model has no weights yet.", do="load its weights before wrapping it")
     if config.sync_module_states and dist.get_world_size() > 1:
         _sync_states(model)
     casts = config.use_mixed_precision and not _is_quantized(model)
@@ -165,12 +165,14 @@ def wrap(
     )
     _reduce_scalars(model)
     for module in sharded_modules(model):
-        # The loss of each process is a mean over its own rows, so the gradient is the mean over the processes: FSDP2's
-        # own division. An explicit factor would divide twice where each process holds one whole shard.
+        # FSDP2's own division, the mean across processes: an explicit factor would divide twice with NO_SHARD.
         module.set_gradient_divide_factor(None)
     if is_full:
         model.set_reshard_after_forward(True, recurse=False)
-    model.register_forward_hook(_free_without_gradients)
+    # After a pass without gradients, free the gathered weights: an optimizer made now must see the shards.
+    model.register_forward_hook(
+        lambda model, inputs, output: None if torch.is_grad_enabled() else free_gathered(model)
+    )
     if config.forward_prefetch and in_order:
         for block, following in pairwise(blocks):
             block.set_modules_to_forward_prefetch([following])
@@ -197,7 +199,7 @@ def run_whole(
 
 
 def fsdp_problem(device: torch.device) -> str:
-    """Return why FSDP2 does not train on this device; "" if it does. Try it on a few weights; one process only."""
+    """Train a few weights with FSDP2 on this device; return why it fails, or "". For one process only."""
     if device.type == "mps":
         prepare_mps()
     layer = nn.Linear(4, 4)
@@ -211,19 +213,8 @@ def fsdp_problem(device: torch.device) -> str:
     return ""
 
 
-def _try_fsdp(device: torch.device) -> str | None:
-    """Return why FSDP2 fails, "" if it works; None if processes are connected, as all of them would have to try it."""
-    if dist.is_initialized():
-        return None
-    connect_alone()
-    try:
-        return fsdp_problem(device)
-    finally:
-        disconnect()
-
-
 def make_mesh(strategy: ShardingStrategy, device: str) -> DeviceMesh:
-    """Return the mesh over all processes. With NO_SHARD each process is a replica with one shard, the whole model."""
+    """Return the mesh of all processes. With NO_SHARD each process is a replica with a single shard."""
     if strategy is not ShardingStrategy.NO_SHARD:
         return DeviceMesh.from_group(open_group(device), device, mesh_dim_names=(SHARDS,))
     ranks = list(range(dist.get_world_size()))
@@ -237,7 +228,7 @@ def make_mesh(strategy: ShardingStrategy, device: str) -> DeviceMesh:
 
 
 def open_group(device: str, ranks: list[int] | None = None) -> Any:
-    """Return a group for tensors of this device. Collective: every process makes every group."""
+    """Return a group for tensors of this device. A collective call: every process makes every group."""
     if device == "cpu":
         if ranks is None and dist.get_backend() == "gloo":
             return dist.group.WORLD
@@ -247,19 +238,12 @@ def open_group(device: str, ranks: list[int] | None = None) -> Any:
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    """Return whether a model has quantized layers: they choose their compute dtype, and a cast would round their scales."""
+    """True if a model has quantized layers: they choose their compute dtype, and a cast would round their scales."""
     return any(isinstance(module, StoredWeight) for module in model.modules())
 
 
-def _check_wrappable(model: nn.Module) -> None:
-    if sharded_modules(model):
-        raise UserError("This model is wrapped already.", do="use the model that wrap_model returned before")
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise UserError("The model has no weights yet.", do="load its weights before wrapping it")
-
-
 def _sync_states(model: nn.Module) -> None:
-    """Copy the weights and buffers of rank 0 to every process, one at a time, through host memory."""
+    """Broadcast the weights and buffers of rank 0, one at a time, through host memory."""
     group = open_group("cpu")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -280,7 +264,7 @@ def _place_unsharded(model: nn.Module, device: torch.device, dtype: torch.dtype 
 
 
 def _reduce_scalars(model: nn.Module) -> None:
-    """Average the gradients of scalar parameters over the processes, as FSDP2 ignores scalars."""
+    """Average the gradients of scalar parameters across processes, as FSDP2 ignores scalars."""
     scalars = [p for p in model.parameters() if p.ndim == 0 and p.requires_grad]
     if not scalars or dist.get_world_size() == 1:
         return
@@ -295,40 +279,27 @@ def _reduce_scalars(model: nn.Module) -> None:
         scalar.register_post_accumulate_grad_hook(average)
 
 
-def _free_without_gradients(model: Any, inputs: Any, output: Any) -> None:
-    """Free gathered weights after a pass without gradients: an optimizer made now must see the shards."""
-    if not torch.is_grad_enabled():
-        free_gathered(model)
-
-
 def _finish(model: nn.Module, config: MPSFSDPConfig, device: torch.device) -> None:
-    model._apply = functools.partial(_apply_on_device, model, type(model)._apply, device, config.cpu_offload)
+    apply = type(model)._apply
+
+    def apply_on_device(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Handle model.to(): reject a different device, and keep offloaded weights on the host."""
+        before = torch.empty(0, device=device)
+        after = fn(before)
+        if after.device.type != device.type:
+            raise UserError(
+                f"A model that was wrapped for {device.type} cannot be moved to {after.device.type}.",
+                do=f"move the model to {after.device.type} before wrapping it",
+            )
+        if config.cpu_offload and after.dtype == before.dtype:
+            return model
+        return apply(model, fn, recurse)
+
+    model._apply = apply_on_device
     if config.aggressive_memory_optimization:
         model.register_forward_pre_hook(lambda module, inputs: free_cache(device))
     if config.debug_mode:
         _log_passes(model)
-
-
-def _apply_on_device(
-    model: nn.Module,
-    apply: Callable[..., nn.Module],
-    device: torch.device,
-    offloads: bool,
-    fn: Callable[[torch.Tensor], torch.Tensor],
-    recurse: bool = True,
-) -> nn.Module:
-    """Handle model.to(): refuse another device, and keep offloaded weights on the host."""
-    before = torch.empty(0, device=device)
-    after = fn(before)
-    if after.device.type != device.type:
-        raise UserError(
-            f"A model that was wrapped for {device.type} cannot be moved to {after.device.type}.",
-            why="its shards belong to the processes of that device.",
-            do=f"move the model to {after.device.type} before wrapping it",
-        )
-    if offloads and after.dtype == before.dtype:
-        return model
-    return apply(model, fn, recurse)
 
 
 def free_cache(device: torch.device) -> None:
@@ -339,18 +310,15 @@ def free_cache(device: torch.device) -> None:
 
 
 def _log_passes(model: nn.Module) -> None:
-    """Log the sharded modules, and each gathering in a forward or backward pass."""
+    """Log the sharded modules, and each all-gather in a forward or backward pass."""
     if not LOG.handlers:
         LOG.addHandler(logging.StreamHandler())
     LOG.setLevel(logging.DEBUG)
-    for name, module in model.named_modules():
-        if module not in sharded_modules(model):
-            continue
-        label = name or type(model).__name__
-        local = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in module.parameters())
-        LOG.debug(
-            "sharded %s: %d parameters, %d here", label, sum(p.numel() for p in module.parameters()), local
-        )
+    names = {module: name for name, module in model.named_modules()}
+    for module in sharded_modules(model):
+        label, parameters = names[module] or type(model).__name__, list(module.parameters())
+        total, local = sum(p.numel() for p in parameters), sum(local_part(p).numel() for p in parameters)
+        LOG.debug("sharded %s: %d parameters, %d on this rank", label, total, local)
         module.register_forward_pre_hook(lambda _, __, label=label: LOG.debug("forward gathers %s", label))
         module.register_full_backward_pre_hook(
             lambda _, __, label=label: LOG.debug("backward gathers %s", label)

@@ -50,22 +50,14 @@ class LayerStorage:
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Return all names of the layers that can be replaced: exactly nn.Linear, not its subclasses.
-
-    The output projection of nn.MultiheadAttention is such a subclass; it is never called, only its weight is read.
-    """
-    return [
-        name
-        for name, module in model.named_modules(remove_duplicate=False)
-        if name and type(module) is nn.Linear
-    ]
+    """Return all names of layers of class nn.Linear, not of subclasses: nn.MultiheadAttention never calls its own."""
+    modules = model.named_modules(remove_duplicate=False)
+    return [name for name, module in modules if name and type(module) is nn.Linear]
 
 
 def replace_layers(model: nn.Module, choose: Choose) -> tuple[list[str], list[str]]:
-    """Replace the chosen layers in place. Return their names, and those skipped because an embedding shares the weight.
-
-    Check all layers before replacing the first one, so that an error leaves the model unchanged.
-    """
+    """Replace the chosen layers in place; return their names, and the layers skipped because an embedding shares their
+    weight. All layers are checked before the first is replaced."""
     recipes = {name: recipe for name in linear_names(model) if (recipe := choose(name)) is not None}
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     shared = [name for name in recipes if id(model.get_submodule(name).weight) in embedded]
@@ -94,7 +86,7 @@ def freeze_base(model: nn.Module, *, checkpointing: bool) -> None:
             raise UserError(
                 f"{type(model).__name__} cannot recompute its activations.",
                 why="only models of transformers support gradient checkpointing.",
-                do="leave use_gradient_checkpointing out",
+                do="remove use_gradient_checkpointing",
             )
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
@@ -110,7 +102,7 @@ def check_storage(recipe: LayerStorage, shape: tuple[int, int]) -> None:
         raise UserError(
             f"The {num_scales} scales of a layer of {shape[0]} x {shape[1]} cannot be quantized.",
             why=f"HQQ quantizes them in groups of {SCALES_IN_A_GROUP}.",
-            do="leave quant_scale out, or choose a smaller group size",
+            do="remove quant_scale, or choose a smaller group size",
         )
 
 
@@ -152,7 +144,7 @@ class DenseView(torch.Tensor):
         if args and isinstance(args[0], cls) and _changes(func):
             raise UserError(
                 "A quantized weight cannot be changed in place, as PEFT does to merge an adapter.",
-                why="the layer holds packed bits, and PEFT reads a copy.",
+                why="the layer stores packed bits, and PEFT reads a copy.",
                 do="save the adapter and merge it with: crosstune merge; or replace the weight with the layer's "
                 "quantize_weights",
             )
@@ -161,7 +153,7 @@ class DenseView(torch.Tensor):
 
 
 def _changes(func: Any) -> bool:
-    """Return whether a function of torch.Tensor changes its first argument: x.data = y, x += y, x[0] = y, x.add_(y)."""
+    """True if a function of torch.Tensor changes its first argument: x.data = y, x += y, x[0] = y, x.add_(y)."""
     name = getattr(func, "__name__", "")
     if func == torch.Tensor.data.__set__ or name == "__setitem__":
         return True
@@ -202,7 +194,7 @@ class QuantizedLinear(QuantLinear, nn.Linear):
         return super().forward(x.to(self.recipe.compute)).to(x.dtype)
 
     def quantize_weights(self, weight: torch.Tensor) -> None:
-        """Replace the weight by another one of the same shape."""
+        """Quantize a weight of the same shape and replace the layer's weight with it."""
         _check_shape(weight, self.stored.shape)
         self.stored = make_stored(weight, self.recipe, dtype=self.recipe.compute or self.dense_dtype)
 
@@ -276,4 +268,4 @@ def _check_layer(name: str, layer: Any, recipe: LayerStorage) -> None:
 
 def _check_shape(weight: torch.Tensor, shape: tuple[int, int]) -> None:
     if tuple(weight.shape) != shape:
-        raise UserError(f"A weight of shape {tuple(weight.shape)} does not fit a layer of shape {shape}.")
+        raise UserError(f"A weight of shape {tuple(weight.shape)} does not match a layer of shape {shape}.")

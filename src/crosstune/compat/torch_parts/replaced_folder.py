@@ -1,7 +1,7 @@
 """Save a model whose layers were replaced as a quantized folder, and load it back bit for bit.
 
-The folder has the layout of `crosstune convert`, so `crosstune train` reads it too. crosstune.json holds the facts that
-only this module needs, such as a layer's compute dtype.
+The folder has the layout of `crosstune convert`, so `crosstune train` reads it too. crosstune.json contains the facts
+that only this module needs, such as a layer's compute dtype.
 """
 
 from __future__ import annotations
@@ -60,26 +60,38 @@ _STORED, _MARK = ".stored.", ".weight."
 def save_quantized(model: nn.Module, folder: Path, *, config: Mapping[str, Any]) -> None:
     """Write a model with its quantized layers, and record `config`.
 
-    The description is written last and holds the checksum of the tensors: without it, or with another checksum, the
-    folder is incomplete.
+    The description is written last and contains the checksum of the tensors; without it the folder is incomplete.
     """
     layers = _replaced_layers(model)
     quantized = {name: layer for name, layer in layers.items() if isinstance(layer, QuantizedLinear)}
     specs = Counter(layer.recipe.spec for layer in quantized.values())
     spec = specs.most_common(1)[0][0] if specs else None
-    _check_target(folder)
+    if _KEY not in read_json(folder / DESCRIPTION) and any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"{folder} contains the weights of a different model.",
+            why="a reader would mix them with the quantized weights.",
+            do="save to a different folder",
+        )
     folder.mkdir(parents=True, exist_ok=True)
     tensors, tied = _folder_tensors(model, tuple(f"{name}{_STORED}" for name in quantized))
     target = folder / f"{PLAIN_STEM if spec is None else QUANTIZED_STEM}.safetensors"
     staged = folder / f".{target.name}.part"
-    save_file(_own_memory(tensors), staged, metadata={"format": "pt"})
+    # safetensors requires separate storage, and layers may share theirs.
+    copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(copies, staged, metadata={"format": "pt"})
     (folder / RECORD).unlink(missing_ok=True)
     for old in folder.glob("*.safetensors"):
         old.unlink()
     staged.replace(target)
     architecture = _save_architecture(model, folder, spec)
     if spec is not None:
-        _write_quantization(folder, quantized, spec)
+        facts = {}
+        for name, layer in quantized.items():
+            own = layer.recipe.spec
+            assert own is not None
+            facts[name] = {**layer.stored.facts, **({"spec": own.to_json()} if own != spec else {})}
+        dtype = Counter(layer.dense_dtype for layer in quantized.values()).most_common(1)[0][0]
+        write_record(folder, spec=spec, dtype=dtype, layers=facts, original=None)
     described = {
         "config": config,
         "architecture": architecture,
@@ -94,7 +106,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     data = read_json(folder / DESCRIPTION).get(_KEY)
     if not isinstance(data, dict):
         raise UserError(
-            f"{folder} does not hold a complete quantized model.",
+            f"{folder} is not a complete quantized model.",
             why=f"it has no valid {DESCRIPTION}, which is written last.",
             do="pass a folder that save_quantized_model wrote",
         )
@@ -103,14 +115,14 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def load_quantized(folder: Path, *, model: nn.Module | None, device: torch.device) -> nn.Module:
-    """Load the folder into `model`, an unquantized one of the same architecture; None builds transformers' model."""
+    """Load the folder into `model`, of the same architecture and not quantized; None builds a transformers model."""
     description = read_description(folder)
     for name, checksum in description["files"].items():
         path = folder / name
         if not path.is_file() or file_sha256(path) != checksum:
             raise UserError(
                 f"{path} is missing or damaged.",
-                why=f"its checksum differs from the one in {DESCRIPTION}.",
+                why=f"its checksum differs from {DESCRIPTION}.",
                 do="save or copy the model again",
             )
     model = _build(folder, description["architecture"]) if model is None else model
@@ -133,7 +145,7 @@ def _replaced_layers(model: nn.Module) -> dict[str, QuantizedLinear | HalfLinear
         if isinstance(module, AdaptedLinear) or hasattr(module, "lora_A"):  # ours, or PEFT's
             raise UserError(
                 f"{name} has an adapter.",
-                why="the folder holds only the base model.",
+                why="the folder contains only the base model.",
                 do="save the base before adding adapters, and save the adapters as PEFT files",
             )
         if isinstance(module, (QuantizedLinear, HalfLinear)):
@@ -156,31 +168,10 @@ def _describe(layer: QuantizedLinear | HalfLinear) -> dict[str, Any]:
     }
 
 
-def _check_target(folder: Path) -> None:
-    """Check that the folder holds no weights of another model: a reader would mix them with these."""
-    mine = _KEY in read_json(folder / DESCRIPTION)
-    if not mine and any(folder.glob("*.safetensors")):
-        raise UserError(
-            f"{folder} holds the weights of another model.",
-            why="a reader would mix them with the quantized ones.",
-            do="save to another folder",
-        )
-
-
-def _write_quantization(folder: Path, layers: Mapping[str, QuantizedLinear], usual: QuantSpec) -> None:
-    facts = {}
-    for name, layer in layers.items():
-        spec = layer.recipe.spec
-        assert spec is not None
-        facts[name] = {**layer.stored.facts, **({"spec": spec.to_json()} if spec != usual else {})}
-    dtype = Counter(layer.dense_dtype for layer in layers.values()).most_common(1)[0][0]
-    write_record(folder, spec=usual, dtype=dtype, layers=facts, original=None)
-
-
 def _folder_tensors(
     model: nn.Module, quantized: tuple[str, ...]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return every tensor by its name in the folder, and tied parameters by the name that they are saved under."""
+    """Return the tensors by their names in the folder, and tied parameters by the name they are saved under."""
     first: dict[int, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
@@ -195,17 +186,6 @@ def _folder_tensors(
             first[id(tensor)] = name
             tensors[name] = tensor.detach()
     return tensors, tied
-
-
-def _own_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return each tensor on the CPU with its own storage, as safetensors requires; layers may share one."""
-    seen: set[int] = set()
-    out: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.cpu().contiguous()
-        out[name] = tensor.clone() if tensor.untyped_storage().data_ptr() in seen else tensor
-        seen.add(tensor.untyped_storage().data_ptr())
-    return out
 
 
 def _restore(
@@ -240,14 +220,14 @@ def _check_names(model: nn.Module, given: set[str], folder: Path) -> None:
     if wanted != given:
         odd = sorted(wanted ^ given)
         raise UserError(
-            f"The tensors in {folder} do not fit the given model.",
+            f"The tensors in {folder} do not match the given model.",
             why=f"{len(wanted - given)} are missing and {len(given - wanted)} are unexpected, such as {odd[0]}.",
             do="pass a model of the saved architecture",
         )
 
 
 def _save_architecture(model: nn.Module, folder: Path, spec: QuantSpec | None) -> str | None:
-    """Write the config of transformers' model, and the tokenizer of the folder that it was loaded from."""
+    """Write the config of a transformers model, and the tokenizer of the folder it was loaded from."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -272,9 +252,9 @@ def _build(folder: Path, architecture: str | None) -> nn.Module:
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise UserError(
             f"The model in {folder} cannot be built from its files.",
-            why="it is not a model of transformers."
-            if architecture is None
-            else f"the installed transformers has no {architecture}.",
+            why=f"the installed transformers has no {architecture}."
+            if architecture
+            else "it is not a model of transformers.",
             do="build the model yourself and pass it as `model`",
         )
     with init_empty_weights(include_buffers=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import shlex
@@ -141,8 +142,10 @@ def make_job(
 
 
 def _restartable_flags(config: Config, words: Sequence[str], *, name: str) -> tuple[str, ...]:
-    """Return the flags for train with a fixed name and `--resume auto`, unless they specify a run to resume. Options from
-    environment variables become flags, because the nodes have a different environment."""
+    """Return the flags for train with a fixed name and `--resume auto`, unless they specify a run to resume.
+
+    Options from environment variables become flags, because the nodes have a different environment.
+    """
     own = {option.env for option in options_by_name().values() if option.env}
     from_shell = [option for option, source in config.sources.items() if source in own]
     added = [word for option in from_shell for word in (f"--{option}", str(getattr(config, option)))]
@@ -193,13 +196,11 @@ def _problems(job: Job, config: Config) -> Iterator[UserError]:
             "older checkpoint on one node",
         )
     if config.backend == "mlx":
-        yield UserError(
-            "`crosstune launch` supports torch backends only, not mlx.", do="start MLX with mlx.launch"
-        )
+        problem = "`crosstune launch` supports torch backends only, not mlx."
+        yield UserError(problem, do="start MLX with mlx.launch")
     if config.emulate is not None:
-        yield UserError(
-            "`crosstune launch` does not support --emulate.", do="use `crosstune train --emulate`"
-        )
+        problem = "`crosstune launch` does not support --emulate."
+        yield UserError(problem, do="use `crosstune train --emulate`")
 
 
 def fill(template: str, **values: Any) -> str:
@@ -212,18 +213,13 @@ def fill(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
-        "sh": shlex.quote,
-        "yaml": lambda text: yaml.safe_dump(
-            text, default_style='"', allow_unicode=True, width=math.inf
-        ).strip(),
-    }
+    quote: Any = functools.partial(yaml.safe_dump, default_style='"', allow_unicode=True, width=math.inf)
+    environment.filters |= {"sh": shlex.quote, "yaml": lambda text: quote(text).strip()}
     return environment.get_template(template).render(**values)
 
 
 def submit(command: Sequence[str], text: str, *, where: str, do: str, cwd: Path | None = None) -> str:
-    """Pipe a string into a scheduler's command; return its output. `where` advises when the command is missing, `do` when
-    it fails."""
+    """Pipe a string into a scheduler's command; return its output. `where` is advice if the command is missing."""
     if shutil.which(command[0]) is None:
         raise UserError(f"Cannot submit the job: {command[0]} was not found on this machine.", do=where)
     done = subprocess.run(command, input=text, text=True, capture_output=True, check=False, cwd=cwd)

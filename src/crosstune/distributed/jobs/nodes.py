@@ -51,8 +51,7 @@ class Node(Protocol):
 
 
 Start = Callable[[Callable[[], bool]], Sequence[Node]]
-"""Start the launcher of every node. It may wait for resources; it returns no node once its argument is true: the user has
-stopped the job."""
+"""Start the launcher of every node. It may wait for resources; no nodes if its argument returned True: a stop."""
 
 
 def run_nodes(start: Start, *, restarts: int) -> Started:

@@ -26,10 +26,8 @@ class CausalLM:
 
     metric_names: Sequence[str] = ()
     eval_metric_names: Sequence[str] = ("exact_match",)
-
-    def __init__(self) -> None:
-        self.opening: BuildContext | None = None
-        self._loss: CausalLoss | None = None
+    opening: BuildContext
+    prepared: CausalLoss
 
     def build(self, opening: BuildContext) -> nn.Module:
         """Load the model folder, quantized as the plan says."""
@@ -41,7 +39,7 @@ class CausalLM:
 
         A compiled step rounds sizes up, since each new shape recompiles it. The padding has no loss: its `counted` is 0.
         """
-        few_shapes = self._opened().compiled
+        few_shapes = self.opening.compiled
         length = batch.input_ids.shape[1]
         width = _round_up(length) if few_shapes else length
         pad = ((0, 0), (0, width - length))
@@ -67,13 +65,8 @@ class CausalLM:
 
     def prepare_loss(self, model: nn.Module) -> CausalLoss:
         """Make the loss of a model with its adapters."""
-        self._loss = CausalLoss(model)
-        return self._loss
-
-    @property
-    def prepared(self) -> CausalLoss:
-        assert self._loss is not None, "the loss is not prepared yet"
-        return self._loss
+        self.prepared = CausalLoss(model)
+        return self.prepared
 
     def loss(self, model: nn.Module, arrays: Arrays) -> tuple[mx.array, MetricSums]:
         return self.prepared(arrays)
@@ -92,8 +85,7 @@ class CausalLM:
 
     def base_record(self) -> dict[str, Any]:
         """Return the identity of the base weights, their quantization and the precision of training."""
-        plan = self._opened().plan
-        spec = plan.quant_spec
+        plan, spec = self.opening.plan, self.opening.plan.quant_spec
         return {
             "base": {"name": plan.config.model_name, "identity": identity(self._folder)},
             "quantization": spec.to_json() if spec is not None else None,
@@ -106,13 +98,8 @@ class CausalLM:
 
     @property
     def _folder(self) -> Path:
-        folder = self._opened().folder
-        assert folder is not None, "a causal language model is built from a folder"
-        return folder
-
-    def _opened(self) -> BuildContext:
-        assert self.opening is not None, "the model is not built yet"
-        return self.opening
+        assert self.opening.folder is not None, "a causal language model is built from a folder"
+        return self.opening.folder
 
 
 def _round_up(number: int) -> int:

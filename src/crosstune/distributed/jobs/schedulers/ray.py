@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import importlib.util
 import logging
-import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -97,6 +96,7 @@ class _Cluster:
     def start(self, stopped: Callable[[], bool]) -> Sequence[Node]:
         """Place an actor in each bundle and start its node's launcher; return no node if stopped before."""
         import ray
+        from ray.util import placement_group_table
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as InGroup
 
         self.release()
@@ -104,19 +104,17 @@ class _Cluster:
         if not self._place(wanted, stopped):
             return []
         actor = ray.remote(NodeActor)
-        actors = [
-            actor.options(
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        placed = placement_group_table(self.group)["bundles_to_node_id"]
+        nodes = []
+        for place in range(self.job.num_nodes):
+            bundled = actor.options(
                 num_cpus=wanted["CPU"],
                 num_gpus=wanted.get("GPU", 0),
                 max_concurrency=2,
                 scheduling_strategy=InGroup(self.group, placement_group_bundle_index=place),
-            ).remote()
-            for place in range(self.job.num_nodes)
-        ]
-        nodes = [
-            _RayNode(actor, place, host)
-            for place, (actor, host) in enumerate(zip(actors, self._hosts(), strict=True))
-        ]
+            )
+            nodes.append(_RayNode(bundled.remote(), place, addresses[placed[place]]))
         self._start_launchers(nodes)
         return nodes
 
@@ -145,15 +143,6 @@ class _Cluster:
                 print(line, flush=True)
         return True
 
-    def _hosts(self) -> list[str]:
-        """Return the address of each bundle's node."""
-        import ray
-        from ray.util import placement_group_table
-
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        placed = placement_group_table(self.group)["bundles_to_node_id"]
-        return [addresses[placed[place]] for place in range(self.job.num_nodes)]
-
     def _start_launchers(self, nodes: Sequence[_RayNode]) -> None:
         import ray
 
@@ -174,13 +163,12 @@ class _Cluster:
 
 
 class _RayNode:
-    """The launcher of one bundle. The output of the first is printed, the other output is kept for errors."""
+    """The launcher of one bundle. Node 0's output is printed, other output is kept for errors."""
 
     def __init__(self, actor: Any, place: int, host: str) -> None:
         self.actor, self.place, self.host = actor, place, host
         self.lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES)
         self.is_lost = False
-        self._silent_since = math.inf
 
     def poll(self) -> int | None:
         import ray
@@ -189,16 +177,11 @@ class _RayNode:
             return LOST
         try:
             code, lines = ray.get(self.actor.poll.remote(), timeout=ANSWER_S)
-        except ray.exceptions.ActorUnavailableError as error:  # Ray does not know yet whether it has exited
-            self._silent_since = min(self._silent_since, time.monotonic())
-            if time.monotonic() - self._silent_since < ANSWER_S:
-                return None
-            self.lose(error)
-            return LOST
+        except ray.exceptions.ActorUnavailableError:
+            return None  # Ray will find out if the actor has exited
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             self.lose(error)
             return LOST
-        self._silent_since = math.inf
         if self.place == 0:
             for line in lines:
                 print(line, flush=True)
