@@ -100,7 +100,7 @@ def test_an_adapter_for_another_base_is_refused(
     run, config = trained["torch"]
     other = make(tmp_path / "other", seed=5)
     request = JudgeRequest(target=str(run / "adapter"), base=str(other), backend="cpu")
-    with pytest.raises(UserError, match="trained over another base"):
+    with pytest.raises(UserError, match="trained on a different base"):
         measure_judge(request, ITEMS, config=config, observer=Observers())
 
 

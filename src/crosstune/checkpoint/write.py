@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -45,7 +43,7 @@ def write_checkpoint(root: Path, state: SessionState, manifest: Manifest) -> Com
         root.mkdir(mode=0o700, exist_ok=True)
         check_room(root, need)
         with staging_folder(target) as staged:
-            files = {name: write_listed(staged / name, arrays) for name, arrays in parts.items()}
+            files = {name: write_tensors(staged / name, arrays) for name, arrays in parts.items()}
             write_manifest(staged, replace(manifest, files=files))
             put_new(staged, target)
     except OSError as error:
@@ -66,12 +64,6 @@ def state_files(state: SessionState) -> dict[str, dict[str, Array]]:
     """Return the arrays of each file. A moment is named `slot/canonical name of the weight`."""
     moments = {f"{slot}/{name}": a for slot, arrays in state.moments.items() for name, a in arrays.items()}
     return {WEIGHTS: dict(state.weights), MOMENTS: moments, RANDOM: dict(state.random)}
-
-
-def write_listed(path: Path, arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """Write arrays to a file, and return its entry in `Manifest.files`."""
-    written = write_tensors(path, arrays)
-    return {"bytes": written.num_bytes, "sha256": written.sha256}
 
 
 def write_manifest(staged: Path, manifest: Manifest) -> None:

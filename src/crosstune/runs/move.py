@@ -130,7 +130,7 @@ def _check_training(checkpoint: Checkpoint, side: Side) -> None:
     expected = (
         {"quantization", "optimizer"} if side.plan.backend.name != checkpoint.manifest.backend else set()
     )
-    check_same([d for d in differences if d.kind not in expected], side.plan.config)
+    check_same([d for d in differences if d.kind not in expected], checkpoint.manifest, side.plan.config)
 
 
 def _measure(checkpoint: Checkpoint, side: Side, *, like: LossMeasurement | None = None) -> LossMeasurement:

@@ -71,7 +71,7 @@ class ResumePoint:
         differences, adapted = find_differences(
             plan, self.manifest, identified, measured=self.measured is not None
         )
-        check_same(differences, plan.config)
+        check_same(differences, self.manifest, plan.config)
         changes = changed_options(self.manifest, plan.config)
         return dataclasses.replace(self, differences=differences, adapted=adapted, changes=changes)
 
