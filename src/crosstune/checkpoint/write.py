@@ -21,7 +21,7 @@ SPARE_BYTES = 4 * 2**20
 
 
 class SaveFailed(UserError):
-    """A checkpoint could not be written. The older ones are unchanged."""
+    """A checkpoint or result could not be written. Older checkpoints are unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Committed:
     folder: Path
     num_bytes: int
     latest_error: str = ""
-    """The reason that `latest` could not be updated; the checkpoint itself is valid."""
+    """Why `latest` could not be updated; the checkpoint itself is valid."""
 
 
 def write_checkpoint(root: Path, state: SessionState, manifest: Manifest) -> Committed:
@@ -83,33 +83,33 @@ def check_finite(state: SessionState) -> None:
             )
 
 
-def check_room(root: Path, need: int) -> None:
-    free = free_space(root)
+def check_room(folder: Path, need: int) -> None:
+    free = free_space(folder)
     if free < need + SPARE_BYTES:
         raise SaveFailed(
-            f"There is not enough disk space for a checkpoint in {root}.",
-            why=f"it needs {readable_bytes(need)} and {readable_bytes(free)} are free; the older ones are intact.",
+            f"There is not enough disk space in {folder}.",
+            why=f"{readable_bytes(need)} are needed and {readable_bytes(free)} are free; older checkpoints are intact.",
             do="free some space or lower --keep_last_n, then continue with --resume auto",
         )
 
 
-def failed(target: Path, need: int, error: OSError) -> SaveFailed:
-    if error.errno in NO_ROOM:
+def failed(target: Path, need: int, error: Exception) -> SaveFailed:
+    """Return the error for a checkpoint or result that could not be written."""
+    why = f"{getattr(error, 'strerror', None) or error}"
+    if getattr(error, "errno", None) in NO_ROOM:
         free = readable_bytes(free_space(target.parent))
-        why = f"the disk is full or a limit was reached ({error.strerror}); it needs {readable_bytes(need)}, {free} are free."
-    else:
-        why = f"{error.strerror or error}."
+        why = f"the disk is full or a limit was reached ({why}); it needs {readable_bytes(need)}, {free} are free"
     return SaveFailed(
-        f"The checkpoint {target} could not be written.",
-        why=f"{why} No partial checkpoint remains, and the older ones are intact.",
+        f"{target} could not be written.",
+        why=f"{why}. Nothing partial remains, and older checkpoints are intact.",
         do="free space or repair the disk, then continue with --resume auto",
     )
 
 
 def no_memory(error: BaseException) -> SaveFailed:
     return SaveFailed(
-        "There is not enough memory to write a checkpoint.",
+        "There is not enough memory to save the run.",
         why=f"{error.why if isinstance(error, OutOfMemory) else error or 'an allocation failed'}; "
-        "the older checkpoints are intact.",
+        "older checkpoints are intact.",
         do="free memory (a smaller --batch_size, other programs), then continue with --resume auto",
     )

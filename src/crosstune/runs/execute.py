@@ -339,5 +339,6 @@ class Execution:
                 self._save_last()
             if (newest := self._newest()) is None:
                 raise
-            kept = f"{error.do}; the newest checkpoint is {newest}, and --resume auto continues from it"
-            raise SaveFailed(error.message, why=error.why, do=kept) from error
+            raise SaveFailed(
+                error.message, why=error.why, do=f"{error.do}; the newest checkpoint is {newest}"
+            ) from error
