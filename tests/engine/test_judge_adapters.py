@@ -107,5 +107,5 @@ def test_an_adapter_for_another_base_is_refused(
 def test_scores_on_another_scale_are_refused(trained: dict[str, tuple[Path, Config]]) -> None:
     run, config = trained["torch"]
     asked = [replace(one, score=80.0, scale=Scale(low=0, high=100)) for one in ITEMS]
-    with pytest.raises(UserError, match="scores on the scale 0-10, and the scores of the data are on 0-100"):
+    with pytest.raises(UserError, match="scores on the scale 0-10, but the data is on 0-100"):
         measure_judge(JudgeRequest(target=str(run)), asked, config=config, observer=Observers())

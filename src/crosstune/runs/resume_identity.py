@@ -175,16 +175,11 @@ def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) 
     Adapters of other tools have no record to check. The unquantized layers are not compared: a new run chooses them.
     """
     record = read_record(adapter)
-    base = record.get("base") or {}
-    recorded = recorded_sha256(record)
-    if not base:
+    if not record.get("base"):
         return []
-    if recorded not in (None, identity):
-        raise UserError(
-            f"The adapter {adapter} was trained on a different base.",
-            why=f"it was trained on {base.get('name')} with the identity {recorded[:12]}; this model has {identity[:12]}.",
-            do=f"use --model_name {base.get('name')}, or remove --base_adapter",
-        )
+    do = f"use --model_name {record['base'].get('name')}, or remove --base_adapter"
+    if (error := different_base(adapter, record, identity, do=do)) is not None:
+        raise error
     specs = [
         replace(spec, kept=()) if spec is not None else None
         for spec in (read_spec(record.get("quantization")), quantization)
@@ -193,6 +188,18 @@ def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) 
         return []
     descriptions = [spec.describe() if spec is not None else "not quantized" for spec in specs]
     return [f"base_adapter: its base was {descriptions[0]} in training and is {descriptions[1]} now"]
+
+
+def different_base(adapter: Path, record: Mapping[str, Any], identity: str, *, do: str) -> UserError | None:
+    """Return the error for an adapter whose record has a different base; None if it matches or is not recorded."""
+    recorded = recorded_sha256(record)
+    if recorded in (None, identity):
+        return None
+    return UserError(
+        f"The adapter {adapter} was trained on a different base.",
+        why=f"it was trained on {record['base'].get('name')} ({recorded[:12]}); this base is {identity[:12]}.",
+        do=do,
+    )
 
 
 def _short(value: Any) -> str:
