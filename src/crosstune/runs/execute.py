@@ -31,6 +31,7 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
+from crosstune.core.profiling import Profiles
 from crosstune.core.protocols import Generates, HasNotes, Session
 from crosstune.core.weights import result_weights
 from crosstune.files.run_record import Record, RecordFailed
@@ -200,6 +201,7 @@ class Execution:
         config, profile = self.plan.config, None
         if is_asked(config) and self.ranks.first:
             folder = profile_folder(config, self.record.folder)
+            assert isinstance(session, Profiles), "both engines can be profiled"
             profile = StepProfile(
                 session=session, config=config, folder=folder, observer=self.observer, engine=self.plan.engine
             )
