@@ -31,9 +31,6 @@ from crosstune.results.opened import check_base
 from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.runs.open_parts import find_model, open_session
 
-MEMORY_SAFE = {"cuda": "cpu", "rocm": "cpu", "xpu": "cpu", "mps": "cpu"}
-"""Backend of a run -> default backend of its test, so that two models never share the device."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeRequest:
@@ -71,8 +68,10 @@ def run_config(folder: Path) -> Config | None:
 
 
 def backend_for_test(config: Config, trained_on: str) -> str:
-    """Return the backend that tests a judge after its training."""
-    return config.eval_backend if config.eval_backend != "auto" else MEMORY_SAFE.get(trained_on, trained_on)
+    """Return the backend that tests a trained judge: by default not a GPU, which two models would share."""
+    if config.eval_backend != "auto":
+        return config.eval_backend
+    return trained_on if trained_on not in ("cuda", "rocm", "xpu", "mps") else "cpu"
 
 
 def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, observer: Observer) -> Judge:

@@ -186,7 +186,11 @@ def check_request(
     with checked.collecting("base_adapter"):
         adapter = config.base_adapter
         if adapter and not checked.skips("adapter", adapter, is_name=False):
-            _check_adapter_files(plan, Path(adapter).expanduser())
+            folder = Path(adapter).expanduser()
+            check_checksums(folder)
+            read_settings(folder)
+            if plan.method in ADAPTER_METHODS:
+                check_settings(folder, AdapterSettings.from_config(config, method=plan.method))
     with checked.collecting():
         _check_local_model(plan, point, checked)
     with checked.collecting("tokenizer"):
@@ -260,13 +264,6 @@ def _check_own_model(plan: Plan, recipe: RecipeSpec, checked: RequestCheck) -> N
             )
         )
     checked.not_checked.append(f"the model of the {config.recipe} recipe and its layers")
-
-
-def _check_adapter_files(plan: Plan, folder: Path) -> None:
-    check_checksums(folder)
-    read_settings(folder)
-    if plan.method in ADAPTER_METHODS:
-        check_settings(folder, AdapterSettings.from_config(plan.config, method=plan.method))
 
 
 def _check_local_model(plan: Plan, point: ResumePoint | None, checked: RequestCheck) -> None:

@@ -31,7 +31,7 @@ from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.restore import check_model, restored_config
 from crosstune.runs.resume import pick_checkpoint
-from crosstune.runs.resume_identity import check_same, compare, identity_of, quantization_name
+from crosstune.runs.resume_identity import check_same, compare, identity_of
 
 DATA_LIMIT = 1_000_000_000
 _LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")
@@ -131,15 +131,7 @@ def _check_training(checkpoint: Checkpoint, side: Side) -> None:
 def _measure(checkpoint: Checkpoint, side: Side, *, like: LossMeasurement | None = None) -> LossMeasurement:
     session = open_session(side.plan, side.model, task=side.recipe.task(side.plan.engine))
     session.import_weights(result_weights(checkpoint.load()))
-    measured = move_check.measure(
-        session,
-        side.recipe,
-        step=checkpoint.step,
-        backend=side.plan.backend.name,
-        precision=side.plan.precision,
-        quantization=quantization_name(side.plan),
-        like=like,
-    )
+    measured = move_check.measure(session, side.recipe, side.plan, step=checkpoint.step, like=like)
     del session
     gc.collect()  # a model has reference cycles, and the next one needs its memory
     return measured

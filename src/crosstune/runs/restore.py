@@ -28,7 +28,6 @@ from crosstune.planner.gather import make_plan
 from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.resume import ResumePoint, kept_options
-from crosstune.runs.resume_identity import quantization_name
 
 Moments = Mapping[str, Mapping[str, Array]]
 
@@ -59,15 +58,7 @@ def restore_session(
     observer.on_event(Resumed(**point.facts(), engine=point.manifest.engine))
     before = point.manifest.backend
     if point.measured is not None:
-        here = move_check.measure(
-            session,
-            recipe,
-            step=point.step,
-            like=point.measured,
-            backend=plan.backend.name,
-            precision=plan.precision,
-            quantization=quantization_name(plan),
-        )
+        here = move_check.measure(session, recipe, plan, step=point.step, like=point.measured)
         compared = move_check.compare(point.measured, here)
         observer.on_event(Moved(comparison=compared))
         move_check.check(compared, allowed="loss" in allowed)

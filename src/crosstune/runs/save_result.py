@@ -82,25 +82,23 @@ def best_weights(
             message = f"result: {why}, so the last weights are the result"
             observer.on_event(Warned(message=message, step=progress.steps))
         return None, best
-    found, reason = (
-        _open_first([run / FOLDER / name_of(best) for run in runs]) if group.ranks.first else (None, "")
-    )
+    folders = [run / FOLDER / name_of(best) for run in runs] if group.ranks.first else []
+    found, reason = _open_first(folders)
     place = group.share(str(found.folder) if found is not None else "")
     if place and not group.ranks.first:
         found, reason = _open_first([Path(place)])
-    step = found.step if found is not None else None
-    if not group.any(found is None) and group.same(str(step)):
+    if not group.any(found is None):
         return found, best
-    reason = reason or "another process cannot open them"
+    why = reason or "a different rank cannot open them"
     message = (
-        f"result: the best weights, of step {best}, are missing, so the last ones are the result ({reason})"
+        f"result: the best weights (step {best}) are missing, so the last weights are the result ({why})"
     )
     observer.on_event(Warned(message=message, step=progress.steps))
     return None, best
 
 
 def _open_first(folders: Sequence[Path]) -> tuple[Checkpoint | None, str]:
-    """Return the first checkpoint that can be opened, or why the first one cannot."""
+    """Return the first checkpoint that can be opened, or why the first folder cannot."""
     reason = ""
     for folder in folders:
         try:
