@@ -181,7 +181,7 @@ class Execution:
             self.observer.on_event(Warned(message=note))
         trained, total = session.num_parameters()
         facts = {key: self.extra[key] for key in ("name", "backend", "engine", "checkpoint", "result")}
-        sizes = {"trained_parameters": trained, "parameters": total}
+        sizes: dict[str, Any] = {"trained_parameters": trained, "parameters": total}
         self.extra |= {**sizes, "generates": isinstance(session, Generates)}
         self.observer.on_event(Loaded(**facts, **sizes))
         return session
