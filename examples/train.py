@@ -1,6 +1,6 @@
 """Train from Python, stop early with a callback, generate, and open the adapter with PEFT.
 
-    python examples/train.py [MODEL]
+python examples/train.py [MODEL]
 """
 
 import sys

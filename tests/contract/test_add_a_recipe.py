@@ -85,7 +85,7 @@ def test_commands_for_language_models_say_that_it_is_none(shop: Workshop, follow
 @pytest.mark.parametrize(("command", "train_type"), [("plan", "qlora"), ("train", "llama_pro")])
 def test_methods_that_need_a_base_model_are_refused(shop: Workshop, command: str, train_type: str) -> None:
     out = shop.run(f"{command} --recipe curve --train_type {train_type} --backend cpu", code=2)
-    assert f"--train_type {train_type} does not work with the recipe curve" in out
+    assert f"--train_type {train_type} does not work with the curve recipe" in out
 
 
 @pytest.mark.parametrize("place", ["window", "evaluate"])

@@ -49,9 +49,7 @@ def test_qlora_fits_a_24_gb_card(home: Path) -> None:
 
 def test_judge(home: Path) -> None:
     options = ["--backend", "cpu", "--max_samples", "32", "--test_samples", "8", "--max_steps", "2"]
-    printed = _run(
-        ["sh", "examples/judge.sh", *options, "--skip_untrained"], home, MODEL="tiny-random"
-    )
+    printed = _run(["sh", "examples/judge.sh", *options, "--skip_untrained"], home, MODEL="tiny-random")
     assert "El gato duerme." in printed
     assert len((home / "verdicts.jsonl").read_text().splitlines()) == 2
 

@@ -151,7 +151,7 @@ def test_a_file_name_gives_the_gguf_file_itself(
     assert main(command) == 2
     assert "exists already" in capsys.readouterr().err and out.stat().st_mtime_ns == before
     assert main(["export", str(trained[0]), "--to", "hf", "--out", str(tmp_path / "x.gguf")]) == 2
-    assert "is the name of a GGUF file, but --to hf writes a folder" in capsys.readouterr().err
+    assert "is a GGUF file name, but --to hf writes a folder" in capsys.readouterr().err
 
 
 def test_a_tied_gguf_has_no_output_weight(tmp_path: Path) -> None:
@@ -274,5 +274,5 @@ def test_few_bits_do_not_hide_a_wrong_model(
     monkeypatch.setattr("crosstune.models.config_spelling.spell_config", lambda config: config | wrong)
     words = ["export", str(tiny_model), "--to", "mlx", "--n_bits", "4", "--out", str(tmp_path / "out")]
     assert main([*words, "--backend", "cpu"]) == 2
-    assert "even before it is quantized" in capsys.readouterr().err
+    assert "even before quantization" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["out.unverified"]

@@ -196,7 +196,7 @@ def test_a_prompt_beyond_the_context_is_not_judged_and_counted(opened: Opened, b
     observer = SimpleNamespace(on_event=seen.append)
     found = ask(short, asked, JudgeRequest(target="x", by=by, max_new_tokens=2), observer)
     assert [one.too_long for one in found] == [False, True, False] and not found[1].is_parsed
-    assert "1 of 3 items are longer than the model's context" in seen[-1].message
+    assert "1 of 3 items exceed the model's context" in seen[-1].message
     if by == "probabilities":
         whole = judge.judge(asked)
         assert [found[0].score, found[2].score] == pytest.approx([whole[0].score, whole[2].score], abs=1e-5)

@@ -100,12 +100,12 @@ def test_an_adapter_for_another_base_is_refused(
     run, config = trained["torch"]
     other = make(tmp_path / "other", seed=5)
     request = JudgeRequest(target=str(run / "adapter"), base=str(other), backend="cpu")
-    with pytest.raises(UserError, match="trained over another base"):
+    with pytest.raises(UserError, match="trained on a different base"):
         measure_judge(request, ITEMS, config=config, observer=Observers())
 
 
 def test_scores_on_another_scale_are_refused(trained: dict[str, tuple[Path, Config]]) -> None:
     run, config = trained["torch"]
     asked = [replace(one, score=80.0, scale=Scale(low=0, high=100)) for one in ITEMS]
-    with pytest.raises(UserError, match="scores on the scale 0-10, and the scores of the data are on 0-100"):
+    with pytest.raises(UserError, match="scores on the scale 0-10, but the data is on 0-100"):
         measure_judge(JudgeRequest(target=str(run)), asked, config=config, observer=Observers())

@@ -106,8 +106,9 @@ def test_steps_are_kept_when_the_log_cannot_be_written(
 def test_a_result_without_room_is_refused_with_both_sizes(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("crosstune.runs.save_result.free_space", lambda folder: 5_000)
-    with pytest.raises(SaveFailed, match=r"it needs at least [\d.]+ kB and 5.0 kB are free"):
+    free = {"mine": 5_000, "checkpoints": 10**9}
+    monkeypatch.setattr("crosstune.checkpoint.write.free_space", lambda folder: free[folder.name])
+    with pytest.raises(SaveFailed, match=r"[\d.]+ kB are needed and 5.0 kB are free"):
         train(**options, name="mine", max_steps=2, save_steps=1)
     assert newest_valid(Path("runs/mine/checkpoints")) is not None
     assert not (Path("runs/mine") / "adapter").exists()

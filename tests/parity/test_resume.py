@@ -192,20 +192,22 @@ def test_another_training_is_refused_unless_allowed(
     change = {name: v.format(home=home) if isinstance(v, str) else v for name, v in change.items()}
     asked = {"resume": str(at_step(straight("lora"), 3)), **change}
     folder = home / f"mismatch-{kind}-{'-'.join(change)}"
-    with pytest.raises(UserError, match="another training") as error:
+    with pytest.raises(UserError, match="belongs to a different run") as error:
         run(bench, "lora", folder, **asked)
     assert words in error.value.why
     assert f"--allow_mismatch {kind}" in error.value.do
     assert not folder.exists()
     observer = Listener()
     if "lora_rank" in change:
-        with pytest.raises(UserError, match="None of the checkpoint's weights fits"):
+        with pytest.raises(UserError, match="has no weights for this run"):
             run(bench, "lora", folder, **asked, allow_mismatch=kind, observer=observer)
         return
     result = run(bench, "lora", folder, **asked, allow_mismatch=kind, observer=observer)
     assert result.summary["status"] == "finished"
     (resumed,) = [event for event in observer.events if isinstance(event, Resumed)]
-    assert any(words.split(":")[0] in sentence for sentence in resumed.allowed_differences)
+    assert resumed.allowed_differences
+    sentences = (*resumed.allowed_differences, *resumed.changed_options)
+    assert any(words.split(":")[0] in sentence for sentence in sentences)
 
 
 def test_auto_passes_over_damaged_ones_and_says_so(bench: Bench, straight: Any) -> None:

@@ -100,14 +100,14 @@ def test_parts_are_one_state(count: int, tmp_path: Path) -> None:
 def test_a_failure_in_one_process_fails_in_all_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = shards.write_listed
+    plain = shards.write_tensors
 
     def fail(path: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
         if path.name == part_name("moments.safetensors", 1, 3):
             raise OSError(28, "No space left on device")
         return plain(path, arrays)
 
-    monkeypatch.setattr(shards, "write_listed", fail)
+    monkeypatch.setattr(shards, "write_tensors", fail)
     ended = save_all(tmp_path / "checkpoints", 3)
     assert all(isinstance(error, SaveFailed) for error in ended)
     assert "disk is full" in ended[1].why and "another process" in ended[0].why

@@ -11,8 +11,9 @@ from manifests import make_manifest
 
 from crosstune.config.load import load_config, make_config
 from crosstune.config.schema import Config, option_list
+from crosstune.core.errors import UserError
 from crosstune.runs.resume import for_record
-from crosstune.runs.resume_identity import changed_options, explain_data
+from crosstune.runs.resume_identity import Difference, changed_options, check_same
 
 SOURCE = Path(__file__).parents[2] / "src" / "crosstune"
 
@@ -46,15 +47,12 @@ def test_what_was_asked_of_one_start_is_not_kept() -> None:
 
 @pytest.mark.parametrize("option", ["seed", "skip_eval", "eval_samples", "truncation"])
 def test_options_that_divide_the_data_are_named(option: str) -> None:
-    from crosstune.runs.resume_identity import Difference
-
     other = {"seed": 1, "skip_eval": True, "eval_samples": 3, "truncation": "cut"}[option]
-    found = explain_data(
-        [Difference(kind="data", what="training data", was="a", now="b")],
-        make_manifest(options=Config().options()),
-        make_config(**{option: other}),
-    )
-    assert [difference.what for difference in found] == [option]
+    manifest, config = make_manifest(options=Config().options()), make_config(**{option: other}, lr=1.0)
+    with pytest.raises(UserError) as error:
+        check_same([Difference("data", "training data", "a", "b")], manifest, config)
+    assert f"training data: a in the checkpoint, b now; possible cause: {option}: " in error.value.why
+    assert "lr" not in error.value.why
 
 
 def test_the_former_names_of_options_are_read(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_json_lines_hold_prompts_or_conversations(tmp_path: Path) -> None:
         ("{", "line 1 is not JSON"),
         ('{"question": 1}', "line 1 has no prompt"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 1: The roles"),
-        ('{"messages": [{"role": "system", "content": "x"}]}', "no message of a user"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', "no user message"),
         ('{"prompt": "fine"}\n{"messages": "x"}', "line 2"),
     ],
 )

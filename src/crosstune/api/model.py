@@ -219,17 +219,16 @@ def load(target: PathLike, *, backend: str = "auto", precision: str = "auto", pr
 
 
 def _read_sampling(settings: Mapping[str, float], max_new_tokens: int) -> Sampling:
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
         raise UserError(
             f"max_new_tokens cannot be {shown(max_new_tokens)}.", do="pass an integer of 1 or more"
         )
-    wrong = [name for name, value in settings.items() if not isinstance(value, (int, float))]
-    if wrong:
-        raise UserError(f"{wrong[0]} cannot be {shown(settings[wrong[0]])}.", do="pass a number")
-    known = {field.name for field in fields(Sampling)}
-    unknown = sorted(settings.keys() - known)
-    if unknown:
-        names = ", ".join(["system", "max_new_tokens", "on_text", *sorted(known)])
-        raise UserError(f"Unknown setting {unknown[0]!r}.", do=f"use one of: {names}")
+    known = [field.name for field in fields(Sampling)]
+    for name, value in settings.items():
+        if name not in known:
+            names = ", ".join(["system", "max_new_tokens", "on_text", *sorted(known)])
+            raise UserError(f"Unknown setting {name!r}.", do=f"use one of: {names}")
+        if not isinstance(value, (int, float)):
+            raise UserError(f"{name} cannot be {shown(value)}.", do="pass a number")
     whole = {name: int(settings[name]) for name in ("seed", "top_k") if name in settings}
     return Sampling(**{**settings, **whole})  # type: ignore[arg-type]

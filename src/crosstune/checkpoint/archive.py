@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -32,7 +32,6 @@ DATA_OPTIONS = ("dataset", "eval_dataset")
 """Options that may name several files."""
 PACKED_OPTIONS = (*DATA_OPTIONS, "mlx_config", "chat_template", "tokenizer")
 """Options whose files are packed into an archive."""
-_MEMBER_LIMIT = 100_000
 _NOTE_LIMIT = 64 << 20
 _EXTENSION_LIMIT = 64 << 10
 """The largest block of extended attributes before a member; tarfile reads it into memory."""
@@ -93,62 +92,57 @@ def unpack_archive(path: Path, folder: Path) -> None:
     """Unpack an archive to `folder`, which appears only after all files are checked."""
     with _opened(path) as tar:
         files = _read_note(path, tar)["files"]
-        members = _checked(path, tar)
-        found = {member.name for member in members} - {NOTE}
-        if found != files.keys():
-            missing = sorted(files.keys() - found)
-            raise _damaged(
-                path,
-                f"it lacks {shown(missing[0])}" if missing else f"it holds files that {NOTE} does not list",
+        members = _checked(path, tar, {NOTE, *files})
+        need, free = sum(member.size for member in members), free_space(folder.parent)
+        if need > path.stat().st_size:
+            raise _not_intact(path, f"its members have {need:,} bytes, more than the file")
+        if need + _SPARE_BYTES > free:
+            raise UserError(
+                f"There is not enough disk space to unpack {path}.",
+                why=f"it needs {readable_bytes(need)} and {readable_bytes(free)} are free.",
+                do="free some space, or choose another --output_dir",
             )
-        need = _check_size(path, members, folder)
-        with _parents_of(folder), staging_folder(folder) as staged:
-            try:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with staging_folder(folder) as staged:
                 for member in members:
                     target = staged / member.name
                     _extract(tar, member, target)
                     if member.name != NOTE and file_sha256(target) != files[member.name]:
-                        raise _damaged(path, f"{member.name} has changed since it was written")
+                        raise _not_intact(path, f"{member.name} has changed since it was written")
                 put_new(staged, folder)
-            except OSError as error:
-                raise UserError(
-                    f"The archive {path} could not be unpacked to {folder}.",
-                    why=f"{error.strerror or error}; it needs {readable_bytes(need)}. No files were left there.",
-                    do="choose another --output_dir or --name",
-                ) from error
+        except OSError as error:
+            raise UserError(
+                f"The archive {path} could not be unpacked to {folder}.",
+                why=f"{error.strerror or error}; it needs {readable_bytes(need)}. No files were left there.",
+                do="choose another --output_dir or --name",
+            ) from error
 
 
 def _read_note(path: Path, tar: tarfile.TarFile) -> dict[str, Any]:
     first = tar.next()
-    if first is None or first.name != NOTE or first.type not in tarfile.REGULAR_TYPES or first.issparse():
-        raise _not_ours(path, f"its first member is not {NOTE}")
-    if first.size > _NOTE_LIMIT:
-        raise _not_ours(path, f"{NOTE} has {readable_bytes(first.size)}")
+    if first is None or first.name != NOTE or not _is_regular(first) or first.size > _NOTE_LIMIT:
+        raise _not_intact(path, f"its first member is not {NOTE}")
     content = tar.extractfile(first)
     assert content is not None
-    try:
-        note = parse_json(content.read())
-    except ValueError as error:
-        raise _not_ours(path, f"{NOTE} is not JSON: {error}") from error
-    if not isinstance(note, dict):
-        raise _not_ours(path, f"{NOTE} is not a JSON object")
-    wrong = _wrong_note(note)
+    note = parse_json(content.read())
+    wrong = _wrong_note(note) if isinstance(note, dict) else "it is not a JSON object"
     if wrong is not None:
-        raise _not_ours(path, f"{NOTE}: {wrong}")
+        raise _not_intact(path, f"{NOTE}: {wrong}")
     if note.get("sha256") != _hash_of({key: value for key, value in note.items() if key != "sha256"}):
-        raise _damaged(path, f"{NOTE} has changed since it was written")
-    return note
+        raise _not_intact(path, f"{NOTE} has changed since it was written")
+    return dict(note)
 
 
 def _wrong_note(note: Mapping[str, Any]) -> str | None:
-    """Return a sentence about the first wrong field of a note; None if all are valid."""
+    """Describe the first wrong field of a note; None if all are valid."""
     wrong = wrong_field(note, _FIELDS, required=("run", "to", "step", "files"))
     if wrong is None and note.get("measured"):
         wrong = wrong_field(note["measured"], _MEASURED, required=tuple(_MEASURED), place="measured.")
     if wrong is not None:
         return wrong
     if not is_file_name(note["run"]):
-        return f"it names the run {shown(note['run'])}, which is not a folder name"
+        return f"run is {shown(note['run'])}, which is not a folder name"
     for option, place in (note.get("options") or {}).items():
         several = option in DATA_OPTIONS and isinstance(place, list) and bool(place)
         places = place if several else [{"file": place}]
@@ -158,44 +152,28 @@ def _wrong_note(note: Mapping[str, Any]) -> str | None:
 
 
 def _is_source(entry: Any) -> bool:
-    """Return whether an entry of a note names a file in the archive, or a data source elsewhere."""
+    """Return True if an entry of a note refers to a file in the archive or a data source elsewhere."""
     if not isinstance(entry, dict) or wrong_field(entry, _SOURCE) is not None:
         return False
     file = entry.get("file")
     return "name" in entry if file is None else file.startswith("data/") and _is_plain(file)
 
 
-def _check_size(path: Path, members: list[tarfile.TarInfo], folder: Path) -> int:
-    """Return the bytes of all members; raise unless the archive holds them and the disk has room for them."""
-    need, size = sum(member.size for member in members), path.stat().st_size
-    if need > size:
-        raise _damaged(path, f"its members have {need:,} bytes in a file of {size:,}")
-    free = free_space(folder.parent)
-    if need + _SPARE_BYTES > free:
-        raise UserError(
-            f"There is not enough disk space to unpack {path}.",
-            why=f"it needs {readable_bytes(need)} and {readable_bytes(free)} are free.",
-            do="free some space, or choose another --output_dir",
-        )
-    return need
-
-
-@contextlib.contextmanager
-def _parents_of(folder: Path) -> Iterator[None]:
-    """Make the parents of a folder; remove them again if the block raises."""
-    made: list[Path] = []
-    parent = folder.absolute().parent
-    while not parent.exists():
-        made.append(parent)
-        parent = parent.parent
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for path in made:
-            with contextlib.suppress(OSError):  # another process may use it by now
-                path.rmdir()
-        raise
+def _checked(path: Path, tar: tarfile.TarFile, listed: Set[str]) -> list[tarfile.TarInfo]:
+    """Return the members; raise a UserError unless they are the listed files, regular and with plain relative names."""
+    found: dict[str, tarfile.TarInfo] = {}
+    for member in tar:
+        if not _is_regular(member) or not _is_plain(member.name) or member.name in found:
+            raise _not_intact(path, f"{shown(member.name)} is not a plain file of a run")
+        if member.name not in listed:
+            raise _not_intact(path, f"{NOTE} does not list {shown(member.name)}")
+        found[member.name] = member
+    if missing := sorted(listed - found.keys()):
+        raise _not_intact(path, f"{shown(missing[0])} is missing")
+    folders = {str(parent) for name in found for parent in PurePosixPath(name).parents}
+    if both := sorted(folders & found.keys()):
+        raise _not_intact(path, f"{shown(both[0])} is both a file and a folder")
+    return list(found.values())
 
 
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
@@ -207,25 +185,12 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> Non
     target.chmod(0o600)
 
 
-def _checked(path: Path, tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
-    """Return the members; raise a UserError unless all are regular files with unique, plain relative names."""
-    found: dict[str, tarfile.TarInfo] = {}
-    folders: set[str] = set()
-    for member in tar:
-        is_file = member.type in tarfile.REGULAR_TYPES and not member.issparse() and member.size >= 0
-        if not is_file or not _is_plain(member.name) or member.name in found:
-            raise _not_ours(path, f"it holds {shown(member.name)}, which is not a plain file of a run")
-        found[member.name] = member
-        folders |= {str(parent) for parent in PurePosixPath(member.name).parents}
-        if len(found) > _MEMBER_LIMIT:
-            raise _not_ours(path, f"it holds more than {_MEMBER_LIMIT:,} files")
-    if both := sorted(folders & found.keys()):
-        raise _not_ours(path, f"it holds {shown(both[0])} both as a file and as a folder")
-    return list(found.values())
+def _is_regular(member: tarfile.TarInfo) -> bool:
+    return member.type in tarfile.REGULAR_TYPES and not member.issparse() and member.size >= 0
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a name is a normalized relative path that every system can store."""
+    """Return True for a normalized relative path that every system can store."""
     return len(name) <= 1000 and all(is_file_name(part) for part in name.split("/"))
 
 
@@ -252,26 +217,19 @@ class _Member(tarfile.TarInfo):
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tarfile.TarFile]:
-    """Open an archive; convert the errors of tarfile for a damaged one to a UserError."""
+    """Open an archive; convert the errors of tarfile and of parsing to a UserError."""
     with open_plain(path) as file:
         try:
             # Opening already reads the first header.
             with tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar:
                 yield tar
-        # ValueError: numbers in a header or in its extended attributes that cannot be read.
         except (tarfile.TarError, EOFError, ValueError) as error:
-            raise _not_ours(path, f"it is damaged, or no tar file: {error}") from error
+            raise _not_intact(path, str(error)) from error
 
 
-def _damaged(path: Path, why: str) -> UserError:
+def _not_intact(path: Path, why: str) -> UserError:
     return UserError(
-        f"The archive {path} is damaged, and nothing was unpacked.",
+        f"{path} is not an intact archive of a run.",
         why=f"{why}.",
-        do="copy it again from its source",
-    )
-
-
-def _not_ours(path: Path, why: str) -> UserError:
-    return UserError(
-        f"{path} is not an archive of a run.", why=why, do="make one: crosstune move RUN --to BACKEND"
+        do="copy it again from its source, or make one: crosstune move RUN --to BACKEND",
     )

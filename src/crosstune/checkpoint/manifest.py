@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its fields, their validation, its bytes, and the seal (the hash of these bytes)."""
+"""The manifest of a checkpoint: its fields, their validation, its encoding, and the seal (its hash)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Fields = Mapping[str, Any]
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint was truncated, changed, or not written by crosstune."""
+    """A checkpoint is truncated, changed, or not written by crosstune."""
 
     def __init__(self, folder: Any, why: str) -> None:
         super().__init__(
@@ -79,7 +79,7 @@ class Manifest:
 
     @property
     def base_choice(self) -> BaseChoice | None:
-        """The recorded choice of quantized layers; None if the training made none, or an older version wrote this."""
+        """The recorded choice of quantized layers; None if there is none, as in older checkpoints."""
         spec = read_spec(self.identity.get("quantization"))
         if spec is None or not (self.base or spec.kept):
             return None
@@ -192,9 +192,12 @@ _PARTS: Mapping[str, Mapping[str, Rule]] = {
         "quantization": OBJECT | NOTHING,
         "optimizer": TEXT,
     },
+    "identity.model": {"identity": TEXT | NOTHING, "name": TEXT | NOTHING, "config": TEXT | NOTHING},
+    "identity.order": {"rows_per_step": whole(1) | NOTHING},
     "schedule": {"step": _COUNT, "num_steps": _COUNT},
     "data": {"rows_done": _COUNT},
     "facts": {"loss_scale": OBJECT | NOTHING},
+    "facts.loss_scale": {"factor": real(0), "good_steps": whole(0)},
     "progress": {
         "steps": whole(0),
         "tokens": whole(0),
@@ -211,9 +214,7 @@ _PARTS: Mapping[str, Mapping[str, Rule]] = {
     },
     "options": {"batch_size": whole(1) | NOTHING, "world_size": whole(-1) | NOTHING},
 }
-_MODEL = {"name": TEXT | NOTHING, "identity": TEXT | NOTHING, "config": TEXT | NOTHING}
-_ORDER = {"rows_per_step": whole(1) | NOTHING}
-_LOSS_SCALE = {"factor": real(0), "good_steps": whole(0)}
+_REQUIRED_IN_PARTS = {"identity.model": ("identity",), "facts.loss_scale": ("factor", "good_steps")}
 _FILE = {
     "bytes": whole(0),
     "sha256": Rule("a hash", lambda value: isinstance(value, str) and bool(_SHA256.fullmatch(value))),
@@ -221,18 +222,14 @@ _FILE = {
 
 
 def _wrong_manifest(data: Fields) -> str | None:
-    """Return a sentence about the first missing or wrong field; None if all are valid."""
+    """Describe the first missing or wrong field; None if all are valid."""
     wrong = wrong_field(data, _REQUIRED | _OPTIONAL, required=tuple(_REQUIRED))
-    for part, rules in _PARTS.items():
-        wrong = wrong or wrong_field(data.get(part) or {}, rules, place=f"{part}.")
-    if wrong is not None:
-        return wrong
-    identity, scale = data["identity"], data["facts"].get("loss_scale")
-    if "model" in identity:
-        wrong = wrong_field(identity["model"], _MODEL, required=("identity",), place="identity.model.")
-    wrong = wrong or wrong_field(identity.get("order") or {}, _ORDER, place="identity.order.")
-    if scale:
-        wrong = wrong or wrong_field(
-            scale, _LOSS_SCALE, required=tuple(_LOSS_SCALE), place="facts.loss_scale."
-        )
-    return wrong or wrong_spec(identity.get("quantization"))
+    for path, rules in _PARTS.items():
+        if wrong is not None:
+            return wrong
+        part: Any = data
+        for name in path.split("."):
+            part = (part or {}).get(name)
+        if part is not None:
+            wrong = wrong_field(part, rules, required=_REQUIRED_IN_PARTS.get(path, ()), place=f"{path}.")
+    return wrong or wrong_spec(data["identity"].get("quantization"))

@@ -72,7 +72,11 @@ def open_checkpoint(folder: Path, *, hashes: bool = True) -> Checkpoint:
     if not folder.is_dir():
         raise missing_checkpoint(folder)
     try:
-        manifest = _read_manifest(folder)
+        raw, seal_found = (
+            read_plain(folder / name, limit=limit, follow_links=False)
+            for name, limit in ((MANIFEST, MANIFEST_LIMIT), (SEAL, _SEAL_LIMIT))
+        )
+        manifest = decode(raw, seal_found=seal_found, folder=folder)
         _check_step(folder, manifest)
         _check_names(folder, manifest.files)
         for name, facts in manifest.files.items():
@@ -114,12 +118,6 @@ def find_run(path: Path) -> Path:
     return folder.parent.parent if folder.parent.name == FOLDER else folder
 
 
-def _read_manifest(folder: Path) -> Manifest:
-    raw = read_plain(folder / MANIFEST, limit=MANIFEST_LIMIT, follow_links=False)
-    found = read_plain(folder / SEAL, limit=_SEAL_LIMIT, follow_links=False)
-    return decode(raw, seal_found=found, folder=folder)
-
-
 def _check_step(folder: Path, manifest: Manifest) -> None:
     """Check that the folder name and the manifest agree on the step."""
     named = (step_of(folder), manifest.schedule.get("step"), manifest.progress.get("steps"))
@@ -152,7 +150,7 @@ def _check_file(folder: Path, name: str, facts: Mapping[str, Any], *, hashes: bo
 
 
 def _check_arrays(folder: Path, manifest: Manifest) -> None:
-    """Check that the files hold the arrays that the manifest lists."""
+    """Check that the files contain the arrays that the manifest lists."""
     found = {
         file: describe_joined([describe_tensors(folder / name) for name in files_of(file, manifest.files)])
         for file in (WEIGHTS, MOMENTS, RANDOM)
@@ -160,7 +158,9 @@ def _check_arrays(folder: Path, manifest: Manifest) -> None:
     described = {name: [dtype, list(shape)] for name, (dtype, shape) in found[WEIGHTS].items()}
     listed = {name: [facts.get("dtype"), facts.get("shape")] for name, facts in manifest.trainable.items()}
     if described != listed:
-        raise DamagedCheckpoint(folder, f"{WEIGHTS} does not hold the trained weights that {MANIFEST} lists")
+        raise DamagedCheckpoint(
+            folder, f"{WEIGHTS} does not contain the trained weights that {MANIFEST} lists"
+        )
     unknown = [key for key in found[MOMENTS] if key.partition("/")[2] not in described]
     if unknown:
-        raise DamagedCheckpoint(folder, f"{MOMENTS} holds {unknown[0]!r}, which belongs to no weight")
+        raise DamagedCheckpoint(folder, f"{MOMENTS} contains {unknown[0]!r}, which belongs to no weight")

@@ -1,4 +1,4 @@
-"""Checkpoints in parts: written by several processes behind one manifest, named, and joined when read."""
+"""Sharded checkpoints: each process writes a part, and the parts are joined when read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from crosstune.checkpoint.folders import name_of
 from crosstune.checkpoint.manifest import MOMENTS, RANDOM, WEIGHTS, Manifest
-from crosstune.checkpoint.tensors import file_bytes
+from crosstune.checkpoint.tensors import file_bytes, write_tensors
 from crosstune.checkpoint.write import (
     Committed,
     SaveFailed,
@@ -23,7 +23,6 @@ from crosstune.checkpoint.write import (
     failed,
     no_memory,
     state_files,
-    write_listed,
     write_manifest,
 )
 from crosstune.core.protocols import Array, SessionState
@@ -61,7 +60,7 @@ def write_divided(root: Path, state: SessionState, manifest: Manifest, *, group:
         with _together(group, target, need):
             if group.ranks.first:
                 files = _take_listed(staged, state.part.count)
-                files[RANDOM] = write_listed(staged / RANDOM, parts[RANDOM])
+                files[RANDOM] = write_tensors(staged / RANDOM, parts[RANDOM])
                 write_manifest(staged, replace(manifest, files=files))
                 put_new(staged, target)
     return committed(root, target, need) if group.ranks.first else Committed(folder=target, num_bytes=need)
@@ -72,7 +71,7 @@ def _listed(number: int) -> str:
 
 
 def _write_part(staged: Path, state: SessionState) -> None:
-    """Write the arrays of this process, and list their files for the first process."""
+    """Write the arrays of this process, and list their files for rank 0."""
     assert state.part is not None
     if not staged.is_dir():
         raise SaveFailed(
@@ -83,10 +82,10 @@ def _write_part(staged: Path, state: SessionState) -> None:
     number, count, parts = state.part.number, state.part.count, state_files(state)
     files = {}
     for file in (WEIGHTS, MOMENTS):
-        # A process may have no rows of an array; the first one has some of each, unless the array is empty.
+        # A process may have no rows of an array; rank 0 has some of each, unless the array is empty.
         arrays = {key: array for key, array in parts[file].items() if array.size or number == 0}
         name = part_name(file, number, count)
-        files[name] = write_listed(staged / name, arrays)
+        files[name] = write_tensors(staged / name, arrays)
     write_json(staged / _listed(number), files)
 
 
@@ -94,21 +93,14 @@ def _take_listed(staged: Path, count: int) -> dict[str, Any]:
     """Return the listed files of all parts, and remove the lists."""
     files: dict[str, Any] = {}
     for number in range(count):
-        path = staged / _listed(number)
-        if not path.is_file():
-            raise SaveFailed(
-                f"Part {number + 1} of {count} of the checkpoint is not in {staged}.",
-                why="the process that wrote it sees another folder under this name.",
-                do="use an --output_dir on a file system that all hosts share",
-            )
-        files |= read_json(path)
-        path.unlink()
+        files |= read_json(staged / _listed(number))
+        (staged / _listed(number)).unlink()
     return files
 
 
 @contextlib.contextmanager
 def _together(group: Group, target: Path, need: int) -> Iterator[None]:
-    """Raise SaveFailed in every process if the block fails in one."""
+    """Raise SaveFailed in every process if one of them fails within the context."""
     problem: SaveFailed | None = None
     try:
         yield
@@ -167,7 +159,7 @@ def join(parts: Sequence[Mapping[str, Array]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """An array whose rows are in several arrays, so that a process of a sharded model reads only its own."""
+    """An array concatenated from row ranges when read, so that a rank reads only its own rows."""
 
     pieces: Sequence[Array]
 
@@ -182,10 +174,6 @@ class JoinedRows:
     @property
     def ndim(self) -> int:
         return self.pieces[0].ndim
-
-    @property
-    def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
 
     def __len__(self) -> int:
         return self.shape[0]

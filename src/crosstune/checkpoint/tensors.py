@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,14 +33,8 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    num_bytes: int
-    sha256: str
-
-
-def write_tensors(path: Path, arrays: Mapping[str, Array]) -> Written:
-    """Write a new file and hash it at the same time. The caller syncs it to disk."""
+def write_tensors(path: Path, arrays: Mapping[str, Array]) -> dict[str, Any]:
+    """Write a new file and hash it meanwhile; return its entry in `Manifest.files`. The caller syncs it to disk."""
     sha = hashlib.sha256()
     with ThreadPoolExecutor(max_workers=1) as pool:
 
@@ -52,7 +45,7 @@ def write_tensors(path: Path, arrays: Mapping[str, Array]) -> Written:
                 update.result()
 
         num_bytes = write_new(path, hashed())
-    return Written(num_bytes=num_bytes, sha256=sha.hexdigest())
+    return {"bytes": num_bytes, "sha256": sha.hexdigest()}
 
 
 def write_new(path: Path, chunks: Iterable[Any]) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +21,7 @@ SPARE_BYTES = 4 * 2**20
 
 
 class SaveFailed(UserError):
-    """A checkpoint could not be written. The older ones are unchanged."""
+    """A checkpoint or result could not be written. Older checkpoints are unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +29,7 @@ class Committed:
     folder: Path
     num_bytes: int
     latest_error: str = ""
-    """The reason that `latest` could not be updated; the checkpoint itself is valid."""
+    """Why `latest` could not be updated; the checkpoint itself is valid."""
 
 
 def write_checkpoint(root: Path, state: SessionState, manifest: Manifest) -> Committed:
@@ -45,7 +43,7 @@ def write_checkpoint(root: Path, state: SessionState, manifest: Manifest) -> Com
         root.mkdir(mode=0o700, exist_ok=True)
         check_room(root, need)
         with staging_folder(target) as staged:
-            files = {name: write_listed(staged / name, arrays) for name, arrays in parts.items()}
+            files = {name: write_tensors(staged / name, arrays) for name, arrays in parts.items()}
             write_manifest(staged, replace(manifest, files=files))
             put_new(staged, target)
     except OSError as error:
@@ -68,12 +66,6 @@ def state_files(state: SessionState) -> dict[str, dict[str, Array]]:
     return {WEIGHTS: dict(state.weights), MOMENTS: moments, RANDOM: dict(state.random)}
 
 
-def write_listed(path: Path, arrays: Mapping[str, Array]) -> dict[str, Any]:
-    """Write arrays to a file, and return its entry in `Manifest.files`."""
-    written = write_tensors(path, arrays)
-    return {"bytes": written.num_bytes, "sha256": written.sha256}
-
-
 def write_manifest(staged: Path, manifest: Manifest) -> None:
     raw = encode(manifest)
     write_new(staged / MANIFEST, [raw])
@@ -91,33 +83,33 @@ def check_finite(state: SessionState) -> None:
             )
 
 
-def check_room(root: Path, need: int) -> None:
-    free = free_space(root)
+def check_room(folder: Path, need: int) -> None:
+    free = free_space(folder)
     if free < need + SPARE_BYTES:
         raise SaveFailed(
-            f"There is not enough disk space for a checkpoint in {root}.",
-            why=f"it needs {readable_bytes(need)} and {readable_bytes(free)} are free; the older ones are intact.",
+            f"There is not enough disk space in {folder}.",
+            why=f"{readable_bytes(need)} are needed and {readable_bytes(free)} are free; older checkpoints are intact.",
             do="free some space or lower --keep_last_n, then continue with --resume auto",
         )
 
 
-def failed(target: Path, need: int, error: OSError) -> SaveFailed:
-    if error.errno in NO_ROOM:
+def failed(target: Path, need: int, error: Exception) -> SaveFailed:
+    """Return the error for a checkpoint or result that could not be written."""
+    why = f"{getattr(error, 'strerror', None) or error}"
+    if getattr(error, "errno", None) in NO_ROOM:
         free = readable_bytes(free_space(target.parent))
-        why = f"the disk is full or a limit was reached ({error.strerror}); it needs {readable_bytes(need)}, {free} are free."
-    else:
-        why = f"{error.strerror or error}."
+        why = f"the disk is full or a limit was reached ({why}); it needs {readable_bytes(need)}, {free} are free"
     return SaveFailed(
-        f"The checkpoint {target} could not be written.",
-        why=f"{why} No partial checkpoint remains, and the older ones are intact.",
+        f"{target} could not be written.",
+        why=f"{why}. Nothing partial remains, and older checkpoints are intact.",
         do="free space or repair the disk, then continue with --resume auto",
     )
 
 
 def no_memory(error: BaseException) -> SaveFailed:
     return SaveFailed(
-        "There is not enough memory to write a checkpoint.",
+        "There is not enough memory to save the run.",
         why=f"{error.why if isinstance(error, OutOfMemory) else error or 'an allocation failed'}; "
-        "the older checkpoints are intact.",
+        "older checkpoints are intact.",
         do="free memory (a smaller --batch_size, other programs), then continue with --resume auto",
     )

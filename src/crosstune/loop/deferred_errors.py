@@ -1,4 +1,4 @@
-"""Defer an error of the writing process until all processes of a run can raise it."""
+"""Defer an error of the writing rank until all ranks of a run can raise it."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from crosstune.process.ranks import Group
 
 
 class DeferredErrors:
-    """Errors kept until the next collective: raised earlier in one process, they would leave the others waiting."""
+    """Errors kept until the next collective: raised earlier on one rank, they would leave the others waiting."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.problem: UserError | None = None
 
     def keep(self, error: UserError) -> None:
-        """Raise an error at the next collective in every process, or at once in a run of one process."""
+        """Raise an error at the next collective on every rank, or at once in a single-process run."""
         if self.group.ranks.size == 1:
             raise error
         self.problem = self.problem or error
 
     def forget_failed_save(self) -> None:
-        """Drop the error of a checkpoint that could not be written; it was already reported."""
+        """Drop the error of a failed save, which was already reported."""
         if isinstance(self.problem, SaveFailed):
             self.problem = None
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set in any process; raise an error that one of them kept."""
+        """Return True if the flag is set on any rank; raise an error that one of them kept."""
         if self.group.ranks.size == 1:
             return flag
         if not self.group.any(flag or self.problem is not None):
             return False
         if self.group.any(self.problem is not None):
             problem, self.problem = self.problem, None
-            text = self.group.share(_to_text(problem))
-            raise problem or _from_text(text)
+            fields = [problem.message, problem.why, problem.do] if problem is not None else []
+            shared = json.loads(self.group.share(json.dumps([isinstance(problem, RecordFailed), *fields])))
+            raise problem or _error_of_rank_0(*shared)
         return True
 
     def check(self) -> None:
-        """Wait for all processes; raise an error that one of them kept."""
+        """Wait for all ranks; raise an error that one of them kept."""
         self.any(False)
 
 
@@ -65,19 +66,9 @@ class KeepingErrors:
             self._deferred.keep(error)
 
 
-def _to_text(problem: UserError | None) -> str:
-    if problem is None:
-        return ""
-    fields = {"message": problem.message, "why": problem.why, "do": problem.do}
-    return json.dumps({"record": isinstance(problem, RecordFailed), **fields})
-
-
-def _from_text(text: str) -> UserError:
-    """Return the error of the first process for another one."""
-    if not text:  # another process failed
-        return SaveFailed(
-            "Another process of the run could not write.", do="read the message of that process"
-        )
-    fields = json.loads(text)
-    kind = RecordFailedElsewhere if fields.pop("record") else SaveFailed
-    return kind(fields["message"], why=f"the first process could not write: {fields['why']}", do=fields["do"])
+def _error_of_rank_0(of_record: bool, message: str = "", why: str = "", do: str = "") -> UserError:
+    """Return the error of rank 0 for a different rank; without a message, yet another rank failed."""
+    if not message:
+        return SaveFailed("Another rank could not write.", do="read the message of that rank")
+    kind = RecordFailedElsewhere if of_record else SaveFailed
+    return kind(message, why=f"rank 0 could not write: {why}", do=do)

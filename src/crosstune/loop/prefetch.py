@@ -2,55 +2,42 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from crosstune.core.protocols import PreparedBatch, Recipe, Session
 from crosstune.loop.step import prepare_window
 
-DEPTH = 2
+DEPTH = 3
 """Steps prepared ahead."""
 
 
 class Prefetch:
-    """The prepared micro-batches of a run from step `first` on, in order. An error in preparing a step is raised when the
-    step is requested."""
+    """The prepared micro-batches of a run from step `first` on. An error is raised when its step is requested."""
 
     def __init__(self, recipe: Recipe, session: Session, *, first: int) -> None:
         self._recipe, self._session = recipe, session
-        self._queue: queue.Queue[tuple[int, Sequence[PreparedBatch], BaseException | None]] = queue.Queue(
-            maxsize=DEPTH
-        )
-        self._closed = threading.Event()
-        steps = range(first, recipe.num_steps())
-        self._thread = threading.Thread(target=self._prepare_all, args=(steps,), name="prefetch", daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self._ahead: deque[Future[Sequence[PreparedBatch]]] = deque()
+        self._steps = iter(range(first, recipe.num_steps()))
+        for _ in range(DEPTH):
+            self._prepare_next()
 
-    def micro_batches(self, step: int) -> Sequence[PreparedBatch]:
-        """Return the micro-batches of a step; steps must be requested in order."""
-        number, window, error = self._queue.get()
-        if error is not None:
-            raise error
-        assert number == step, f"step {step} was requested, but step {number} is next"
+    def micro_batches(self) -> Sequence[PreparedBatch]:
+        """Return the micro-batches of the next step."""
+        window = self._ahead.popleft().result()
+        self._prepare_next()
         return window
 
     def close(self) -> None:
         """End the thread and drop its prepared steps."""
-        self._closed.set()
-        while self._thread.is_alive():
-            try:
-                self._queue.get_nowait()
-            except queue.Empty:
-                self._thread.join(timeout=0.01)
+        self._pool.shutdown(cancel_futures=True)
+        self._ahead.clear()
 
-    def _prepare_all(self, steps: range) -> None:
-        for step in steps:
-            if self._closed.is_set():
-                return
-            try:
-                window = prepare_window(self._session, self._recipe.micro_batches(step))
-            except BaseException as error:  # noqa: BLE001  (raised again in the thread of the loop)
-                self._queue.put((step, (), error))
-                return
-            self._queue.put((step, window, None))
+    def _prepare_next(self) -> None:
+        if (step := next(self._steps, None)) is not None:
+            self._ahead.append(self._pool.submit(self._prepare, step))
+
+    def _prepare(self, step: int) -> Sequence[PreparedBatch]:
+        return prepare_window(self._session, self._recipe.micro_batches(step))

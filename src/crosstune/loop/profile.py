@@ -1,4 +1,4 @@
-"""Profile scheduled steps of a training."""
+"""Profile scheduled steps of a run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,7 @@ from pathlib import Path
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Profiled, Warned
-from crosstune.core.profiling import (
-    EngineProfiler,
-    Phase,
-    Profiles,
-    ProfileSettings,
-    Recorded,
-    no_phase,
-)
-from crosstune.core.protocols import Session
+from crosstune.core.profiling import Phase, Profiles, ProfileSettings, Recorded, no_phase
 from crosstune.loop.profile_result import PhaseClock, profile_result, write_profile
 
 DEFAULT_FOLDER = "profiles"
@@ -27,7 +19,7 @@ DEFAULT_FOLDER = "profiles"
 
 def schedule(config: Config, place: int) -> str:
     """Return `off`, `warm-up`, `active` or `last` for a step, counted from 0. A cycle of waiting, warm-up and active steps
-    begins every --profiling_frequency steps, --profile_repeat times or without limit."""
+    begins every --profiling_frequency steps."""
     num_recorded = config.profiler_warmup_steps + config.profile_active_steps
     cycle, within = divmod(place, max(config.profile_wait_steps + num_recorded, config.profiling_frequency))
     within -= config.profile_wait_steps
@@ -50,7 +42,7 @@ def profile_folder(config: Config, run: Path) -> Path:
 
 
 def check_profile_folder(config: Config, run: Path) -> None:
-    """Raise if a profile could not be written to --profiling_output."""
+    """Raise if --profiling_output is not writable."""
     if not is_asked(config) or "profiling_output" not in config.sources:
         return
     folder = profile_folder(config, run)
@@ -64,7 +56,7 @@ def check_profile_folder(config: Config, run: Path) -> None:
         raise UserError(
             f"--profiling_output {config.profiling_output} cannot be written.",
             why=f"{error.strerror or error}.",
-            do="name a writable folder, or omit the option to write the profile into the run folder",
+            do="pass a writable folder, or remove the option to write the profile into the run folder",
         ) from error
 
 
@@ -72,7 +64,7 @@ def check_profile_folder(config: Config, run: Path) -> None:
 class StepProfile:
     """The profile of a run: `step` wraps every step of the loop, `phase` the phases of the loop."""
 
-    session: Session
+    session: Profiles
     config: Config
     folder: Path
     observer: Observer
@@ -82,7 +74,6 @@ class StepProfile:
     recorded: list[Recorded] = field(default_factory=list)
     other_steps_s: list[float] = field(default_factory=list)
     """Times of the steps that were not recorded, without the first."""
-    _profiler: EngineProfiler | None = None
     _place: int = 0
     _is_prepared: bool = False
     _first: int | None = None
@@ -90,42 +81,36 @@ class StepProfile:
 
     def __post_init__(self) -> None:
         config = self.config
-        if isinstance(self.session, Profiles):
-            self._profiler = self.session.profiler(
-                ProfileSettings(
-                    stacks=config.profile_with_stack,
-                    shapes=config.profile_with_shapes,
-                    memory=config.profile_memory or config.profile_export_memory_timeline,
-                    memory_timeline=config.profile_export_memory_timeline,
-                    trace=config.profile_export_trace,
-                )
-            )
-            self.clock.synchronize, self.clock.mark = self._profiler.synchronize, self._profiler.mark
+        settings = ProfileSettings(
+            stacks=config.profile_with_stack,
+            shapes=config.profile_with_shapes,
+            memory=config.profile_memory or config.profile_export_memory_timeline,
+            memory_timeline=config.profile_export_memory_timeline,
+            trace=config.profile_export_trace,
+        )
+        self._profiler = self.session.profiler(settings)
+        self.clock.synchronize, self.clock.mark = self._profiler.synchronize, self._profiler.mark
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Record a step if it is scheduled."""
         what = schedule(self.config, self._place)
         self._place += 1
-        if what == "off":
-            yield
-            return
-        if not self._is_prepared and self._profiler is not None:
+        if what != "off" and not self._is_prepared:
             self._profiler.warm_up()
             self._is_prepared = True
-        if what == "warm-up":
+        if what in ("off", "warm-up"):
             yield
             return
         if self._first is None:
             self._first = number
-            if self._profiler is not None:
-                self._profiler.start()
-        self._time_phases(self.clock.phase)
+            self._profiler.start()
+        self.phase = self.session.phase = self.clock.phase
         try:
             with self.clock.step(number):
                 yield
         finally:
-            self._time_phases(no_phase)
+            self.phase = self.session.phase = no_phase
         if what == "last":
             self._end_cycle()
 
@@ -142,7 +127,7 @@ class StepProfile:
             message = f"nothing was profiled: the first recorded step would be number {first} of this process"
             self.observer.on_event(Warned(message=message))
             return
-        limits = self._profiler.measure_limits() if self._profiler is not None else None
+        limits = self._profiler.measure_limits()
         result = profile_result(
             self.clock, self.recorded, limits, engine=self.engine, other_steps_s=self.other_steps_s
         )
@@ -150,21 +135,16 @@ class StepProfile:
             table = write_profile(self.folder, result, self.clock, self.recorded)
             self.observer.on_event(Profiled(path=str(table), folder=str(self.folder), result=result))
 
-    def _time_phases(self, phase: Phase) -> None:
-        self.phase = phase
-        if isinstance(self.session, Profiles):
-            self.session.phase = phase
-
     def _end_cycle(self) -> None:
         first, self._first, self._is_prepared = self._first, None, False
-        if first is not None and self._profiler is not None:
+        if first is not None:
             with self._reporting_errors():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self.recorded.append(self._profiler.stop(self.folder, step=first))
 
     @contextlib.contextmanager
     def _reporting_errors(self) -> Iterator[None]:
-        """Turn an error of writing the profile into a warning."""
+        """Turn a write error into a warning."""
         try:
             yield
         except OSError as error:

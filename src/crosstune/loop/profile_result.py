@@ -1,10 +1,11 @@
-"""Time the phases of recorded steps, and summarize a profile: phases, operators, share of the device's limits."""
+"""Time the phases of recorded steps, and summarize a profile: phases, operators, fraction of the device's limits."""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
 import json
+import math
 import os
 import statistics
 import time
@@ -22,15 +23,6 @@ MOST_TIMES = 400
 TABLE, RESULT = "profile.txt", "profile.json"
 
 
-@dataclass(frozen=True)
-class Span:
-    """The start and end of a phase, in seconds of `time.perf_counter`."""
-
-    name: str
-    start: float
-    end: float
-
-
 @dataclass
 class PhaseClock:
     """The time of the recorded steps, divided into phases."""
@@ -42,7 +34,8 @@ class PhaseClock:
     """Step -> its wall time."""
     cpu_s: float = 0.0
     """CPU time of all threads of the process in the recorded steps."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """Name, start and end of each phase and step, in seconds of `time.perf_counter`."""
     _open: list[str] = field(default_factory=list)
     _since: float = 0.0
 
@@ -57,7 +50,7 @@ class PhaseClock:
         end = time.perf_counter()
         self.steps[number] = end - start
         self.cpu_s += time.process_time() - cpu
-        self.spans.append(Span(f"step {number}", start, end))
+        self.spans.append((f"step {number}", start, end))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -72,7 +65,7 @@ class PhaseClock:
         finally:
             self._switch()
             self._open.pop()
-            self.spans.append(Span(name, start, self._since))
+            self.spans.append((name, start, self._since))
 
     def _switch(self) -> None:
         """Add the time since the last switch to the innermost phase."""
@@ -109,20 +102,18 @@ def profile_result(
         "evaluation_s": apart / count,
         "communication_s": sum(each.communication_s for each in recorded) / count,
         "device_busy_share": sum(busy) / count / step_s if busy and step_s else None,
-        "cores_busy": clock.cpu_s / sum(clock.steps.values()) if clock.steps else None,
+        "cores_busy": clock.cpu_s / sum(clock.steps.values()),
         "num_cores": num_cores,
         "other_steps_s": statistics.median(other_steps_s) if other_steps_s else None,
         "operators": _operators(recorded, count),
         "flops": sum(flops) / count if flops else None,
-        "limits": None,
+        "limits": asdict(limits) if limits is not None else None,
         "limit_share": None,
         "memory_timeline": _timeline(recorded),
         "files": [str(path) for each in recorded for path in each.files],
     }
-    if limits is not None:
-        result["limits"] = asdict(limits)
-        if flops and step_s:
-            result["limit_share"] = sum(flops) / count / step_s / limits.flops_per_s
+    if limits is not None and flops and step_s:
+        result["limit_share"] = result["flops"] / step_s / limits.flops_per_s
     return result
 
 
@@ -158,7 +149,7 @@ def _timeline(recorded: Sequence[Recorded]) -> list[tuple[float, int]]:
 def write_profile(
     folder: Path, result: Mapping[str, Any], clock: PhaseClock, recorded: Sequence[Recorded]
 ) -> Path:
-    """Write the table and the figures; for MLX, which has no trace, also a trace of the phases."""
+    """Write the table and the figures, and a trace of the phases for MLX, which has no other trace."""
     folder.mkdir(parents=True, exist_ok=True)
     if not any(each.files for each in recorded) and result["engine"] == "mlx":
         _write_phase_trace(folder / "trace-phases.json.gz", clock)
@@ -169,17 +160,10 @@ def write_profile(
 
 def _write_phase_trace(path: Path, clock: PhaseClock) -> None:
     """Write the phases as a Chrome trace."""
-    start = min((span.start for span in clock.spans), default=0.0)
+    first = min((start for _, start, _ in clock.spans), default=0.0)
     events = [
-        {
-            "name": span.name,
-            "ph": "X",
-            "ts": 1e6 * (span.start - start),
-            "dur": 1e6 * (span.end - span.start),
-            "pid": 1,
-            "tid": 1,
-        }
-        for span in clock.spans
+        {"name": name, "ph": "X", "ts": 1e6 * (start - first), "dur": 1e6 * (end - start), "pid": 1, "tid": 1}
+        for name, start, end in clock.spans
     ]
     write_bytes(path, gzip.compress(json.dumps({"traceEvents": events}).encode(), mtime=0))
 
@@ -213,16 +197,13 @@ def profile_lines(result: Mapping[str, Any]) -> Iterator[str]:
 def _limit_lines(result: Mapping[str, Any]) -> Iterator[str]:
     if result["device_busy_share"] is not None:
         yield f"  device busy      {result['device_busy_share']:.1%} of the step"
-    if result["cores_busy"] is not None:
-        yield f"  CPU              {result['cores_busy']:.1f} of {result['num_cores']} cores busy"
-    others = result["other_steps_s"]
-    if others:
+    yield f"  CPU              {result['cores_busy']:.1f} of {result['num_cores']} cores busy"
+    if others := result["other_steps_s"]:
         yield f"  recording        other steps take {_time(others)} (median, without data and checkpoints)"
     if result["flops"]:
         rate = result["flops"] / result["step_s"]
         yield f"  matrix products  {_si(result['flops'])}FLOP a step, {_si(rate)}FLOP/s"
-    if result["limits"] is not None:
-        limits = result["limits"]
+    if limits := result["limits"]:
         yield (
             f"  measured limits  {_si(limits['flops_per_s'])}FLOP/s in {limits['dtype']} products, "
             f"{_si(limits['bytes_per_s'])}B/s of memory"
@@ -237,7 +218,5 @@ def _time(seconds: float) -> str:
 
 def _si(value: float) -> str:
     """Format a number with a decimal prefix, for a unit that follows."""
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.3g} {prefix}"
-    return f"{value:.3g} "
+    power = min(5, max(0, math.floor(math.log10(value)) // 3)) if value > 0 else 0
+    return f"{value / 1000**power:.3g} {' kMGTP'[power].strip()}"

@@ -1,29 +1,18 @@
-"""Track the progress of a run for reports and checkpoints, and judge its evaluations: best step, overfitting."""
+"""Track the progress of a run, and assess its evaluations: best step, early stopping, overfitting."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from crosstune.checkpoint.rotate import lowest
-from crosstune.core.events import SampleRow, StepMetrics
-from crosstune.core.protocols import Backward, Memory, Sample
+from crosstune.core.protocols import Backward, Memory
 
-_Key = TypeVar("_Key", int, str)
-
-# Fields stored in a checkpoint.
-_CARRIED = (
-    "steps",
-    "tokens",
-    "first_loss",
-    "final_loss",
-    "skipped",
-    "seconds",
-    "peak_memory_bytes",
-    "wall_s",
-)
+_COUNTED = ("steps", "tokens", "skipped", "seconds", "peak_memory_bytes", "wall_s")
+_CARRIED = (*_COUNTED, "first_loss", "final_loss")
+"""Fields stored in a checkpoint."""
 
 
 @dataclass
@@ -31,7 +20,7 @@ class Progress:
     status: str = "failed"
     steps: int = 0
     start_step: int = 0
-    """Steps done by earlier processes of this run."""
+    """Steps done before this process started."""
     tokens: int = 0
     weight: int = 0
     """Total weight of all losses so far."""
@@ -45,9 +34,9 @@ class Progress:
     stopped_early: bool = False
     """True if the evaluations no longer improved, see --early_stopping."""
     seconds: float = 0.0
-    """Time spent in steps, over all processes of the run."""
+    """Time spent in steps, across all starts of the run."""
     wall_s: float = 0.0
-    """Wall time over all processes of the run, up to the last checkpoint or the end."""
+    """Wall time across all starts of the run, up to the last checkpoint or the end."""
     warm_s: float = 0.0
     warm_tokens: int = 0
     longest_step_s: float = 0.0
@@ -67,7 +56,7 @@ class Progress:
             self.evaluations[step] = metrics["loss"]
 
     def add(self, result: Backward | None, *, step_s: float, memory: Memory) -> None:
-        """Count a step; `result` is None for a skipped one."""
+        """Count a step; `result` is None if it was skipped."""
         self.steps += 1
         self.seconds += step_s
         self.longest_step_s = max(self.longest_step_s, step_s)
@@ -121,19 +110,19 @@ class Progress:
         known |= {"weight": int(carried.get(weight_name) or 0), "weight_name": weight_name}
         progress = cls(**known, eval_before=dict(carried.get("eval_before") or {}))
         progress.start_step = progress.steps
-        progress.evaluations = _numbers(carried.get("evaluations") or {}, int)
-        metrics = carried.get("eval_metrics") or {}
-        progress.eval_metrics = {int(step): _numbers(found, str) for step, found in metrics.items()}
+        losses, metrics = carried.get("evaluations") or {}, carried.get("eval_metrics") or {}
+        progress.evaluations = {int(step): loss for step, loss in _numbers(losses).items()}
+        progress.eval_metrics = {int(step): _numbers(found) for step, found in metrics.items()}
         return progress
 
 
-def _numbers(carried: Mapping[str, Any], read_key: Callable[[str], _Key]) -> dict[_Key, float]:
+def _numbers(carried: Mapping[str, Any]) -> dict[str, float]:
     """Return numbers from JSON, where null is a non-finite number."""
-    return {read_key(key): math.nan if value is None else float(value) for key, value in carried.items()}
+    return {key: math.nan if value is None else float(value) for key, value in carried.items()}
 
 
 WORSE = 1.02
-"""An evaluation loss above this multiple of the best one counts as worse, not as noise."""
+"""An evaluation loss above this multiple of the best counts as worse, not as noise."""
 
 Losses = Mapping[int, float]
 """Step -> evaluation loss."""
@@ -152,7 +141,7 @@ def best_step(evaluations: Losses) -> int | None:
 
 
 def stops_early(evaluations: Losses, *, patience: int) -> bool:
-    """Return whether the last `patience` evaluations brought no improvement; never if `patience` is 0."""
+    """Return True if the last `patience` evaluations brought no improvement; never if `patience` is 0."""
     best = best_step(evaluations) or 0  # without a finite loss, none improved on the start
     return patience > 0 and sum(step > best for step in evaluations) >= patience
 
@@ -165,7 +154,7 @@ def early_stopping_message(evaluations: Losses, *, patience: int) -> str:
 
 
 def evaluation_warning(evaluations: Losses) -> tuple[str, str]:
-    """Return the problem of the last evaluation as a word and a sentence; both are empty without a problem."""
+    """Describe the problem of the last evaluation in a word and a sentence; both are empty without a problem."""
     last = max(evaluations, default=0)
     if not math.isfinite(evaluations.get(last, 0.0)):
         return "not finite", (
@@ -183,46 +172,9 @@ def evaluation_warning(evaluations: Losses) -> tuple[str, str]:
 
 
 def overfits(evaluations: Losses) -> bool:
-    """Return whether the last evaluation loss is clearly above the best one."""
+    """Return True if the last evaluation loss is clearly above the best."""
     losses, best = trained_losses(evaluations), best_step(evaluations)
     if best is None:
         return False
     last = losses[max(losses)]
     return last > WORSE * losses[best] if losses[best] > 0 else last > losses[best]
-
-
-def sample_row(sample: Sample) -> SampleRow:
-    """Return a sample as a row of events.jsonl."""
-    row = SampleRow(prompt=sample.prompt, answer=sample.answer, reference=sample.reference)
-    if sample.frames:
-        row["frames"] = list(sample.frames)
-    return row
-
-
-def step_row(
-    step: int,
-    result: Backward | None,
-    *,
-    weight_name: str,
-    lr: float,
-    step_s: float,
-    cpu_s: float,
-    used_bytes: int,
-) -> StepMetrics:
-    """Return the row of metrics.jsonl for a step; `result` is None for a skipped one."""
-    row: dict[str, Any] = {
-        "step": step + 1,
-        "loss": result.loss if result else None,
-        "tokens": result.num_tokens if result else 0,
-        weight_name: result.weight if result else 0,
-        "lr": lr,
-        "grad_norm": result.grad_norm if result else None,
-        "step_s": step_s,
-        "cpu_s": cpu_s,
-        "tokens_per_s": result.num_tokens / step_s if result else 0.0,
-        "memory_bytes": used_bytes,
-        **(result.metrics if result else {}),
-    }
-    if result is None:
-        row["skipped"] = True
-    return cast(StepMetrics, row)  # plus the recipe's weight and the task's metrics

@@ -25,7 +25,7 @@ from crosstune.loop.deferred_errors import DeferredErrors
 from crosstune.process.ranks import Group, SingleProcess
 
 SNAPSHOT_SHARE = 0.25
-"""Largest copy of the state as a share of free memory; a larger state is written while training waits."""
+"""Largest copy of the state as a fraction of free memory; training waits while a larger state is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class _Writing:
     started: float
     blocked_s: float = 0.0
     divided: bool = False
-    """True if every process writes a part, so that all of them see a failure."""
+    """True if every rank writes a part, so that all of them see a failure."""
     thread: threading.Thread | None = None
     committed: Committed | None = None
     removed: list[str] = field(default_factory=list)
@@ -71,9 +71,9 @@ class _Writing:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Only the writing itself happens in another thread.
+    """The checkpoints of one run. Only the writing itself happens in a thread.
 
-    With several processes, the first one writes, or each writes its part of a sharded state.
+    In a multi-process run, rank 0 writes, or each rank writes its part of a sharded state.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Checkpoints:
         deferred: DeferredErrors | None = None,
     ) -> None:
         self.root, self.policy, self.manifest, self.observer = root, policy, manifest, observer
-        self.group = group if group is not None else SingleProcess()
-        self.deferred = deferred if deferred is not None else DeferredErrors(self.group)
+        self.group = group or SingleProcess()
+        self.deferred = deferred or DeferredErrors(self.group)
         self.writes = self.group.ranks.first
         self.newest: Path | None = None
         self.last_step = 0
@@ -97,26 +97,22 @@ class Checkpoints:
         self._writing: _Writing | None = None
 
     def due(self, step: int) -> bool:
+        """Return True if the policy asks for a checkpoint after this step."""
         policy = self.policy
         by_steps = policy.every_steps > 0 and step % policy.every_steps == 0
         by_time = policy.every_s > 0 and time.monotonic() - self._last_time >= policy.every_s
         return step > self.last_step and (by_steps or by_time)
 
     def due_at_end(self, step: int) -> bool:
-        """Return whether to save at the end. A run with checkpoints ends with one, so that it can be extended."""
+        """Return True if the run ends with a checkpoint; a run with checkpoints does, so that it can be extended."""
         return step > self.last_step and (self.policy.at_end or self.newest is not None)
 
     def save(
-        self,
-        session: Session,
-        step: int,
-        *,
-        evaluations: Mapping[int, float],
-        wait: bool = False,
+        self, session: Session, step: int, *, evaluations: Mapping[int, float], wait: bool = False
     ) -> None:
         """Copy the state of a session and write it; block for the copy and for an earlier write, or `wait` for the write.
 
-        Every process calls this, since exporting the state may need all of them.
+        Every rank calls this, since exporting the state may need all of them.
         """
         started = time.perf_counter()
         self.finish()
@@ -134,7 +130,7 @@ class Checkpoints:
             return
         self.last_step, self._last_time = step, time.monotonic()
         if not self.writes and state.part is None:
-            self.newest = self.root / name_of(step)  # where the first process writes it
+            self.newest = self.root / name_of(step)  # where rank 0 writes it
             return
         manifest = replace(self.manifest(step), trainable=describe_trainable(state))
         writing = _Writing(step=step, started=started, divided=state.part is not None)
@@ -143,20 +139,19 @@ class Checkpoints:
         if in_background and not writing.divided:
             writing.thread = threading.Thread(target=self._write, args=work, daemon=True)
             writing.thread.start()
-            writing.blocked_s = time.perf_counter() - started
         else:
             self._write(*work)
-            writing.blocked_s = time.perf_counter() - started
+        writing.blocked_s = time.perf_counter() - started
+        if writing.thread is None:
             self.finish()
 
     def poll(self) -> None:
-        """Report a write that has ended; raise its error if the run stops on save errors, or defer it with several
-        processes."""
+        """Report a write that has ended, like `finish`."""
         if self._writing is not None and not (self._writing.thread and self._writing.thread.is_alive()):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the write in progress and report it."""
+        """Wait for the write in progress and report it; raise or defer its error if the run stops on save errors."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -183,11 +178,7 @@ class Checkpoints:
                 self.observer.on_event(Warned(message=message, step=writing.step))
 
     def _write(
-        self,
-        writing: _Writing,
-        state: SessionState,
-        manifest: Manifest,
-        evaluations: Mapping[int, float],
+        self, writing: _Writing, state: SessionState, manifest: Manifest, evaluations: Mapping[int, float]
     ) -> None:
         try:
             if state.part is not None:
@@ -195,16 +186,18 @@ class Checkpoints:
             else:
                 writing.committed = write_checkpoint(self.root, state, manifest)
             if self.writes:
-                try:
-                    removed = rotate(self.root, self.policy.keep, evaluations)
-                    writing.removed = [path.name for path in removed]
-                except (UserError, OSError) as error:
-                    writing.problem = f"old checkpoints could not be removed: {error}"
+                self._rotate(writing, evaluations)
         except MemoryError as error:
             writing.error = no_memory(error)
         except BaseException as error:  # noqa: BLE001  (raised again in the thread of the loop)
             writing.error = error
         writing.seconds = time.perf_counter() - writing.started
+
+    def _rotate(self, writing: _Writing, evaluations: Mapping[int, float]) -> None:
+        try:
+            writing.removed = [path.name for path in rotate(self.root, self.policy.keep, evaluations)]
+        except (UserError, OSError) as error:
+            writing.problem = f"old checkpoints could not be removed: {error}"
 
     def _report_failure(self, step: int, error: BaseException, *, divided: bool = False) -> None:
         if not isinstance(error, SaveFailed):

@@ -20,7 +20,7 @@ STEPS_TO_GROW = 200
 
 
 def needs_loss_scale(precision: str) -> bool:
-    """Return whether gradients in this --precision underflow without loss scaling."""
+    """Return True if gradients in this --precision underflow without loss scaling."""
     return precision.startswith("fp16")
 
 
@@ -69,7 +69,7 @@ def take_step(
 ) -> Backward:
     """Compute the gradients of a step's micro-batches and update the weights. Call `starting` with the name of each part.
 
-    If this raises, session and scale are unchanged.
+    If this raises, the session and the scale are unchanged.
     """
     scale = scale if scale is not None else LossScale(enabled=False)
     check_weight(window)
@@ -116,9 +116,9 @@ def _nonfinite(result: Backward) -> NonFiniteError:
 
 
 def halve(config: Config, *, doing: str) -> Config | None:
-    """Return the configuration with half as large micro-batches in the work that did not fit; None if it has none.
+    """Return the configuration with half as large micro-batches for the work that did not fit; None if it is impossible.
 
-    A step keeps its rows; its last micro-batch may be shorter than the others.
+    A step keeps its rows; its last micro-batch may be shorter.
     """
     if doing == STEP and config.batch_size > 1:
         rows, size = rows_per_step(config), config.batch_size // 2
@@ -136,23 +136,13 @@ def halve(config: Config, *, doing: str) -> Config | None:
 
 def describe_recovery(error: OutOfMemory, after: Config, *, step: int) -> Recovered:
     """Return the event for smaller micro-batches; `step` counts from 1."""
-    if error.doing != STEP:
-        return Recovered(
-            step=step,
-            doing=error.doing,
-            cause=error.reason,
-            changed={"eval_batch_size": after.eval_batch_size},
-            next_time=f"--eval_batch_size {after.eval_batch_size}",
-        )
-    accumulation = after.gradient_accumulation_steps
-    same_rows = after.batch_size * accumulation * max(1, after.world_size) == after.rows_per_step
-    rest = f"--gradient_accumulation_steps {accumulation}" if same_rows else ""
-    if not same_rows and "rows_per_step" not in after.sources:
-        rest = f"--rows_per_step {after.rows_per_step}"
-    return Recovered(
-        step=step,
-        doing=error.doing,
-        cause=error.reason,
-        changed={"batch_size": after.batch_size, "gradient_accumulation_steps": accumulation},
-        next_time=f"--batch_size {after.batch_size} {rest}".strip(),
-    )
+    changed = {"eval_batch_size": after.eval_batch_size}
+    next_time = dict(changed)
+    if error.doing == STEP:
+        accumulation = {"gradient_accumulation_steps": after.gradient_accumulation_steps}
+        changed = {"batch_size": after.batch_size, **accumulation}
+        same_rows = math.prod((*changed.values(), max(1, after.world_size))) == after.rows_per_step
+        rows = {} if "rows_per_step" in after.sources else {"rows_per_step": after.rows_per_step}
+        next_time = {"batch_size": after.batch_size, **(accumulation if same_rows else rows)}
+    options = " ".join(f"--{name} {value}" for name, value in next_time.items())
+    return Recovered(step=step, doing=error.doing, cause=error.reason, changed=changed, next_time=options)

@@ -1,4 +1,4 @@
-"""Stop after the current step on Ctrl-C or a signal of a scheduler or terminal; a second Ctrl-C stops immediately."""
+"""Stop after the current step on Ctrl-C or a signal; a second Ctrl-C stops immediately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """A pending request to stop. With several processes (`shared`), no work is interrupted: the others would wait for it."""
+    """A pending request to stop. In a multi-process run (`shared`) no work is interrupted: other ranks would wait for it."""
 
     def __init__(self, *, shared: bool = False) -> None:
         self.reason = ""
@@ -33,7 +33,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignal]:
-        """Handle the stop signals inside the block. Python allows this only in the main thread."""
+        """Handle the stop signals within the context. Python allows this only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -46,7 +46,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def droppable(self) -> Iterator[None]:
-        """Raise StopRequested as soon as a signal arrives inside the block. The block must not change the model."""
+        """Raise StopRequested as soon as a signal arrives. The context must not change the model."""
         if self.shared:
             yield
             return

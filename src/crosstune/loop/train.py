@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from crosstune.checkpoint.write import SaveFailed
 from crosstune.config.schema import Config
@@ -16,6 +17,8 @@ from crosstune.core.events import (
     EvaluationStarted,
     NonFinite,
     Observer,
+    SampleRow,
+    StepMetrics,
     Stopped,
     TrainingEnded,
     TrainingStarted,
@@ -23,7 +26,15 @@ from crosstune.core.events import (
 )
 from crosstune.core.out_of_memory import EVALUATING, OutOfMemory, memory_errors
 from crosstune.core.profiling import CHECKPOINT, DATA, EVALUATION, no_phase
-from crosstune.core.protocols import Backward, Evaluation, PreparedBatch, Recipe, Session, is_divided
+from crosstune.core.protocols import (
+    Backward,
+    Evaluation,
+    PreparedBatch,
+    Recipe,
+    Sample,
+    Session,
+    is_divided,
+)
 from crosstune.core.schedule import learning_rate, warmup_steps
 from crosstune.files.run_record import RecordFailed
 from crosstune.loop.deferred_errors import DeferredErrors
@@ -34,8 +45,6 @@ from crosstune.loop.progress import (
     best_step,
     early_stopping_message,
     evaluation_warning,
-    sample_row,
-    step_row,
     stops_early,
 )
 from crosstune.loop.save import Checkpoints
@@ -46,20 +55,15 @@ from crosstune.process.ranks import Group, SingleProcess
 
 def rate_of_step(step: int, config: Config, *, num_steps: int) -> float:
     """Return the learning rate of a step, counted from 0."""
-    warmup = warmup_steps(
-        schedule=config.lr_scheduler,
-        num_steps=num_steps,
-        steps=config.warmup_steps,
-        ratio=config.warmup_ratio,
-    )
-    return learning_rate(
-        step,
-        peak=config.lr,
-        schedule=config.lr_scheduler,
-        num_steps=num_steps,
-        warmup=warmup,
-        floor_ratio=config.cosine_min_lr_ratio,
-    )
+    curve: dict[str, Any] = {"schedule": config.lr_scheduler, "num_steps": num_steps}
+    warmup = warmup_steps(**curve, steps=config.warmup_steps, ratio=config.warmup_ratio)
+    return learning_rate(step, **curve, peak=config.lr, warmup=warmup, floor_ratio=config.cosine_min_lr_ratio)
+
+
+def _sample_row(sample: Sample) -> SampleRow:
+    """Return a sample as a row of events.jsonl."""
+    row = SampleRow(prompt=sample.prompt, answer=sample.answer, reference=sample.reference)
+    return row | {"frames": list(sample.frames)} if sample.frames else row
 
 
 @dataclass(kw_only=True)
@@ -79,7 +83,7 @@ class Training:
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
     profile: StepProfile | None = None
     _warned_of: str = ""
-    """The last reported problem of an evaluation."""
+    """The evaluation problem reported last."""
 
     def run(self) -> None:
         """Run the remaining steps; a stop writes a checkpoint. The progress is always up to date."""
@@ -113,8 +117,7 @@ class Training:
         return self.checkpoints.deferred
 
     def _can_save_after(self, error: BaseException) -> bool:
-        """Return whether the state can be exported after an error. A sharded state needs every process, and only some
-        errors are raised in all of them."""
+        """Return True if the state can be exported: a sharded state needs every rank, and not all errors reach all."""
         return not is_divided(self.session) or isinstance(error, (NonFiniteError, RecordFailed))
 
     def _run(self, num_steps: int) -> None:
@@ -140,7 +143,7 @@ class Training:
                 with self._profiled(progress.steps + 1):
                     self._start("data", step=progress.steps + 1)
                     with self._saving_on_error(), self._phase(DATA):
-                        window = prefetch.micro_batches(progress.steps)
+                        window = prefetch.micro_batches()
                     taken = self._take_step(progress.steps, window)
                     if taken:
                         self._save_and_evaluate(num_steps)
@@ -160,7 +163,7 @@ class Training:
         return self.profile.phase(name) if self.profile is not None else no_phase(name)
 
     def _stops_early(self) -> bool:
-        """Return whether the evaluations no longer improve; the same for every process and after every resume."""
+        """Return True if the evaluations no longer improve; the same on every rank and after every resume."""
         progress = self.progress
         if not stops_early(progress.evaluations, patience=self.config.early_stopping):
             return False
@@ -180,13 +183,13 @@ class Training:
         self._stop_together()
 
     def _stop_together(self) -> None:
-        """Stop in all processes of the run if one of them has a request to stop."""
+        """Stop all ranks if one of them was asked to stop."""
         if self._deferred.any(self.stop.requested):
             self.stop.request("another process of the run")
             raise StopRequested(self.stop.reason)
 
     def _save_and_evaluate(self, num_steps: int) -> None:
-        """Save before evaluating, so that a kill during a long evaluation loses no steps."""
+        """Save before evaluating, so that being killed during a long evaluation loses no steps."""
         done = self.progress.steps
         self.checkpoints.poll()
         save_last = done == num_steps and self.checkpoints.due_at_end(done)
@@ -201,9 +204,9 @@ class Training:
 
     @contextlib.contextmanager
     def _saving_on_error(self) -> Iterator[None]:
-        """Write a checkpoint when the recipe raises anything: the weights of the last completed step are intact.
+        """Write a checkpoint if the recipe raises: the weights of the last completed step are intact.
 
-        Write none if the run keeps none, or if the state is sharded: the other processes keep training.
+        Not if the run keeps none, nor if the state is sharded: the other ranks keep training.
         """
         try:
             yield
@@ -227,10 +230,7 @@ class Training:
             self._start("checkpoint")
             with self._phase(CHECKPOINT):
                 self.checkpoints.save(
-                    self.session,
-                    progress.steps,
-                    evaluations=progress.evaluations,
-                    wait=wait,
+                    self.session, progress.steps, evaluations=progress.evaluations, wait=wait
                 )
 
     def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> bool:
@@ -256,22 +256,24 @@ class Training:
             self.profile.took(step_s)
         memory = self.session.memory()
         self.progress.add(result, step_s=step_s, memory=memory)
-        self.observer.on_step(
-            step_row(
-                step,
-                result,
-                weight_name=self.recipe.weight_name,
-                lr=lr,
-                step_s=step_s,
-                cpu_s=cpu_s,
-                used_bytes=memory.used_bytes,
-            )
-        )
+        row: dict[str, Any] = {
+            "step": step + 1,
+            "loss": result.loss if result else None,
+            "tokens": result.num_tokens if result else 0,
+            self.recipe.weight_name: result.weight if result else 0,
+            "lr": lr,
+            "grad_norm": result.grad_norm if result else None,
+            "step_s": step_s,
+            "cpu_s": cpu_s,
+            "tokens_per_s": result.num_tokens / step_s if result else 0.0,
+            "memory_bytes": memory.used_bytes,
+            **(result.metrics if result else {"skipped": True}),
+        }
+        self.observer.on_step(cast(StepMetrics, row))  # plus the recipe's weight and the task's metrics
         return True
 
     def _choose_smaller(self, error: OutOfMemory, *, step: int) -> None:
-        """Halve the micro-batches; raise the error if they cannot be halved, --strict forbids it, or the other processes
-        do not have the error."""
+        """Halve the micro-batches; raise the error if that is impossible, --strict is set, or other ranks lack the error."""
         alone = self.group.ranks.size == 1
         smaller = halve(self.config, doing=error.doing) if alone or error.shared else None
         if smaller is None or self.config.strict:
@@ -287,7 +289,7 @@ class Training:
         self.recipe.configure(self.config)
 
     def _find_nonfinite(self, error: NonFiniteError, step: int, window: Sequence[PreparedBatch]) -> None:
-        """Report the examples and the layer that caused the error; raise it unless the step may be skipped."""
+        """Report the examples and the layer that caused a non-finite value; raise unless the step may be skipped."""
         allowed = self.config.skip_nonfinite
         skipped = self.progress.skipped < allowed
         cause = self.session.find_nonfinite(window)
@@ -321,7 +323,7 @@ class Training:
                 step=step,
                 when=when,
                 metrics=dict(evaluation.metrics),
-                samples=[sample_row(sample) for sample in evaluation.samples],
+                samples=[_sample_row(sample) for sample in evaluation.samples],
                 seconds=time.perf_counter() - started,
             )
         )

@@ -55,7 +55,7 @@ class ChatModel:
         sampling: Sampling = GREEDY,
         on_token: Callable[[int], None] | None = None,
     ) -> list[str]:
-        """Return the model's next turn in each of several conversations, generated together."""
+        """Return the model's next turn in each conversation, generated as a batch."""
         generated = self.session.generate(
             [encode_prompt(messages, self.tokenizer) for messages in conversations],
             max_new_tokens=max_new_tokens,
@@ -67,7 +67,7 @@ class ChatModel:
 
 
 class _TextStream:
-    """Decode tokens incrementally; an incomplete UTF-8 character is held back until it is complete."""
+    """Decode tokens incrementally; an incomplete UTF-8 character waits for its other bytes."""
 
     def __init__(self, tokenizer: Tokenizer, on_text: Callable[[str], None]) -> None:
         self.tokenizer, self.on_text = tokenizer, on_text
@@ -114,19 +114,14 @@ def open_chat_model(
 
 
 def _note_judge(target: str, trained: Trained, observer: Observer) -> None:
-    """Warn that a judge answers only with verdicts, and only to prompts in its training format."""
-    folder = trained.adapter or Path(trained.base).expanduser()
-    if read_judge_settings(folder) is not None:
-        observer.on_event(
-            Warned(
-                message=f"{target} is a judge: it answers with verdicts only; "
-                f"use `crosstune judge predict {target} --input FILE` for prompts in its training format"
-            )
-        )
+    """Warn that a judge answers only with verdicts."""
+    if read_judge_settings(trained.adapter or Path(trained.base).expanduser()) is not None:
+        message = f"{target} is a judge and answers with verdicts only; use `crosstune judge predict {target} --input FILE`"
+        observer.on_event(Warned(message=message))
 
 
 def _needs_mlx(trained: Trained) -> bool:
-    """Return whether the model, or the base that its adapter was trained over, is quantized by MLX."""
+    """Return True if the model, or the base of its adapter, is quantized by MLX."""
     folder = Path(trained.base).expanduser()
     held = read_quantization(folder) if (folder / "config.json").is_file() else None
     specs = (trained.quantization, held.spec if held is not None else None)

@@ -1,12 +1,9 @@
-"""Convert a model folder to another quantization, or an adapter to another layout, and measure the error.
-
-A quantized folder is converted from its original weights if they are found, otherwise from the dequantized ones.
-"""
+"""Convert a model folder to a different quantization, or an adapter to a different layout, and measure the error."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,31 +46,25 @@ class ConvertRequest:
     model: str
     to: str
     held: str | None = None
-    """The quantizer that the user expects in the folder; None skips the check."""
+    """The quantizer of --from; None skips the check."""
     bits: int = 4
     group_size: int = 64
     kind: str = "auto"
     double: bool = True
     dtype: str = "auto"
     original: str | None = None
-    """A folder; `none` starts from the dequantized weights even if the original ones are known."""
+    """A folder; `none` starts from the dequantized weights even if the original weights are known."""
     out: Path | None = None
     force: bool = False
     backend: str = "auto"
 
     def form(self) -> WeightForm:
-        """Return the weight format of the result; MLX has no kinds and no double quantization."""
+        """Return the weight format of the result."""
         if self.to in _PLAIN:
             return WeightForm(quantizer="none", dtype=self.dtype)
-        choice = {} if self.to == "mlx" else {"kind": self.kind}
-        return WeightForm(
-            quantizer=self.to,
-            bits=self.bits,
-            group_size=self.group_size,
-            double=self.double and self.to != "mlx",
-            dtype=self.dtype,
-            **choice,
-        )
+        form = WeightForm(quantizer=self.to, bits=self.bits, group_size=self.group_size, dtype=self.dtype)
+        is_mlx = self.to == "mlx"  # without kinds and double quantization
+        return replace(form, double=self.double and not is_mlx, kind="auto" if is_mlx else self.kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +83,16 @@ class _Source:
     def start(self) -> Path:
         return self.original or self.model.path
 
+    @property
+    def quantizer(self) -> str:
+        return self.held.spec.quantizer if self.held is not None else "none"
+
     def facts(self, request: ConvertRequest) -> dict[str, Any]:
-        """Return the part of the report about the source."""
-        from_original = self.held is None or self.original is not None
+        """Return the report on the source."""
         return {
             "model": request.model,
-            "from": self.held.spec.quantizer if self.held is not None else "none",
-            "started_from": "original" if from_original else "dequantized",
+            "from": self.quantizer,
+            "started_from": "original" if self.held is None or self.original else "dequantized",
             "reference": str(self.start),
         }
 
@@ -118,7 +112,7 @@ def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
 
 
 def _convert_adapter(target: str, *, to: str, out: Path | None, base: str | None) -> dict[str, Any]:
-    """Write the adapter in the other layout, and check that converting it back gives the same bits."""
+    """Write the adapter in the other layout, and check that converting it back is exact."""
     source = Path(target).expanduser().absolute()
     form = mlx_adapters.adapter_form(source)
     if to not in ("mlx", "peft") or form == to:
@@ -129,25 +123,19 @@ def _convert_adapter(target: str, *, to: str, out: Path | None, base: str | None
         )
     out = out or source.with_name(f"{source.name}-{to}")
     with staged(out, need_bytes=_ADAPTER_BYTES) as stage:
-        back = stage.scratch / "back"
+        write, undo = mlx_adapters.to_peft, mlx_adapters.to_mlx
         if to == "mlx":
-            mlx_adapters.to_mlx(source, stage.result, base=base)
-            mlx_adapters.to_peft(stage.result, back)
-        else:
-            mlx_adapters.to_peft(source, stage.result, base=base)
-            mlx_adapters.to_mlx(stage.result, back)
+            write, undo = undo, write
+        write(source, stage.result, base=base)
+        undo(stage.result, stage.scratch / "back")
         name = mlx_adapters.MLX_WEIGHTS if to == "peft" else mlx_adapters.PEFT_WEIGHTS
-        before, after = read_arrays(source / name), read_arrays(back / name)
-        exact = before.keys() == after.keys() and all(
-            before[key][0] == after[key][0] and before[key][1].tobytes() == after[key][1].tobytes()
-            for key in before
+        before, after = (
+            {key: (dtype, array.tobytes()) for key, (dtype, array) in read_arrays(folder / name).items()}
+            for folder in (source, stage.scratch / "back")
         )
-        if not exact:
-            raise Unverified(
-                f"Converting the adapter {source} back does not give the same numbers.",
-                do="report it as a bug",
-            )
-    return {"adapter": str(source), "to": to, "exact": exact, "num_matrices": len(before), "path": str(out)}
+        if before != after:
+            raise Unverified(f"Converting the adapter {source} back is not exact.", do="report it as a bug")
+    return {"adapter": str(source), "to": to, "exact": True, "num_matrices": len(before), "path": str(out)}
 
 
 def _rewrite(request: ConvertRequest, source: _Source, out: Path, observer: Observer) -> dict[str, Any]:
@@ -206,14 +194,21 @@ def _open_source(request: ConvertRequest, observer: Observer) -> _Source:
     opened = open_trained(trained, engine=name, backend=request.backend, observer=observer)
     path = opened.model.path
     held = read_quantization(path)
-    _check_held(request, path, held)
+    found = held.spec.quantizer if held is not None else "none"
+    if request.held not in (None, found):
+        raise UserError(
+            f"{path} does not match --from {request.held}.",
+            why="its weights are dense." if held is None else f"it has {held.spec.bits}-bit {found} weights.",
+            do=f"use --from {found}, or a different folder",
+        )
     if held is None and form.quantizer == "none":
-        raise UserError(f"{path} already holds dense weights.", do="use crosstune export to copy it")
+        raise UserError(f"{path} already has dense weights.", do="use crosstune export to copy it")
     if form.quantizer != "mlx":
         opened.engine.check_form(form)
     if held is not None and form.spec().meaning() == held.spec.meaning():
         raise UserError(
-            f"{path} is already quantized in exactly this way.", do="choose other bits or another group size"
+            f"{path} is already quantized in exactly this way.",
+            do="choose different bits or a different group size",
         )
     if form.quantizer not in ("none", "mlx"):
         opened = find_quantizer(opened, form.spec())
@@ -222,7 +217,7 @@ def _open_source(request: ConvertRequest, observer: Observer) -> _Source:
 
 
 def _choose_engine(request: ConvertRequest) -> str:
-    """Return mlx for weights quantized by MLX, and for dense ones when torch is missing; torch for all others."""
+    """Return mlx for weights quantized by MLX, and for dense weights if torch is missing; otherwise torch."""
     folder = Path(request.model).expanduser()
     held = read_quantization(folder) if (folder / "config.json").is_file() else None
     if held is None or held.spec.quantizer != "mlx":
@@ -236,22 +231,10 @@ def _choose_engine(request: ConvertRequest) -> str:
     return "mlx"
 
 
-def _check_held(request: ConvertRequest, path: Path, held: FolderQuantization | None) -> None:
-    """Check that the folder holds what --from says."""
-    found = held.spec.quantizer if held is not None else "none"
-    if request.held not in (None, found):
-        actual = "dense weights" if held is None else f"{found} weights of {held.spec.bits} bits"
-        raise UserError(
-            f"{path} does not hold what --from {request.held} says.",
-            why=f"it holds {actual}.",
-            do=f"use --from {found}, or name another folder",
-        )
-
-
 def _check_original(request: ConvertRequest, source: _Source) -> Mapping[str, Any] | None:
-    """Measure the error of the quantized weights against the original ones, and refuse weights of another model.
+    """Return the error of the quantized weights relative to the original weights; raise if they are unrelated.
 
-    Return None when there are no original weights, or when the engine cannot read the quantized ones.
+    Return None without original weights, or if the engine cannot read the quantized weights.
     """
     engine, held, original = source.opened.engine, source.held, source.original
     if original is None or held is None or engine.own_quantizer not in (None, held.spec.quantizer):
@@ -273,18 +256,19 @@ def _report_before(
 
 
 def _judge_result(opened: Opened, form: WeightForm, expected: Logits, folder: Path) -> dict[str, Any]:
-    """Compare a folder that MLX wrote with its source; a dense one is read by transformers if torch is installed."""
-    if form.quantizer == "none":
-        checker = open_engine("torch") if has_torch() else opened.engine
-        agreement = measure_agreement(expected, checker.logits(folder, opened.prompts))
-        return {"checked_by": checker.reader} | judge(agreement, stored_format(folder), "fp32")
-    agreement = measure_agreement(expected, opened.engine.logits(folder, opened.prompts))
-    report = {"n_bits": form.bits, "checked_by": opened.engine.reader}
-    return report | judge(agreement, str(form.bits) if form.bits != PLAIN_BITS else "bf16")
+    """Compare a folder that MLX wrote with its source; transformers reads dense weights if torch is installed."""
+    is_dense = form.quantizer == "none"
+    checker = open_engine("torch") if is_dense and has_torch() else opened.engine
+    agreement = measure_agreement(expected, checker.logits(folder, opened.prompts))
+    report: dict[str, Any] = {"checked_by": checker.reader}
+    if is_dense:
+        return report | judge(agreement, stored_format(folder), "fp32")
+    bits = str(form.bits) if form.bits != PLAIN_BITS else "bf16"
+    return report | {"n_bits": form.bits} | judge(agreement, bits)
 
 
 def _default_out(model: ModelFolder, form: WeightForm) -> Path:
-    """Return a folder next to the model's; for a model that is not a folder, one in the current folder."""
+    """Return a folder next to the model folder, or in the current folder if the model is not a folder."""
     if model.source == "folder":
         return model.path.with_name(f"{model.path.name}-{form.name}")
     return Path(f"{Path(model.name).name.removesuffix('.gguf')}-{form.name}").absolute()

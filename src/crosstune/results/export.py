@@ -35,7 +35,7 @@ _VERDICT = ("agreement", "bound", "verified")
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The format of an export. `bits` and `group_size` are for MLX (16 bits: not quantized), `kind` is for GGUF."""
+    """The format of an export. `bits` and `group_size` apply to MLX (16 bits: not quantized), `kind` to GGUF."""
 
     to: str
     bits: int = PLAIN_BITS
@@ -64,8 +64,8 @@ def export(
     is_file = out.suffix.lower() == ".gguf"
     if is_file and form.to != "gguf":
         raise UserError(
-            f"{out} is the name of a GGUF file, but --to {form.to} writes a folder.",
-            do="choose another --out, or use --to gguf",
+            f"{out} is a GGUF file name, but --to {form.to} writes a folder.",
+            do="choose a different --out, or use --to gguf",
         )
     check_out(out)
     num_copies = 1 if form.to == "hf" else 2
@@ -85,8 +85,10 @@ def export(
         ]
         write_json(stage.result / RECORD, {"exported": report})
         refuse_unverified(report | {"problems": problems}, out)
-        if is_file:
-            _keep_only_file(stage, report["file"])
+        if is_file:  # the GGUF file itself is the result
+            (stage.result / report["file"]).rename(stage.scratch / "file")
+            shutil.rmtree(stage.result)
+            (stage.scratch / "file").rename(stage.result)
     return report | {"path": str(out)}
 
 
@@ -140,7 +142,9 @@ def _write_mlx(
     else:
         found = mlx.logits(view, opened.prompts)
         unquantized = judge(measure_agreement(source.expected, found), opened.precision, plain)
-    problems = [] if unquantized["verified"] else ["mlx-lm computes other logits even before it is quantized"]
+    problems = (
+        [] if unquantized["verified"] else ["mlx-lm computes different logits even before quantization"]
+    )
     report |= judge(agreement, opened.precision, str(form.bits))
     return report | {"unquantized": unquantized, "problems": problems, "said": said}
 
@@ -167,21 +171,13 @@ def _write_gguf(
     gguf.convert(stage.result / name, reread)
     again = read_logits(reread, opened)
     own = judge(measure_agreement(source.expected, again), opened.precision, word, "bf16")
-    problems = [] if own["verified"] else ["crosstune's own GGUF reader reads other weights from it"]
+    problems = [] if own["verified"] else ["crosstune's own GGUF reader reads different weights"]
     report |= {"checked_by": opened.engine.reader, "own_reader": own}
     return report | {"kind": kind, "file": name, "problems": problems, "reread": reread}
 
 
-def _keep_only_file(stage: Stage, name: str) -> None:
-    """Make the GGUF file itself the result: `--out model.gguf` names a file, not a folder with one in it."""
-    file = stage.scratch / name
-    (stage.result / name).rename(file)
-    shutil.rmtree(stage.result)
-    file.rename(stage.result)
-
-
 def _copy_model(source: Path, target: Path) -> None:
-    """Copy the files of a model folder, except crosstune's records of how it was made."""
+    """Copy the files of a model folder, except crosstune's records."""
     target.mkdir()
     for path in source.glob("[!.]*"):
         if path.is_file() and path.name not in (RECORD, QUANTIZATION_RECORD):

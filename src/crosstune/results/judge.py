@@ -1,4 +1,4 @@
-"""Open a trained judge, or any model as one, and test it and its baselines on labelled items."""
+"""Open a trained judge, or any model as a judge, and test it and its baselines on labeled items."""
 
 from __future__ import annotations
 
@@ -32,9 +32,6 @@ from crosstune.results.opened import check_base
 from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.runs.open_parts import find_model, open_session
 
-MEMORY_SAFE = {"cuda": "cpu", "rocm": "cpu", "xpu": "cpu", "mps": "cpu"}
-"""Backend of a training -> default backend of its test, so that two models never share the device."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeRequest:
@@ -53,7 +50,7 @@ class JudgeRequest:
 
 
 def run_config(folder: Path) -> Config | None:
-    """Return the options of a judge run; None if the folder is not a run. Raise for a run of another recipe."""
+    """Return the options of a judge run; None if the folder is not a run. Raise for a run of a different recipe."""
     if not (folder / "plan.json").is_file():
         return None
     plan = read_json(folder / "plan.json")
@@ -72,15 +69,19 @@ def run_config(folder: Path) -> Config | None:
 
 
 def backend_for_test(config: Config, trained_on: str) -> str:
-    """Return the backend that tests a judge after its training."""
-    return config.eval_backend if config.eval_backend != "auto" else MEMORY_SAFE.get(trained_on, trained_on)
+    """Return the backend that tests a trained judge: by default not a GPU, which two models would share."""
+    if config.eval_backend != "auto":
+        return config.eval_backend
+    return trained_on if trained_on not in ("cuda", "rocm", "xpu", "mps") else "cpu"
 
 
 def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, observer: Observer) -> Judge:
-    """Open a run, an adapter or a model as a judge. One that was not trained as such uses the format of `config`."""
-    trained = find_trained(_reward_model(request.target) or request.target, base=request.base)
-    settings = read_judge_settings(_result_folder(trained))
-    scale = common_scale(items, default=_default_scale(config, settings))
+    """Open a run, an adapter or a model as a judge. A model that was not trained as a judge uses the format of `config`."""
+    trained, settings = _find_judge(request)
+    # Items without a scale are on --score_scale, or else on the judge's.
+    own_scale = settings is not None and "score_scale" not in config.sources
+    default = read_scale(settings.scale if settings is not None and own_scale else config.score_scale)
+    scale = common_scale(items, default=default)
     if settings is None:
         verdict = choose_format(config.verdict, scale=scale, items=list(items))
         settings = JudgeSettings(verdict=verdict.name, scale=str(verdict.scale), explains=verdict.explains)
@@ -110,9 +111,17 @@ def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, 
 
 def judge_scale(request: JudgeRequest) -> Scale | None:
     """Return the scale of a trained judge; None for other models."""
-    trained = find_trained(_reward_model(request.target) or request.target, base=request.base)
-    settings = read_judge_settings(_result_folder(trained))
+    _, settings = _find_judge(request)
     return read_scale(settings.scale) if settings is not None else None
+
+
+def _find_judge(request: JudgeRequest) -> tuple[Trained, JudgeSettings | None]:
+    """Find the target, and its settings if it was trained as a judge. A run with a scalar head has a whole model."""
+    model = Path(request.target).expanduser() / "model"
+    settings = read_judge_settings(model)
+    is_scalar = settings is not None and settings.head == "scalar"
+    trained = find_trained(str(model) if is_scalar else request.target, base=request.base)
+    return trained, read_judge_settings(trained.adapter or Path(trained.base).expanduser())
 
 
 def ask(judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Observer) -> list[Judgement]:
@@ -126,8 +135,8 @@ def ask(judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Ob
     if num_long := sum(one.too_long for one in found):
         observer.on_event(
             Warned(
-                message=f"{num_long} of {len(items)} items are longer than the model's context of {judge.max_tokens} "
-                "tokens: they are not judged, and their verdicts count as unreadable"
+                message=f"{num_long} of {len(items)} items exceed the model's context of {judge.max_tokens} tokens: "
+                "they are not judged, and their verdicts count as unreadable"
             )
         )
     return found
@@ -135,7 +144,7 @@ def ask(judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Ob
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeTest:
-    """Labelled items with the verdicts of a judge and the baselines, and their metrics."""
+    """Labeled items with the verdicts of a judge and its baselines, and their metrics."""
 
     items: Sequence[Item]
     found: Sequence[Judgement]
@@ -144,7 +153,7 @@ class JudgeTest:
     report: Report
 
     def write(self, folder: Path) -> Path:
-        """Write the predictions and the metrics; return the file of the predictions."""
+        """Write the predictions and the metrics; return the predictions file."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / JUDGE_PREDICTIONS
         write_predictions(path, self.items, self.found, scale=self.scale, others=self.others)
@@ -161,7 +170,7 @@ def measure_judge(
     train: Sequence[Item] = (),
     with_untrained: bool = True,
 ) -> JudgeTest:
-    """Judge labelled items, and compare with people and with the baselines."""
+    """Judge labeled items, and measure the agreement with human labels and with the baselines."""
     judge = open_judge(request, items=items, config=config, observer=observer)
     found = ask(judge, items, request, observer)
     scale, settings = judge.verdict.scale, judge.settings
@@ -177,32 +186,12 @@ def measure_judge(
     return JudgeTest(items=items, found=found, others=others, scale=scale, report=report)
 
 
-def _reward_model(target: str) -> str | None:
-    """Return the model folder of a run with a scalar head; None for other targets."""
-    folder = Path(target).expanduser() / "model"
-    settings = read_judge_settings(folder)
-    return str(folder) if settings is not None and settings.head == "scalar" else None
-
-
-def _result_folder(trained: Trained) -> Path:
-    return trained.adapter if trained.adapter is not None else Path(trained.base).expanduser()
-
-
 def _untrained_base(trained: Trained, request: JudgeRequest) -> str:
     """Return the model that the judge was trained from."""
-    if trained.adapter is not None:
-        return trained.base
-    base: Any = trained.record.get("base")
+    base: Any = trained.record.get("base") if trained.adapter is None else None
     if isinstance(base, dict) and base.get("name"):
         return str(base["name"])
-    return request.base or trained.base
-
-
-def _default_scale(config: Config, settings: JudgeSettings | None) -> Scale:
-    """Return the scale of items that name none: --score_scale, or else the judge's scale."""
-    if settings is not None and "score_scale" not in config.sources:
-        return read_scale(settings.scale)
-    return read_scale(config.score_scale)
+    return trained.base if trained.adapter is not None else request.base or trained.base
 
 
 def _check_items(settings: JudgeSettings, items: Sequence[Item], scale: Scale) -> None:
@@ -210,11 +199,11 @@ def _check_items(settings: JudgeSettings, items: Sequence[Item], scale: Scale) -
         kind = "pairs of answers" if items[0].is_pair else "single answers"
         learned = "which of two answers is better" if settings.verdict == "winner" else "to score an answer"
         raise UserError(
-            f"This judge cannot judge {kind}.", why=f"it learned {learned}.", do="give it other data"
+            f"This judge cannot judge {kind}.", why=f"it learned {learned}.", do="pass different data"
         )
     if any(item.score is not None for item in items) and scale != read_scale(settings.scale):
         raise UserError(
-            f"This judge scores on the scale {settings.scale}, and the scores of the data are on {scale}.",
-            why="their difference would mean nothing.",
-            do=f"bring the scores of the data to the scale {settings.scale}; --score_scale says which one they are on",
+            f"This judge scores on the scale {settings.scale}, but the data is on {scale}.",
+            why="the scores cannot be compared.",
+            do=f"convert the data to the scale {settings.scale}; --score_scale specifies its scale",
         )

@@ -18,7 +18,6 @@ from crosstune.models.identity import RECORD
 from crosstune.models.quantized_folder import dense_bytes, read_quantization, stored_format
 from crosstune.models.staged import check_out, staged
 from crosstune.results.opened import Opened, Request, find_original, open_adapter, open_request, show_bytes
-from crosstune.results.trained_folder import Trained
 from crosstune.results.verify import chat_problems, judge, refuse_unverified
 
 _INTO = ("original", "dequantized")
@@ -28,19 +27,25 @@ _FAR_FROM_TRAINED = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class DenseModel:
-    """A dense model folder with the logits that it should have, and a report about it."""
+    """A dense model folder with its expected logits and a report."""
 
     folder: Path
     expected: Logits
     report: dict[str, Any] = field(default_factory=dict)
-    """Has `agreement` once the folder's logits have been compared with the expected ones."""
+    """Has `agreement` once the logits have been compared."""
 
 
 def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
     """Write a merged model folder and return a report."""
     opened, warnings = open_request(request, observer)
-    if opened.trained.adapter is None:
-        raise _nothing_to_merge(opened.trained)
+    trained = opened.trained
+    if trained.adapter is None:
+        how = f" (trained with {trained.method})" if trained.method else ""
+        raise UserError(
+            f"There is nothing to merge in {trained.home or trained.base}.",
+            why=f"it is a whole model{how}, not an adapter.",
+            do="use the model folder itself, or crosstune export",
+        )
     out = request.out or opened.trained.result_path("merged")
     check_out(out)
     with staged(out, need_bytes=dense_bytes(opened.model.path, request.dtype)) as stage:
@@ -63,7 +68,7 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
     wanted = expected = session.logits(opened.prompts)
     if into == "original" and trained.quantization is not None:
         session = None
-        gc.collect()  # a session holds reference cycles, and the next session needs its memory
+        gc.collect()  # a session has reference cycles, and the next session needs its memory
         session = open_adapter(opened, quantized=False, folder=choices[into].folder)
         expected = session.logits(opened.prompts)
     if not engine.folds_sessions:
@@ -92,10 +97,8 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
 
 
 def write_expanded(folder: Path, opened: Opened, request: Request, observer: Observer) -> DenseModel:
-    """Return a dense model for llama_pro blocks trained over a quantized base, with original or dequantized weights.
-
-    With the original weights it is the saved result itself; otherwise it is written into `folder`.
-    """
+    """Return a dense model for llama_pro blocks trained on a quantized base: the saved result itself with the original
+    weights, or dequantized weights written to `folder`."""
     trained, path = opened.trained, opened.model.path
     seen = DenseWeights(
         folder=path,
@@ -124,46 +127,31 @@ def _weight_choices(opened: Opened, request: Request) -> dict[str, DenseWeights]
     trained, path = opened.trained, opened.model.path
     assert trained.adapter is not None
     adapter = AdapterFolder(path=trained.adapter, settings=trained.settings)
+    plain = DenseWeights(folder=path, adapter=adapter, dtype=request.dtype)
     if trained.quantization is None:
-        return {"original": DenseWeights(folder=path, adapter=adapter, dtype=request.dtype)}
-    seen = DenseWeights(
-        folder=path,
-        adapter=adapter,
-        quantization=trained.quantization,
-        precision=trained.precision,
-        dtype=request.dtype,
-    )
+        return {"original": plain}
+    choices = {"dequantized": replace(plain, quantization=trained.quantization, precision=trained.precision)}
     held = read_quantization(path)
     original = path if held is None else find_original(held.original)
     if original is not None:
-        plain = DenseWeights(folder=original, adapter=adapter, dtype=request.dtype)
-        return {"original": plain, "dequantized": seen}
+        return {"original": replace(plain, folder=original), **choices}
     if request.into == "dequantized":
-        return {"dequantized": seen}
+        return choices
     raise UserError(
         f"The original weights of {path} are not on this machine.",
-        why="the adapter was trained over a folder that was already quantized.",
-        do="use --into dequantized, or restore the original weights at the path that the folder records",
+        why="the adapter was trained on a folder that was already quantized.",
+        do="use --into dequantized, or restore the original weights at the recorded path",
     )
 
 
 def _report_costs(wanted: Logits, found: Mapping[str, Logits], into: str) -> dict[str, Any]:
-    """Report the difference of each choice of --into from the trained model, and warn when the chosen one is large."""
+    """Report the difference of each --into choice from the trained model; warn if the chosen one is far from it."""
     costs = {name: measure_agreement(wanted, found[name]).to_json() for name in _INTO if name in found}
     relative = costs.get(into, {}).get("relative", 0.0)
     if into != "original" or relative <= _FAR_FROM_TRAINED:
         return {"against_trained": costs, "warnings": []}
     warning = (
-        f"with the original weights the logits differ by {relative:.2g} (relative) from the model trained over "
-        "the quantized ones; --into dequantized keeps that model"
+        f"with the original weights the logits differ by {relative:.2g} (relative) from the trained model; "
+        "--into dequantized keeps that model"
     )
     return {"against_trained": costs, "warnings": [warning]}
-
-
-def _nothing_to_merge(trained: Trained) -> UserError:
-    how = f" (it was trained with {trained.method})" if trained.method else ""
-    return UserError(
-        f"There is nothing to merge in {trained.home or trained.base}.",
-        why=f"it holds a whole model{how}, not an adapter.",
-        do="use the model folder itself, or crosstune export",
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -18,13 +17,14 @@ from crosstune.core.logit_distance import Logits
 from crosstune.core.model_folders import ModelFolders
 from crosstune.core.quantization import QuantSpec
 from crosstune.models.folder import check_folder
-from crosstune.models.identity import identity, source_identity
+from crosstune.models.identity import identity, recorded_sha256, source_identity
 from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import FolderQuantization, dense_shapes, read_quantization
 from crosstune.planner.gather import make_plan, plan_like, plan_over_quantized
 from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.results.verify import make_prompts
 from crosstune.runs.open_parts import find_model, open_session
+from crosstune.runs.resume_identity import different_base
 
 NO_ORIGINAL = "none"
 NOT_THE_ORIGINAL = 1.0
@@ -65,7 +65,7 @@ class Opened:
 
 
 def open_engine(name: str, plan: Plan | None = None) -> ModelFolders:
-    """Return the engine's model folder operations, on the plan's backend; without a plan, on the CPU in fp32."""
+    """Return the engine's model folder operations on the plan's backend, or on the CPU in fp32."""
     if name == "mlx" and importlib.util.find_spec("mlx_lm") is None:
         raise UserError(
             "Cannot write a model for MLX.",
@@ -80,7 +80,7 @@ def open_engine(name: str, plan: Plan | None = None) -> ModelFolders:
 def open_request(
     request: Request, observer: Observer, *, engine: str | None = None
 ) -> tuple[Opened, list[str]]:
-    """Open the target of a request; return it with warnings. Without `engine`, the one that fits the target is used."""
+    """Open the target of a request, by default with the engine that supports it; return it with warnings."""
     trained, warnings = find_trained(request.target, base=request.base), list[str]()
     if engine is None:
         engine = "mlx" if _merges_with_mlx(trained, request.backend) else "torch"
@@ -88,9 +88,9 @@ def open_request(
         trained, warnings = _over_original(trained, request)
     if request.into == "dequantized" and trained.quantization is None:
         raise UserError(
-            "--into dequantized needs a target that was trained over a quantized base.",
+            "--into dequantized needs a target that was trained on a quantized base.",
             why=f"the base of {request.target} was not quantized.",
-            do="leave --into out",
+            do="remove --into",
         )
     opened = open_trained(trained, engine=engine, backend=request.backend, observer=observer)
     if trained.quantization is not None:
@@ -115,7 +115,7 @@ def open_trained(trained: Trained, *, engine: str, backend: str, observer: Obser
 
 
 def find_quantizer(opened: Opened, spec: QuantSpec) -> Opened:
-    """Return `opened` with the machine's quantizers probed; raise when the one in `spec` does not run."""
+    """Return `opened` with the machine's quantizers probed; raise if the quantizer of `spec` does not run."""
     plan = plan_over_quantized(opened.plan, spec, folder=opened.model.path)
     return replace(opened, plan=replace(opened.plan, machine=plan.machine, backend=plan.backend))
 
@@ -155,36 +155,36 @@ def has_torch() -> bool:
 
 
 def _merges_with_mlx(trained: Trained, backend: str) -> bool:
-    """Return whether MLX merges the adapter: it is requested, or torch cannot read the base, or torch is missing."""
-    if (
-        importlib.util.find_spec("mlx_lm") is None
-        or backend not in ("auto", "mlx")
-        or trained.adapter is None
-    ):
+    """Return True if MLX merges the adapter: on request, or if torch cannot read the base or is missing."""
+    has_mlx = importlib.util.find_spec("mlx_lm") is not None
+    if not has_mlx or backend not in ("auto", "mlx") or trained.adapter is None:
         return False
-    over_mlx = trained.quantization is not None and trained.quantization.quantizer == "mlx"
-    return backend == "mlx" or over_mlx or not has_torch()
+    return backend == "mlx" or _is_over_mlx(trained) or not has_torch()
+
+
+def _is_over_mlx(trained: Trained) -> bool:
+    return trained.quantization is not None and trained.quantization.quantizer == "mlx"
 
 
 def _plan_torch(trained: Trained, backend: str) -> Plan:
-    """Plan for a torch backend, also when `auto` would select MLX."""
+    """Plan for a torch backend, even if `auto` would select MLX."""
     if backend == "auto":
         backend = load_config().backend  # the environment may set it
     plan = make_plan(make_config(**trained.options(), backend=backend), base=trained.base_choice)
     if plan.engine != "torch":
         if backend != "auto":
             raise UserError(
-                f"--backend {backend} cannot be used here.",
-                why="torch writes and compares this result.",
-                do="leave --backend out, or use --backend cpu",
+                f"--backend {backend} does not work for this result.",
+                why="torch writes and compares it.",
+                do="remove --backend, or use --backend cpu",
             )
         if not has_torch():
             raise UserError(
                 "Merging, exporting and converting need torch.",
-                why="it is not installed here.",
+                why="it is not installed.",
                 do="pip install 'crosstune[torch]'",
             )
-        config = dataclasses.replace(plan.config, backend="cpu", precision="auto")
+        config = replace(plan.config, backend="cpu", precision="auto")
         plan = make_plan(config, base=trained.base_choice)
     if trained.adapter is None and plan.backend.is_torch_cpu:
         # On the CPU, fp32 needs as much memory as autocast, and rounding does not hide differences.
@@ -193,44 +193,32 @@ def _plan_torch(trained: Trained, backend: str) -> Plan:
 
 
 def _over_original(trained: Trained, request: Request) -> tuple[Trained, list[str]]:
-    """Treat an adapter over MLX's quantized weights as one over the original weights: torch cannot read the former.
-
-    Merging into the original weights is the default anyway; only the difference to the quantized ones is not measured.
-    """
-    if trained.quantization is None or trained.quantization.quantizer != "mlx":
+    """Treat an adapter on an MLX-quantized base as an adapter on the original weights: torch cannot read the former."""
+    if not _is_over_mlx(trained):
         return trained, []
     if request.into == "dequantized":
         raise UserError(
-            "--into dequantized is not possible for an adapter that was trained over an MLX base.",
+            "--into dequantized does not work for an adapter that was trained on an MLX base.",
             why="torch merges this adapter, and cannot read weights quantized by MLX.",
-            do="leave --into out, or use mlx-lm: mlx_lm.fuse --dequantize --adapter-path ADAPTER/mlx",
+            do="remove --into, or use mlx-lm: mlx_lm.fuse --dequantize --adapter-path ADAPTER/mlx",
         )
-    plain = dataclasses.replace(trained, record={**trained.record, "quantization": None})
+    plain = replace(trained, record={**trained.record, "quantization": None})
     return plain, [
-        "the adapter was trained over a base quantized by MLX; the difference made by the original weights is not measured"
+        "the base was quantized by MLX in training; the effect of the original weights is not measured"
     ]
 
 
 def check_base(trained: Trained, model: ModelFolder, *, force: bool = False) -> list[str]:
-    """Check by its identity that the base is the one the adapter was trained over; return warnings."""
+    """Raise if the adapter was trained on a different base; return warnings."""
     if trained.adapter is None:
         return []
-    recorded = trained.base_identity
-    if recorded is None:
+    if recorded_sha256(trained.record) is None:
         return [f"{trained.adapter} does not record the identity of its base model; the base was not checked"]
-    found = identity(model.path)["sha256"]
-    if found == recorded:
-        return []
-    name = trained.record["base"].get("name")
-    if force:
-        return [
-            f"the base {model.path} ({found[:12]}) is not the one used in training, {name} ({recorded[:12]})"
-        ]
-    raise UserError(
-        f"The adapter {trained.adapter} was trained over another base.",
-        why=f"it was trained over {name} with the identity {recorded[:12]}; {model.path} has {found[:12]}.",
-        do="name the right base with --base, or pass --force to use this one",
-    )
+    do = "pass the right base with --base, or use this one with --force"
+    error = different_base(trained.adapter, trained.record, identity(model.path)["sha256"], do=do)
+    if error is not None and not force:
+        raise error
+    return [f"{error.message} {error.why}"] if error is not None else []
 
 
 def find_original(recorded: Mapping[str, Any] | None) -> Path | None:
@@ -246,8 +234,7 @@ def find_original(recorded: Mapping[str, Any] | None) -> Path | None:
 def choose_original(
     asked: str | None, model: ModelFolder, held: FolderQuantization | None, *, force: bool
 ) -> Path | None:
-    """Return the folder of the original weights, from --original or the record; None for a dense folder, and to convert
-    from the dequantized weights."""
+    """Return the original weights' folder, from --original or the record; None to convert the weights of the folder."""
     if held is None or asked == NO_ORIGINAL:
         return None
     if asked is None:
@@ -263,18 +250,18 @@ def choose_original(
 
 
 def not_the_original(folder: str | Path, model: str, *, why: str) -> UserError:
-    """Return the error for a folder that does not hold the original weights."""
+    """Return the error for a folder with other weights than the original."""
     return UserError(
-        f"{folder} does not hold the original weights of {model}.",
+        f"{folder} does not contain the original weights of {model}.",
         why=why,
-        do="name the right folder with --original, or leave it out",
+        do="pass the right folder with --original, or remove --original",
     )
 
 
 def original_record(
     model: ModelFolder, held: FolderQuantization | None, original: Path | None
 ) -> Mapping[str, Any] | None:
-    """Return name, path and identity of a result's original weights; if they are not here, the folder's own record."""
+    """Return name, path and identity of a result's original weights, or the folder's own record if they are missing."""
     folder = model.path if held is None else original
     if folder is None:
         return held.original if held is not None else None
@@ -300,4 +287,4 @@ def _identity_difference(model: ModelFolder, folder: Path, held: FolderQuantizat
         known, found = source, source_identity(folder)["weights"]
     if known in (None, found):
         return ""
-    return f"the record names weights with the identity {known[:12]}, these have {found[:12]}."
+    return f"the recorded weights have the identity {known[:12]}, these have {found[:12]}."

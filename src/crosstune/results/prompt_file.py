@@ -25,9 +25,9 @@ class Prompt:
 
     messages: Sequence[Message]
     text: str | None
-    """The prompt when it is one text; None for a conversation."""
+    """The prompt if it is a string; None for a conversation."""
     reference: str | None = None
-    """The answer in the file, if there is one."""
+    """The answer in the file, if any."""
 
     def row(self, answer: str) -> dict[str, Any]:
         """Return the row of the output file."""
@@ -40,7 +40,7 @@ def make_prompt(text: str, *, system: str = "") -> Prompt:
 
 
 def read_prompts(path: Path, *, system: str = "") -> list[Prompt]:
-    """Read a text file with a prompt per line, or JSON lines with `messages` or `prompt`. Skip empty lines."""
+    """Read a text file with a prompt per line, or JSON Lines with `messages` or `prompt`. Skip empty lines."""
     try:
         lines = read_plain_text(path, limit=PROMPTS_LIMIT).removeprefix("\ufeff").split("\n")
     except UnreadableFile as error:
@@ -68,19 +68,18 @@ def _read_row(line: str, *, place: str, system: str) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise UserError(
             f"{place} has no prompt.",
-            why="a row needs `prompt`, a text, or `messages`, a list of turns with role and content.",
+            why="a row needs `prompt`, a string, or `messages`, a list of turns with role and content.",
             do=_ROWS,
         )
     try:
         turns = to_conversation({"messages": messages}, "messages")
     except UserError as error:
         raise UserError(f"{place}: {error.message}", why=error.why, do=error.do or _ROWS) from error
-    assert not isinstance(turns, str), "only the format text is a text"
-    reference = None
-    if turns[-1]["role"] == "assistant":  # a row of training data: its answer is the reference
-        reference = turns.pop()["content"]
+    assert not isinstance(turns, str), "only the text format is a string"
+    # In a row of training data, the answer is the reference.
+    reference = turns.pop()["content"] if turns[-1]["role"] == "assistant" else None
     if not any(turn["role"] == "user" for turn in turns):
-        raise UserError(f"{place} has no message of a user.", do="add one: the model answers it")
+        raise UserError(f"{place} has no user message.", do="add one: the model answers it")
     first = [] if turns[0]["role"] in ("system", "developer") else _system(system)
     return Prompt(messages=[*first, *turns], text=None, reference=reference)
 
@@ -89,12 +88,12 @@ def _system(text: str) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def check_output(
-    path: Path, *, overwrite: bool = False, do: str = "name another file, or pass --overwrite to replace it"
-) -> None:
-    """Raise a UserError with the remedy `do` if a file exists and must not be overwritten."""
+def check_output(path: Path, *, overwrite: bool = False) -> None:
+    """Raise a UserError if a file exists and must not be overwritten."""
     if path.exists() and not overwrite:
-        raise UserError(f"{path} exists already.", do=do)
+        raise UserError(
+            f"{path} exists already.", do="choose a different file name, or remove the file first"
+        )
 
 
 def open_output(path: Path) -> TextIO:
@@ -136,10 +135,10 @@ class Conversation:
         self.turns = []
 
     def save(self, path: Path) -> None:
-        """Write the conversation as one row of a data set."""
+        """Write the conversation as one row of a dataset."""
         if not self.turns:
             raise UserError("There is nothing to save yet.")
-        check_output(path, do="name another file")
+        check_output(path)
         with open_output(path) as file:
             write_row(file, {"messages": self.messages()})
 
@@ -149,13 +148,13 @@ class Conversation:
             with open_plain(path) as file:
                 row = parse_json(file.readline(LINE_LIMIT).removeprefix(codecs.BOM_UTF8), foreign=True)
             turns = to_conversation({"messages": row["messages"]}, "messages")
-        except (UnreadableFile, OSError, ValueError, KeyError, TypeError) as error:
+        except (UserError, OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"Cannot read a conversation from {path}.",
-                why=error.why if isinstance(error, UnreadableFile) else str(error),
-                do="give a file that /save wrote: a JSON object with `messages` per line",
+                why=(error.why or error.message) if isinstance(error, UserError) else str(error),
+                do="pass a file that /save wrote: a JSON object with `messages` per line",
             ) from error
-        assert not isinstance(turns, str), "only the format text is a text"
+        assert not isinstance(turns, str), "only the text format is a string"
         has_system = turns[0]["role"] == "system"
         self.system = turns[0]["content"] if has_system else ""
-        self.turns = [*turns[1:]] if has_system else [*turns]
+        self.turns = [*turns[has_system:]]

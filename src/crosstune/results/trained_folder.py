@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from crosstune.files.safetensors_header import read_header
 from crosstune.models.adapter_files import canonical_name, check_kind, read_settings
 from crosstune.models.bundled import BUNDLED
 from crosstune.models.file_hashes import check_checksums
-from crosstune.models.identity import read_record, recorded_sha256
+from crosstune.models.identity import read_record
 from crosstune.models.quantized_folder import quantization_options
 
 
@@ -29,7 +29,7 @@ class Trained:
 
     base: str
     home: Path | None
-    """The run, adapter or model folder that was named; None for a model that is not a folder on this machine."""
+    """The run, adapter or model folder; None for a model that is not a local folder."""
     is_run: bool = False
     method: str | None = None
     adapter: Path | None = None
@@ -56,12 +56,8 @@ class Trained:
     def precision(self) -> str:
         return str(self.record.get("precision") or "auto")
 
-    @property
-    def base_identity(self) -> str | None:
-        return recorded_sha256(self.record)
-
     def options(self, *, quantized: bool = True) -> dict[str, Any]:
-        """Return the options to open the trained session again; with `quantized=False`, over the unquantized base."""
+        """Return the options to open the trained session again, on the quantized or the unquantized base."""
         if self.adapter is None:
             return {"model_name": self.base, "train_type": "full"}
         options = {
@@ -78,12 +74,12 @@ class Trained:
         return options | (quantization_options(spec) if spec else {})
 
     def tokenizer_folder(self, model: Path) -> Path:
-        """Return the folder of the tokenizer: the adapter's own, if it has one, or its base's."""
+        """Return the tokenizer folder: the adapter's if present, otherwise the base model's."""
         adapter = self.adapter
         return adapter if adapter is not None and (adapter / "tokenizer.json").is_file() else model
 
     def result_path(self, suffix: str) -> Path:
-        """Return the default folder of a result: in a run, next to an adapter or model folder, or in the current folder."""
+        """Return the default result folder: in a run, next to an adapter or model folder, or in the current folder."""
         if self.home is None:
             return Path(f"{Path(self.base).name}-{suffix}").absolute()
         return self.home / suffix if self.is_run else self.home.with_name(f"{self.home.name}-{suffix}")
@@ -99,32 +95,24 @@ def find_trained(target: str, *, base: str | None = None) -> Trained:
     method = read_json(folder / "plan.json").get("method")
     check_fields({"method": method}, {"method": TEXT | NOTHING}, source=folder / "plan.json")
     place = _result_of_run(folder) if is_run else folder
+    found = Trained(
+        base=str(place) if place.is_dir() else target,
+        home=folder if place.is_dir() else None,
+        is_run=is_run,
+        method=method,
+        record=read_record(place),
+    )
     if not (place / "adapter_config.json").is_file():
-        name = str(place) if place.is_dir() else target
-        return Trained(
-            base=name,
-            home=folder if place.is_dir() else None,
-            is_run=is_run,
-            method=method,
-            record=read_record(place),
-        )
+        return found
     check_checksums(place)
     settings = read_settings(place)
     check_kind(place, settings)
-    record = read_record(place)
-    return Trained(
-        base=base or _base_of(place, settings.get("base_model_name_or_path"), record),
-        home=folder,
-        is_run=is_run,
-        method=method,
-        adapter=place,
-        settings=settings,
-        record=record,
-    )
+    base = base or _base_of(place, settings.get("base_model_name_or_path"), found.record)
+    return replace(found, base=base, adapter=place, settings=settings)
 
 
 def _check_exists(target: str, folder: Path) -> None:
-    """Raise for a missing run: a path among other runs, or in the default folder of runs."""
+    """Raise for a missing run: a path next to other runs, or in the default runs folder."""
     if folder.exists() or target in BUNDLED or folder.suffix == ".gguf":
         return
     runs = [run.name for run in runs_beside(folder)]
@@ -135,18 +123,15 @@ def _check_exists(target: str, folder: Path) -> None:
 
 
 def _check_language_model(run: Path) -> None:
-    """Raise for a run whose recipe trains another kind of model."""
+    """Raise for a run whose recipe trains a different kind of model."""
     if read_json(run / "summary.json").get("generates") is False:
         options = read_options(run)
         recipe = options.get("recipe") if isinstance(options, dict) else None
         commands = " or ".join(command for _, command in next_commands(str(run), options))
-        weights = (
-            f"its weights are in {run / 'model'} or {run / 'adapter'}; use them with the code of the recipe"
-        )
         raise UserError(
             f"The run {run} did not train a language model.",
-            why=f"its recipe {recipe} trains a model that answers no prompts and has no folder to merge.",
-            do=f"use: {commands}" if commands else weights,
+            why=f"the {recipe} recipe does not produce a text-generation model, so there is nothing to generate from or merge.",
+            do=f"use: {commands}" if commands else f"use the weights in {run} with the code of the recipe",
         )
 
 
@@ -155,14 +140,14 @@ def _result_of_run(folder: Path) -> Path:
         if (folder / name).is_dir():
             return folder / name
     raise UserError(
-        f"The run {folder} has no adapter and no model.",
+        f"The run {folder} has neither an adapter nor a model.",
         why="it did not finish a step, or ran with --save_model false.",
     )
 
 
 def _targets(adapter: Path, settings: Mapping[str, Any]) -> str:
-    """Return --lora_target_modules for the adapter: full names of its layers and expert stacks if the file can be read.
-    PEFT's own list may name layers that the model lacks."""
+    """Return --lora_target_modules for the adapter: the full names of its layers and expert stacks if its weights are
+    there, since PEFT's list may contain layers that the model lacks."""
     written, parameters = settings["target_modules"], settings.get("target_parameters") or ()
     file = adapter / "adapter_model.safetensors"
     if not file.is_file():
@@ -178,18 +163,12 @@ def _targets(adapter: Path, settings: Mapping[str, Any]) -> str:
 
 
 def _base_of(folder: Path, written: str | None, record: Mapping[str, Any]) -> str:
-    """Return the base model as adapter_config.json names it; if that folder does not exist, the name used in training."""
-    if not written:
+    """Return the base model of adapter_config.json; if that folder does not exist, the name used in training."""
+    if not written or not written.isprintable():
         raise UserError(
-            f"The adapter {folder} does not name its base model.",
-            why="base_model_name_or_path in its adapter_config.json is empty.",
-            do="write the name or the path of the base model there",
-        )
-    if not written.isprintable():
-        raise UserError(
-            f"The adapter {folder} names a base model that cannot be: {shown(written)}.",
-            why="base_model_name_or_path in its adapter_config.json holds control characters.",
-            do="write the name or the path of the base model there",
+            f"The adapter {folder} does not specify its base model.",
+            why=f"base_model_name_or_path in its adapter_config.json is {shown(written)}.",
+            do="write the name or path of the base model there",
         )
     if not Path(written).is_absolute() or Path(written).is_dir():
         return written

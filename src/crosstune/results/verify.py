@@ -28,13 +28,13 @@ def make_prompts(folder: Path) -> list[list[int]]:
 
 
 def judge(agreement: Agreement, *formats: str) -> dict[str, Any]:
-    """Report the agreement and its bound, set by the coarsest dtype or quantization involved."""
+    """Report the agreement and its bound, which depends on the coarsest dtype or quantization involved."""
     bound = max(BOUNDS.get(word.partition("_")[0] if word not in BOUNDS else word, 1.0) for word in formats)
     return {"agreement": agreement.to_json(), "bound": bound, "verified": agreement.relative <= bound}
 
 
 def refuse_unverified(report: Mapping[str, Any], out: Path) -> None:
-    """Raise Unverified when the report has problems, or logits beyond their bound."""
+    """Raise Unverified if the report has problems, or logits beyond their bound."""
     problems = list(report.get("problems", ()))
     if not report["verified"]:
         problems.append(
@@ -50,7 +50,7 @@ def refuse_unverified(report: Mapping[str, Any], out: Path) -> None:
 
 
 def chat_problems(before: Path, after: Path) -> list[str]:
-    """Return how the written tokenizer differs. A base without a chat template may get its adapter's."""
+    """Describe how the written tokenizer differs. A base without a chat template may get its adapter's."""
     old, new = Tokenizer.from_folder(before), Tokenizer.from_folder(after)
     if old.chat_template is None:
         new = replace(new, chat_template=None)

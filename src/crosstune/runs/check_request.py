@@ -1,4 +1,4 @@
-"""Check a request before a run starts, for `train` and for `plan`, so that both refuse the same requests."""
+"""Check a request before a run starts, so that `train` and `plan` reject the same requests."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ _READS_MODELS = {"torch": ("torch", "transformers", "accelerate"), "mlx": ("mlx"
 
 @dataclass
 class RequestCheck:
-    """The problems of a request, and the parts of it that could not be checked here."""
+    """The problems of a request, and what could not be checked on this machine."""
 
     problems: list[UserError] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """Sentences about the model that change nothing, such as which of its weights get no adapter."""
+    """Notes on the model, such as weights that get no adapter."""
     elsewhere: bool = False
-    """True for a plan for another machine, where a path that is missing here may exist."""
+    """True for a plan for a different machine, where paths may exist that are missing on this one."""
     data: DataFacts | None = None
     """The lengths of the data, if it is small and was tokenized."""
     model: ModelFolder | None = None
-    """The model, if it is on this machine and was checked."""
+    """The model, if it is available locally and was checked."""
     own_model: OwnModel | None = None
-    """The size and data of a recipe's own model, if its data is here."""
+    """The size and data of a recipe's own model, if its data is available locally."""
 
     def raise_problems(self) -> None:
         """Raise all problems at once, or a single one directly."""
@@ -75,7 +75,7 @@ class RequestCheck:
 
     @contextlib.contextmanager
     def collecting(self, option: str = "") -> Iterator[None]:
-        """Add an error in the block to the problems, with the name of its option."""
+        """Collect an error raised within the context, with the name of its option."""
         try:
             with naming(option) if option else contextlib.nullcontext():
                 yield
@@ -83,24 +83,25 @@ class RequestCheck:
             if not any(_same(error, other) for other in self.problems):
                 self.problems.append(error)
 
-    def is_missing(self, path: str) -> bool:
-        """Return whether a path is not here but may exist on the other machine."""
+    def is_missing(self, path: str, *, is_name: bool = True) -> bool:
+        """Return True if a path is missing but may exist on the other machine. It may be a name unless `is_name=False`."""
         looks_like_path = path.startswith((".", "/", "~", "\\")) or Path(path).suffix or path.count("/") > 1
-        return self.elsewhere and bool(looks_like_path) and not Path(path).expanduser().exists()
+        is_path = bool(looks_like_path) or not is_name
+        return self.elsewhere and is_path and not Path(path).expanduser().exists()
 
-    def skips(self, what: str, path: str) -> bool:
-        """Return whether a path can only be checked on the other machine; note that it was not checked."""
-        if not self.is_missing(path):
+    def skips(self, what: str, path: str, *, is_name: bool = True) -> bool:
+        """Return True if a path can only be checked on the other machine; note that it was not checked."""
+        if not self.is_missing(path, is_name=is_name):
             return False
         self.not_checked.append(f"the {what} {path}, which is not on this machine")
         return True
 
 
 def _same(error: UserError, other: UserError) -> bool:
-    """Return whether two errors report the same problem, even if only one names its option."""
-    if error.lines() == other.lines():
-        return True
-    return bool(error.do) and (error.why, error.do) == (other.why, other.do)
+    """Return True if two errors report the same problem, even if only one mentions its option."""
+    return error.lines() == other.lines() or (
+        bool(error.do) and (error.why, error.do) == (other.why, other.do)
+    )
 
 
 def check_plan(
@@ -108,7 +109,7 @@ def check_plan(
 ) -> tuple[Plan, RequestCheck]:
     """Plan a request and check it as `train` does before its first step, for this machine or for `machine`.
 
-    The data is read, and tokenized if it is small and the model is here.
+    The data is read, and tokenized if it is small and the model is available locally.
     """
     elsewhere, skipped, point = machine is not None, list[str](), None
     resumed = Path(config.resume).expanduser()
@@ -155,7 +156,7 @@ def check_request(
 ) -> RequestCheck:
     """Check everything that needs no fetching, converting or tokenizing.
 
-    `folder` is the run folder, None in a process that does not write it. `elsewhere` marks a plan for another machine.
+    `folder` is the run folder; None on ranks that do not write it. `elsewhere` marks a plan for a different machine.
     """
     config, checked = plan.config, RequestCheck(elsewhere=elsewhere)
     recipe = load_recipe(config.recipe)
@@ -176,27 +177,34 @@ def check_request(
         if config.chat_template is not None and not checked.skips("chat template", config.chat_template):
             read_template(config.chat_template)
     if elsewhere:
-        checked.not_checked.append("whether the run's name is taken there")
+        checked.not_checked.append("if the run's name is already in use there")
     else:
         _check_this_machine(plan, checked, folder=folder, point=point)
     if not recipe.needs_base_model:
         _check_own_model(plan, recipe, checked)
         return checked
     with checked.collecting("base_adapter"):
-        _check_adapter_files(plan, checked)
+        adapter = config.base_adapter
+        if adapter and not checked.skips("adapter", adapter, is_name=False):
+            folder = Path(adapter).expanduser()
+            check_checksums(folder)
+            read_settings(folder)
+            if plan.method in ADAPTER_METHODS:
+                check_settings(folder, AdapterSettings.from_config(config, method=plan.method))
     with checked.collecting():
         _check_local_model(plan, point, checked)
     with checked.collecting("tokenizer"):
-        _check_tokenizer(config, checked)
+        if config.tokenizer is not None and not checked.skips("tokenizer", config.tokenizer, is_name=False):
+            _check_tokenizer(config, checked)
     return checked
 
 
 def check_model(plan: Plan, model: ModelFolder, checked: RequestCheck) -> None:
-    """Raise if the engine would refuse the model; add its warnings, or why it could not be checked here."""
+    """Raise if the engine does not support the model; add its warnings, or why it could not be checked."""
     missing = [name for name in _READS_MODELS[plan.engine] if importlib.util.find_spec(name) is None]
     if missing:
         checked.not_checked.append(
-            f"the kind and the layers of the model {model.name}: {missing[0]} is not installed here"
+            f"the architecture and layers of {model.name}: {missing[0]} is not installed"
         )
         return
     engine = importlib.import_module(f"crosstune.{plan.engine}_engine.check_model")
@@ -204,7 +212,7 @@ def check_model(plan: Plan, model: ModelFolder, checked: RequestCheck) -> None:
 
 
 def check_base_adapter(plan: Plan, model: ModelFolder) -> list[str]:
-    """Return warnings about the adapter that a run starts from; raise if it was trained on another base."""
+    """Return warnings about --base_adapter; raise if it was trained on a different base."""
     adapter = plan.config.base_adapter
     if not adapter or plan.method not in ADAPTER_METHODS:
         return []
@@ -222,9 +230,7 @@ def _check_dataset(names: str | None, recipe: RecipeSpec, checked: RequestCheck)
             continue
         check_name(entry.name)
         if not is_here(entry.name):
-            checked.not_checked.append(
-                f"the data set {entry.name}, which is fetched from the hub when training starts"
-            )
+            checked.not_checked.append(f"the dataset {entry.name}, which is fetched when training starts")
 
 
 def _check_this_machine(
@@ -252,26 +258,12 @@ def _check_own_model(plan: Plan, recipe: RecipeSpec, checked: RequestCheck) -> N
     elif plan.quantizer != "none" or plan.method == "llama_pro":
         checked.problems.append(
             UserError(
-                f"--train_type {config.train_type} does not work with the recipe {config.recipe}.",
-                why="it starts from the weights of a base model, and the recipe builds its own model.",
+                f"--train_type {config.train_type} does not work with the {config.recipe} recipe.",
+                why="it starts from a base model, and the recipe builds its own model.",
                 do="use --train_type full or lora",
             )
         )
-    checked.not_checked.append(f"the model of the recipe {config.recipe} and its layers")
-
-
-def _check_adapter_files(plan: Plan, checked: RequestCheck) -> None:
-    adapter = plan.config.base_adapter
-    if not adapter:
-        return
-    folder = Path(adapter).expanduser()
-    if checked.elsewhere and not folder.exists():
-        checked.not_checked.append(f"the adapter {adapter}, which is not on this machine")
-        return
-    check_checksums(folder)
-    read_settings(folder)
-    if plan.method in ADAPTER_METHODS:
-        check_settings(folder, AdapterSettings.from_config(plan.config, method=plan.method))
+    checked.not_checked.append(f"the model of the {config.recipe} recipe and its layers")
 
 
 def _check_local_model(plan: Plan, point: ResumePoint | None, checked: RequestCheck) -> None:
@@ -284,7 +276,7 @@ def _check_local_model(plan: Plan, point: ResumePoint | None, checked: RequestCh
             model = find_local(name, cache=cache_override())
     except UserError:
         if point is not None:
-            return  # the training reports a missing base with the name from the checkpoint
+            return  # the run reports a missing base with its name from the checkpoint
         raise
     if model is None:
         checked.not_checked.append(f"the model {name}, which is fetched or converted when training starts")
@@ -295,17 +287,12 @@ def _check_local_model(plan: Plan, point: ResumePoint | None, checked: RequestCh
 
 
 def _check_tokenizer(config: Config, checked: RequestCheck) -> None:
-    """Check the files of --tokenizer, and that they fit the model if that is on this machine."""
-    if config.tokenizer is None:
-        return
-    folder = Path(config.tokenizer).expanduser()
-    if _lacks_tokenizer(config):
-        if checked.elsewhere:
-            checked.not_checked.append(f"the tokenizer {folder}, which is not on this machine")
-            return
+    """Check the files of --tokenizer, and that they match a model that is available locally."""
+    folder = Path(config.tokenizer or "").expanduser()
+    if not folder.is_dir():
         raise UserError(
             f"There is no tokenizer folder {folder}.",
-            do="give a folder with tokenizer.json; save_pretrained of a transformers tokenizer writes one",
+            do="pass a folder with tokenizer.json; save_pretrained of a transformers tokenizer writes one",
         )
     if checked.model is not None:
         open_tokenizer(config, checked.model.path)
@@ -321,18 +308,14 @@ def _check_rows(config: Config, recipe: RecipeSpec, checked: RequestCheck) -> No
         checked.not_checked.append(f"the rows of {config.dataset}")
         return
     folder = checked.model.path if checked.model is not None else None
-    given = [path for path in (config.chat_template, config.tokenizer) if path]
-    if any(map(checked.is_missing, given)) or _lacks_tokenizer(config):
+    lacks_tokenizer = config.tokenizer is not None and not Path(config.tokenizer).expanduser().is_dir()
+    if checked.is_missing(config.chat_template or "") or lacks_tokenizer:
         folder = None  # the rows are read but not rendered
     checked.not_checked += recipe.check_data(config, model_folder=folder)
 
 
-def _lacks_tokenizer(config: Config) -> bool:
-    return config.tokenizer is not None and not Path(config.tokenizer).expanduser().is_dir()
-
-
 def _is_small(names: str) -> bool:
-    """Return whether data is in local files that are quickly tokenized."""
+    """Return True for data in small local files, which are quickly tokenized."""
     paths = [Path(entry.name).expanduser() for entry in parse_dataset(names) if entry.name not in BUNDLED]
     return all(path.is_file() for path in paths) and sum(path.stat().st_size for path in paths) <= MOST_BYTES
 

@@ -1,4 +1,4 @@
-"""Execute a prepared run: load the model, restore the checkpoint, train, save the result, and record how it ends."""
+"""Execute a prepared run: load the model, restore the checkpoint, train, save the result, record the outcome."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.checkpoint.folders import clear_leftovers
@@ -31,6 +31,7 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
+from crosstune.core.profiling import Profiles
 from crosstune.core.protocols import Generates, HasNotes, Session
 from crosstune.core.weights import result_weights
 from crosstune.files.run_record import Record, RecordFailed
@@ -54,16 +55,9 @@ from crosstune.runs.watch_folder import FolderWatch
 from crosstune.tracking.observe import Tracking
 
 
-@runtime_checkable
-class HasPlan(Protocol):
-    """A session that completed its plan while it opened the model."""
-
-    plan: Plan
-
-
 @dataclass(kw_only=True)
 class Execution:
-    """One run from loading to its result. Every process executes it; the first one writes."""
+    """One run from loading to its result. Every rank executes it; rank 0 writes."""
 
     prepared: PreparedRun
     described: Mapping[str, Any]
@@ -75,7 +69,7 @@ class Execution:
     stop: StopSignal
     tracking: Tracking
     failure: UserError | None = None
-    """The error that ended the run early; all steps before it are kept."""
+    """The error that ended the run early; all steps before it are saved."""
 
     def __post_init__(self) -> None:
         self.plan, self.recipe = self.prepared.plan, self.prepared.recipe
@@ -179,25 +173,17 @@ class Execution:
                 session = open_session(plan, self.prepared.model, task=task, group=self.group)
         except OutOfMemory as error:
             raise with_advice(error, plan, longest_row=self.recipe.longest_row()) from error
-        if isinstance(session, HasPlan) and session.plan.base is not None:
-            self.plan = replace(plan, base=session.plan.base)
+        opened: Plan | None = getattr(session, "plan", None)  # completed while the model was opened
+        if opened is not None and opened.base is not None:
+            self.plan = replace(plan, base=opened.base)
             self._record_base()
         for note in session.notes if isinstance(session, HasNotes) else ():
             self.observer.on_event(Warned(message=note))
         trained, total = session.num_parameters()
-        self.extra |= {"trained_parameters": trained, "parameters": total}
-        self.extra["generates"] = isinstance(session, Generates)
-        self.observer.on_event(
-            Loaded(
-                name=self.record.folder.name,
-                backend=plan.backend.name,
-                engine=plan.engine,
-                checkpoint=None,
-                result=None,
-                trained_parameters=trained,
-                parameters=total,
-            )
-        )
+        facts = {key: self.extra[key] for key in ("name", "backend", "engine", "checkpoint", "result")}
+        sizes: dict[str, Any] = {"trained_parameters": trained, "parameters": total}
+        self.extra |= {**sizes, "generates": isinstance(session, Generates)}
+        self.observer.on_event(Loaded(**facts, **sizes))
         return session
 
     def _record_base(self) -> None:
@@ -215,6 +201,7 @@ class Execution:
         config, profile = self.plan.config, None
         if is_asked(config) and self.ranks.first:
             folder = profile_folder(config, self.record.folder)
+            assert isinstance(session, Profiles), "both engines can be profiled"
             profile = StepProfile(
                 session=session, config=config, folder=folder, observer=self.observer, engine=self.plan.engine
             )
@@ -236,7 +223,7 @@ class Execution:
         except OutOfMemory as error:
             ended = replace(self.plan, config=self.training.config)  # micro-batches may have become smaller
             advised = with_advice(error, ended, longest_row=self.recipe.longest_row())
-            if self.ranks.size > 1 and not error.shared:  # the other processes wait elsewhere
+            if self.ranks.size > 1 and not error.shared:  # the other ranks wait elsewhere
                 raise advised from error
             return advised
         except SaveFailed as error:
@@ -253,26 +240,22 @@ class Execution:
         self.observer.on_event(event)
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """Observe a step of the training: replace the checkpoints after the resumed one, and check the run folder."""
-        if self._is_first_step:  # a start that fails before its first step must change nothing
-            self._is_first_step = False
-            self._set_later_aside()
+        """Observe a step: rename the checkpoints after the resumed one at the first step, and check the run folder."""
+        point, self._is_first_step, is_first = self.point, False, self._is_first_step
+        # A start that fails before its first step must change nothing.
+        if is_first and self.ranks.first and point is not None and point.is_in(self.record.folder):
+            for path in point.set_later_aside():
+                self.observer.on_event(CheckpointSetAside(path=str(path), step=point.step))
         self.observer.on_step(metrics)
         self._watch.look()
 
-    def _set_later_aside(self) -> None:
-        """Rename the checkpoints after the one to continue from, whose steps are trained again."""
-        if self.ranks.first and self.point is not None and self.point.is_in(self.record.folder):
-            for path in self.point.set_later_aside():
-                self.observer.on_event(CheckpointSetAside(path=str(path), step=self.point.step))
-
     def _write_to(self, folder: Path) -> None:
-        """Write to another folder from now on, and stop: the lock of the run does not hold there."""
+        """Write to a different folder from now on, and stop: the run's lock does not apply there."""
         self.record.folder, self.checkpoints.root = folder, folder / CHECKPOINTS
         self.stop.request("the loss of its folder")
 
     def _save_last(self) -> None:
-        """Save the last step unless a checkpoint has it; a failure is reported and does not end the run."""
+        """Save the last step unless a checkpoint has it; report a failure without aborting the run."""
         with contextlib.suppress(SaveFailed):  # already reported as an event
             self.training.save(wait=True)
         self.deferred.forget_failed_save()
@@ -284,7 +267,7 @@ class Execution:
         return str(newest) if newest is not None else None
 
     def _manifest(self, step: int) -> Manifest:
-        """Return the manifest of a checkpoint, without its arrays and files."""
+        """Return the manifest of a checkpoint, without arrays and files."""
         plan, config, described = self.plan, self.plan.config, self.described
         num_steps = self.recipe.num_steps()
         return Manifest(
@@ -315,7 +298,7 @@ class Execution:
 
     def _write_result(self, session: Session) -> None:
         """Write the best or the last weights as the result, and record which."""
-        self.group.meet()  # the first process has finished writing checkpoints
+        self.group.meet()  # rank 0 has finished writing checkpoints
         runs = [Path(self.group.share(str(self.record.folder)))]
         if self.point is not None:
             runs.append(self.point.run)
@@ -338,10 +321,8 @@ class Execution:
         self.deferred.check()
 
     def _is_good(self, session: Session) -> bool:
-        """Return whether all weights are finite; only a failed run can have others.
-
-        Exporting them may need every process, so they are not checked after a process was lost.
-        """
+        """Return True if all weights are finite. Only a failed run is checked, and not after losing a rank: exporting
+        the weights may need every rank."""
         if isinstance(self.failure, PeerLost) or not self.group.any(self.failure is not None):
             return True
         bad = find_bad_weight(session)
@@ -360,5 +341,6 @@ class Execution:
                 self._save_last()
             if (newest := self._newest()) is None:
                 raise
-            kept = f"{error.do}; the newest checkpoint is {newest}, and --resume auto continues from it"
-            raise SaveFailed(error.message, why=error.why, do=kept) from error
+            raise SaveFailed(
+                error.message, why=error.why, do=f"{error.do}; the newest checkpoint is {newest}"
+            ) from error

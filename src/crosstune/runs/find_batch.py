@@ -41,11 +41,11 @@ _MATTERS = (
 def find_batch_size(
     config: Config, plan: Plan, *, model: ModelFolder | None, recipe: Recipe, group: Group, observer: Observer
 ) -> Config:
-    """Return the configuration with the found size, as if the user had set it."""
+    """Return the configuration with the batch size found, as if the user had set it."""
     if not isinstance(recipe, HasLongestRows):
         raise UserError(
-            f"--batch_size auto does not work with the recipe {plan.config.recipe}.",
-            why="the recipe has no method longest_batch to search with.",
+            f"--batch_size auto does not work with the {plan.config.recipe} recipe.",
+            why="the recipe has no longest_batch() method.",
             do="set a --batch_size",
         )
     key = _key(plan, recipe)
@@ -64,7 +64,7 @@ def find_batch_size(
 
 
 def _search(plan: Plan, *, model: ModelFolder | None, recipe: HasLongestRows, group: Group) -> Found:
-    """Search with a separate session, so that the search does not affect the training."""
+    """Search with a separate session, so that the run is not affected."""
     config, report = plan.config, plan.backend
     group.activity.start("finding the batch size")
     task = recipe.task(plan.engine)

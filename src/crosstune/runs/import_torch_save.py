@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ def import_checkpoint(
     step: int | None = None,
     without_optimizer: bool = False,
 ) -> dict[str, Any]:
-    """Write `root/step-N` from a file written by `torch.save`; `config` names its model and method."""
+    """Write `root/step-N` from a file written by `torch.save`; `config` has its model and method."""
     from crosstune.torch_engine.results.import_torch_save import read_foreign
 
     found = read_foreign(path)
@@ -47,17 +47,17 @@ def import_checkpoint(
     model = find_model(plan.config, observer)
     expected = open_session(plan, model).export_state(copy=False)
     weights = _match(found.weights, expected.weights, path)
-    moments = {} if without_optimizer else _match_moments(found, list(weights), weights, path)
+    moments = {} if without_optimizer else _match_moments(found, weights, path)
     step = step if step is not None else _step(found.facts)
     state = SessionState(weights=weights, moments=moments, random={})
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"Cannot write to {root.parent}.", why=str(error), do="choose another --out"
+            f"Cannot write to {root.parent}.", why=str(error), do="choose a different --out"
         ) from error
     if (root / name_of(step)).exists():
-        raise UserError(f"{root / name_of(step)} already exists.", do="choose another --out or --step")
+        raise UserError(f"{root / name_of(step)} already exists.", do="choose a different --out or --step")
     committed = write_checkpoint(root, state, _manifest(plan, model, state, found, step))
     return {
         "path": str(committed.folder),
@@ -70,53 +70,46 @@ def import_checkpoint(
 
 def _match(found: Mapping[str, Array], expected: Mapping[str, Array], path: Path) -> dict[str, Array]:
     """Return the trained weights of the plan in the order of the file."""
-    missing = [name for name in expected if name not in found]
-    wrong = [name for name in expected if name in found and found[name].shape != expected[name].shape]
-    if missing or wrong:
-        why = f"it lacks {missing[0]}" if missing else f"{wrong[0]} is {found[wrong[0]].shape} in it"
-        more = len(missing) + len(wrong) - 1
+    wrong = [n for n, array in expected.items() if n not in found or found[n].shape != array.shape]
+    if wrong:
         raise UserError(
             f"{path} does not match the weights that this model and method train.",
-            why=why + (f", and {more} more do not fit" if more else "") + ".",
-            do="give the --model_name, --train_type, --lora_rank and --lora_target_modules it was made with",
+            why=f"{len(wrong)} weights are missing or have a different shape, the first is {wrong[0]}.",
+            do="pass the --model_name, --train_type, --lora_rank and --lora_target_modules it was made with",
         )
     return {name: array for name, array in found.items() if name in expected}
 
 
-def _match_moments(
-    found: Foreign, names: Sequence[str], weights: Mapping[str, Array], path: Path
-) -> dict[str, dict[str, Array]]:
+def _match_moments(found: Foreign, weights: Mapping[str, Array], path: Path) -> dict[str, dict[str, Array]]:
     """Return moments by slot and weight name. Optimizers number parameters in the order of the weights."""
     if not found.moments:
         return {}
+    same = len(found.order) == len(weights)
+    wrong = "" if same else f"it has {len(found.order)} parameters for {len(weights)} weights"
     slots: dict[str, dict[str, Array]] = {}
-    if len(found.order) != len(names):
-        raise _moments_do_not_fit(path, f"it has {len(found.order)} parameters for {len(names)} weights")
-    for name, number in zip(names, found.order, strict=True):
+    for (name, weight), number in zip(weights.items(), found.order, strict=same):
         for slot, array in found.moments.get(number, {}).items():
-            if slot != "step" and array.shape != weights[name].shape:
-                raise _moments_do_not_fit(path, f"{slot} of {name} is {array.shape}")
+            if slot != "step" and array.shape != weight.shape:
+                wrong = f"{slot} of {name} has the shape {array.shape}"
             slots.setdefault(slot, {})[name] = array.astype(np.float32)
+    if wrong:
+        raise UserError(
+            f"The optimizer state in {path} does not match its weights.",
+            why=f"{wrong}.",
+            do="pass --without_optimizer to import the weights alone",
+        )
     return slots
-
-
-def _moments_do_not_fit(path: Path, why: str) -> UserError:
-    return UserError(
-        f"The optimizer state in {path} does not belong to its weights.",
-        why=f"{why}.",
-        do="pass --without_optimizer to import the weights alone",
-    )
 
 
 def _step(facts: Mapping[str, Any]) -> int:
     found = next((facts[key] for key in _STEP_KEYS if isinstance(facts.get(key), int)), None)
     if found is None:
-        raise UserError("The file does not record its step.", do="give it with --step N")
+        raise UserError("The file does not record its step.", do="pass --step N")
     return int(found)
 
 
 def _manifest(plan: Plan, model: ModelFolder, state: SessionState, found: Foreign, step: int) -> Manifest:
-    """Return the manifest, without data and order: they are unknown and not compared on resume."""
+    """Return the manifest without data and order, which are unknown and so not compared on resume."""
     known = {key: found.facts[key] for key in ("backend", "precision", "quantization") if key in found.facts}
     base = {"name": plan.config.model_name, "identity": source_identity(model.path)["weights"]}
     return Manifest(

@@ -1,4 +1,4 @@
-"""Pack a run into an archive to continue it on another machine, after measuring its loss here."""
+"""Pack a run into an archive to continue it on a different machine, after measuring its loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.restore import check_model, restored_config
 from crosstune.runs.resume import pick_checkpoint
-from crosstune.runs.resume_identity import check_same, compare, identity_of, quantization_name
+from crosstune.runs.resume_identity import check_same, compare, identity_of
 
 DATA_LIMIT = 1_000_000_000
 _LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")
@@ -74,33 +74,32 @@ def move(
     if compared is not None:
         move_check.check(compared, allowed=force, flag="--force")
     packed = pack_files(here.plan.config, with_data=with_data)
-    note = {
-        "version": 1,
-        "run": home.name,
+    model = checkpoint.manifest.identity.get("model")
+    facts = {
         "step": checkpoint.step,
         "to": to,
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "model": checkpoint.manifest.identity.get("model"),
-        "options": packed.options,
         "measured": measured.to_json(),
         "compared": compared.to_json() if compared is not None else None,
     }
+    note = facts | {
+        "version": 1,
+        "run": home.name,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": model,
+        "options": packed.options,
+    }
     out = out or home.with_name(f"{home.name}-step{checkpoint.step}-{to}{SUFFIX}")
     num_bytes = write_archive(out, _members(checkpoint, home, packed.files), note)
-    return {
+    return facts | {
         "path": str(out),
         "bytes": num_bytes,
-        "step": checkpoint.step,
         "from": trained_on,
-        "to": to,
         "machine": there.machine.name,
         "assumed_machine": machine is None,
         "model_name": model_name,
         "processes": int(checkpoint.manifest.options.get("world_size", 1)),
-        "measured": measured.to_json(),
-        "compared": compared.to_json() if compared is not None else None,
         "changes": [a.sentence() for a in there.adjustments if a.kind == "change"],
-        "model": note["model"] if here.model is not None else None,
+        "model": model if here.model is not None else None,
         "data": sorted(packed.options),
     }
 
@@ -114,51 +113,40 @@ def _open_side(checkpoint: Checkpoint, backend: str, observer: Observer, model_n
 
 
 def _backend_here(trained_on: str, observer: Observer) -> str:
-    """Return the backend the run was trained on if it is available here, otherwise "auto"."""
+    """Return the run's backend if this machine has it, otherwise "auto"."""
     if trained_on in probe_machine(backends=[trained_on]).available():
         return trained_on
-    message = (
-        f"{trained_on}, the backend of the run, is not available here: the effect of the move is not measured"
-    )
+    message = f"this machine lacks {trained_on}, the run's backend: the effect of the move is not measured"
     observer.on_event(Warned(message=message))
     return "auto"
 
 
 def _check_training(checkpoint: Checkpoint, side: Side) -> None:
-    now = identity_of(side.plan, side.model, side.recipe)
-    differences = compare(checkpoint.manifest.identity, now)
-    expected = (
-        {"quantization", "optimizer"} if side.plan.backend.name != checkpoint.manifest.backend else set()
-    )
+    differences = compare(checkpoint.manifest.identity, identity_of(side.plan, side.model, side.recipe))
+    moved = side.plan.backend.name != checkpoint.manifest.backend
+    expected = ("quantization", "optimizer") if moved else ()
+    refused = [d for d in differences if d.kind not in expected]
     do = "restore the model, data and options of the run"
-    check_same([d for d in differences if d.kind not in expected], side.plan.config, do=do)
+    check_same(refused, checkpoint.manifest, side.plan.config, do=do)
 
 
 def _measure(checkpoint: Checkpoint, side: Side, *, like: LossMeasurement | None = None) -> LossMeasurement:
     session = open_session(side.plan, side.model, task=side.recipe.task(side.plan.engine))
     session.import_weights(result_weights(checkpoint.load()))
-    measured = move_check.measure(
-        session,
-        side.recipe,
-        step=checkpoint.step,
-        backend=side.plan.backend.name,
-        precision=side.plan.precision,
-        quantization=quantization_name(side.plan),
-        like=like,
-    )
+    measured = move_check.measure(session, side.recipe, side.plan, step=checkpoint.step, like=like)
     del session
     gc.collect()  # a model has reference cycles, and the next one needs its memory
     return measured
 
 
 def _plan_there(checkpoint: Checkpoint, to: str, machine: str | None, model_name: str | None) -> Plan:
-    """Plan the run for the named machine, or for a typical one with the backend."""
+    """Plan the run for the named machine, or for a typical machine with the backend."""
     config = restored_config(checkpoint, backend=to, model_name=model_name)
     if machine is None:
         return make_plan(config, machine=typical_machine(to))
     named = load_machine(machine)
     if to not in named.available():
-        raise UserError(f"{machine} has no {to}.", do="name another --machine, or another backend with --to")
+        raise UserError(f"{machine} has no {to}.", do="choose a different --machine or --to")
     return make_plan(config, machine=named)
 
 
@@ -190,11 +178,11 @@ class PackedFiles:
     files: Mapping[str, Path]
     """Name in the folder `data` of the archive -> file."""
     options: Mapping[str, Any]
-    """Option -> the place of its file or folder in the archive, or an entry for each of several data sources."""
+    """Option -> the place of its file or folder in the archive, or a list with an entry per data source."""
 
 
 def pack_files(config: Config, *, with_data: bool) -> PackedFiles:
-    """Return the local files that options name; hub and bundled data are not included."""
+    """Return the local files of the options; hub and bundled data are not included."""
     files: dict[str, Path] = {}
     options: dict[str, Any] = {}
     for option in PACKED_OPTIONS:
@@ -221,7 +209,7 @@ def _files(name: str, *, prefix: str) -> dict[str, Path]:
     if not path.exists():
         return {}
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    if prefix == "tokenizer":  # the folder may hold a whole model
+    if prefix == "tokenizer":  # the folder may contain a whole model
         files = [file for file in files if file.name in TOKENIZER_FILES and file.parent == path]
     total = sum(file.stat().st_size for file in files)
     if total > DATA_LIMIT:

@@ -1,30 +1,24 @@
-"""Compare the loss of the same batches before and after a run moves to another backend."""
+"""Compare the loss of the same batches before and after a run moves to a different backend."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.core.loss_measurement import Comparison, LossMeasurement
 from crosstune.core.protocols import Batch, Recipe, Session
+from crosstune.runs.resume_identity import quantization_name
 
 NUM_BATCHES = 4
 BOUND, BOUND_REQUANTIZED = 0.02, 0.25
-"""Largest relative change of the loss by another precision, and by requantizing the base."""
+"""Maximum relative change of the loss after a change of precision, and after requantizing the base."""
 
 
 def measure(
-    session: Session,
-    recipe: Recipe,
-    *,
-    step: int,
-    backend: str,
-    precision: str,
-    quantization: str | None,
-    like: LossMeasurement | None = None,
+    session: Session, recipe: Recipe, plan: Plan, *, step: int, like: LossMeasurement | None = None
 ) -> LossMeasurement:
-    """Measure the loss on a few steps: the steps of `like` if given, else the next ones, or the first ones at the end of
-    the run."""
+    """Measure the loss on a few steps: those of `like`, or the next steps, or the first steps at the end of the run."""
     last_step = recipe.num_steps()
     windows: list[Sequence[Batch]] = []
     if like is not None:
@@ -42,9 +36,9 @@ def measure(
         num_steps=len(windows),
         loss=result.loss,
         num_supervised=result.weight,
-        backend=backend,
-        precision=precision,
-        quantization=quantization,
+        backend=plan.backend.name,
+        precision=plan.precision,
+        quantization=quantization_name(plan),
     )
 
 
@@ -72,7 +66,7 @@ def check(compared: Comparison, *, allowed: bool, flag: str = "--allow_mismatch 
         raise UserError(
             "The effect of the move cannot be measured.",
             why=f"the same steps have {there.num_supervised:,} supervised tokens on {there.backend} and "
-            f"{here.num_supervised:,} here.",
+            f"{here.num_supervised:,} on {here.backend}.",
             do=f"continue with the number of steps, data and rows per step of the run, or add {flag}",
         )
     raise UserError(

@@ -1,4 +1,4 @@
-"""The story of a run: read the request, gather facts, resolve, open data and model, resume, train, save, report.
+"""The pipeline of a run, end to end: read the request, gather facts, resolve, open data and model, resume, train, save.
 
 To follow `--lr`: `prepare` resolves it, `loop.train.rate_of_step` schedules it. A row: `prepare` opens the recipe,
 `loop.prefetch` reads its micro-batches, `loop.step` trains on them. A checkpoint: `resume.read_request` finds it,
@@ -50,7 +50,7 @@ class RunResult:
     folder: Path
     summary: dict[str, Any]
     failure: UserError | None = None
-    """The error that ended the run early; all steps before it are kept."""
+    """The error that ended the run early; all steps before it are saved."""
 
 
 def train(
@@ -64,12 +64,12 @@ def train(
 ) -> RunResult:
     """Train as configured. Raise problems with the request before making the run folder.
 
-    Every process of a `group` calls this; only the first one reports and writes. `stop.request` ends the run after the
-    current step. A given `tracking` stays open after the training.
+    Every rank of a `group` calls this; only rank 0 reports and writes. `stop.request` ends the run after the current
+    step. A given `tracking` stays open.
     """
     if config.emulate is not None:
         raise UserError(
-            "train does not emulate.", do="call crosstune.emulate.verdict.emulate, or leave out --emulate"
+            "train does not emulate.", do="call crosstune.emulate.verdict.emulate, or remove --emulate"
         )
     started = time.monotonic()
     group = group if group is not None else SingleProcess()
@@ -99,9 +99,9 @@ def train(
 
 @contextlib.contextmanager
 def hold_run(config: Config, group: Group) -> Iterator[Path]:
-    """Choose the folder of a run and hold its lock, before anything in it is read.
+    """Choose the run folder and hold its lock before anything in it is read. Rank 0 holds it for all.
 
-    The first process holds the lock for all. A run without a name gets the next free one.
+    A run without a name gets the next free name.
     """
     with contextlib.ExitStack() as stack:
         folder, taken = choose_folder(config), list[Path]()
@@ -120,7 +120,7 @@ def hold_run(config: Config, group: Group) -> Iterator[Path]:
 
 
 def choose_folder(config: Config) -> Path:
-    """Return the folder of the run that a request starts or continues."""
+    """Return the run folder of a request."""
     return find_resumed_folder(config) if names_path(config) else run_folder(config)
 
 
@@ -141,7 +141,7 @@ def describe(prepared: PreparedRun, *, command: Sequence[str] | None) -> dict[st
     if model is not None:
         base = dataclasses.asdict(model) | {"path": str(model.path), "identity": identity(model.path)}
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    if prepared.in_place:  # keep the time of the first process
+    if prepared.in_place:  # keep the time of the first start
         created = read_log(prepared.folder / "plan.json").get("created", created)
     return plan.to_json() | {
         "name": prepared.folder.name,
@@ -167,9 +167,7 @@ def _begin(
     """Create or reopen the run folder, start the trackers, and report the start of the run."""
     plan, recipe, folder, point = prepared.plan, prepared.recipe, prepared.folder, prepared.point
     check_metric_names(recipe.task(plan.engine).metric_names, weight_name=recipe.weight_name)
-    record: Record = Record(folder)
-    if group.ranks.first:
-        record = _open_record(prepared, described, screen)
+    record = _open_record(prepared, described, screen) if group.ranks.first else Record(folder)
     check_shared_folder(group, folder)
     if group.ranks.first:
         tracking.start(
@@ -216,7 +214,7 @@ def _open_record(prepared: PreparedRun, described: Mapping[str, Any], screen: Ob
 
 
 def _keep_files(folder: Path, config: Config) -> None:
-    """Copy the files of some options into the run, so that it can continue without the originals."""
+    """Copy the files of some options into the run, so that it can be resumed without the originals."""
     for option, name in KEPT_FILES.items():
         source, copy = Path(getattr(config, option) or "").expanduser(), folder / name
         if source.is_file() and source.resolve() != copy.resolve():
@@ -225,7 +223,7 @@ def _keep_files(folder: Path, config: Config) -> None:
 
 
 def _processes(plan: Plan) -> str:
-    """Return a description of the processes of a run; empty for one process."""
+    """Describe the processes of a run; empty for one process."""
     if plan.world_size == 1:
         return ""
     over = f" over {plan.collective}" if plan.collective else ""
@@ -234,9 +232,9 @@ def _processes(plan: Plan) -> str:
 
 
 def num_processes(config: Config, *, num_local: int | None = None) -> int:
-    """Return the number of processes to start on this machine; raise any problem with the plan.
+    """Return the number of processes to start on this node; raise any problem with the plan.
 
-    `num_local` comes from the environment in place of --world_size; -1 means one per device.
+    `num_local`, from the environment, overrides --world_size; -1 means one per device.
     """
     config, _ = read_request(config, observer=Observers(), hashes=False)
     if num_local is not None:
@@ -248,5 +246,5 @@ def num_processes(config: Config, *, num_local: int | None = None) -> int:
 
 
 def plan_here(config: Config) -> Plan:
-    """Return the plan of a run on this machine for one process, to find its backend and engine."""
+    """Return the plan of a run as one process on this machine, to find its backend and engine."""
     return make_plan(read_request(config, observer=Observers(), hashes=False)[0])

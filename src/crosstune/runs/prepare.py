@@ -1,13 +1,12 @@
 """Prepare a run: read its request, gather facts, resolve them to a plan, open the data, compare with the checkpoint.
 
-The plan decides which model to fetch and how to read the data, yet depends on the model's shape and the longest row. So a
-request is resolved with the facts of the machine first, and again when the model and the data are open.
+A request is resolved three times, because the plan decides which model to fetch and how to read the data, yet depends on
+the model's shape and the longest row.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ class PreparedRun:
     recipe: Recipe
     identified: Mapping[str, Any]
     point: ResumePoint | None
-    """Where the run continues; None for a new one."""
+    """The checkpoint to continue from; None for a new run."""
     warnings: Sequence[str]
     early: EarlyEvents
 
@@ -77,15 +76,14 @@ class PreparedRun:
 
 
 def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> PreparedRun:
-    """Find the machine, the checkpoint, the model and the data; raise any problem with them. The caller holds the lock of
-    `folder`."""
+    """Find the machine, checkpoint, model and data; raise any problem with them. The caller holds the lock of `folder`."""
     ranks, early = group.ranks, EarlyEvents(screen)
     group.activity.start("preparing the run")
     config, point = read_request(with_world(request, ranks), observer=early)
     machine = share_machine(group, lambda: probe_for(config))
     base = point.manifest.base_choice if point is not None else None
     facts = gather(config, machine=machine, ranks=ranks, base=base)
-    plan = resolve(config, facts)  # refuses a bad request before anything is fetched
+    plan = resolve(config, facts)  # rejects a bad request before anything is fetched
     checked = check_request(plan, folder=folder if ranks.first else None, point=point)
     checked.raise_problems()
     check_started(plan, ranks)
@@ -98,8 +96,11 @@ def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> Pr
         if checked.model is None and model is not None:
             check_model(plan, model, checked)
         warnings = [*checked.warnings, *(check_base_adapter(plan, model) if model is not None else [])]
-        with _showing_changes(plan, screen):
+        try:
             recipe = open_recipe(plan.config, model, screen)
+        except UserError:  # a change of the request may have caused it
+            _show(plan, screen, kinds=("change",))
+            raise
     target = recipe.longest_target() if isinstance(recipe, HasLongestRows) else None
     facts = replace(facts, longest_row=recipe.longest_row(), longest_target=target)
     plan = resolve(config, facts)
@@ -108,11 +109,10 @@ def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> Pr
         config = find_batch_size(config, plan, model=model, recipe=recipe, group=group, observer=early)
         plan = resolve(config, facts)
         recipe.configure(plan.config)
-    for adjustment in plan.adjustments:
-        screen.on_event(adjustment.to_event())
+    _show(plan, screen)
     if recipe.num_steps() == 0:
         raise UserError(
-            "There is no step to run.", why="the data set and --num_epochs give less than one step."
+            "There are no steps to run.", why="the dataset and --num_epochs give less than one step."
         )
 
     identified = identity_of(plan, model, recipe)
@@ -137,16 +137,10 @@ def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> Pr
     )
 
 
-@contextlib.contextmanager
-def _showing_changes(plan: Plan, screen: Observer) -> Iterator[None]:
-    """Show how the plan changed the request before an error that this may have caused."""
-    try:
-        yield
-    except UserError:
-        for adjustment in plan.adjustments:
-            if adjustment.kind == "change":
-                screen.on_event(adjustment.to_event())
-        raise
+def _show(plan: Plan, screen: Observer, *, kinds: Sequence[str] = ()) -> None:
+    for adjustment in plan.adjustments:
+        if not kinds or adjustment.kind in kinds:
+            screen.on_event(adjustment.to_event())
 
 
 def _check_not_past(point: ResumePoint, recipe: Recipe) -> None:
@@ -160,8 +154,7 @@ def _check_not_past(point: ResumePoint, recipe: Recipe) -> None:
 
 
 def _warn_of_skipped_rows(point: ResumePoint, recipe: Recipe) -> list[str]:
-    """Return a warning if the run ended with a short step and is extended: the rows missing there are skipped, since the
-    rows of a step depend only on its number."""
+    """Return a warning if a run that ended with a short step is extended: the rows of a step depend only on its number."""
     done, now = (position.get("rows_done") for position in (point.manifest.data, recipe.position(point.step)))
     if done is None or now is None or done >= now:
         return []

@@ -1,4 +1,4 @@
-"""Restore a checkpoint: its state into the session of a resumed run, or its model for measuring and exporting."""
+"""Restore a checkpoint: import its state into a resumed run, or open its model for measuring and exporting."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from crosstune.planner.gather import make_plan
 from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.resume import ResumePoint, kept_options
-from crosstune.runs.resume_identity import quantization_name
 
 Moments = Mapping[str, Mapping[str, Array]]
 
@@ -39,7 +38,7 @@ _SPARE_BYTES = 50_000_000
 def restore_session(
     session: Session, point: ResumePoint, *, plan: Plan, recipe: Recipe, scale: LossScale, observer: Observer
 ) -> None:
-    """Import the state of a checkpoint into a new session and the loss scale; after a move, compare the loss."""
+    """Import a checkpoint into a new session and the loss scale; after a move, compare the loss."""
     allowed = set(mismatches(plan.config.allow_mismatch))
     state = _fitting_state(
         point.checkpoint.load(),
@@ -50,19 +49,16 @@ def restore_session(
     session.import_state(state)
     scale.load(state.facts.get("loss_scale") or scale.to_json())
     if "trainable" in allowed:
-        observer.on_event(Warned(message=_num_restored(point, state)))
+        stored = point.manifest.trainable
+        fits = [n for n, a in state.weights.items() if stored.get(n, {}).get("shape") == list(a.shape)]
+        message = (
+            f"{len(fits)} of {len(state.weights)} trained arrays come from the checkpoint; the others are new"
+        )
+        observer.on_event(Warned(message=message))
     observer.on_event(Resumed(**point.facts(), engine=point.manifest.engine))
     before = point.manifest.backend
     if point.measured is not None:
-        here = move_check.measure(
-            session,
-            recipe,
-            step=point.step,
-            like=point.measured,
-            backend=plan.backend.name,
-            precision=plan.precision,
-            quantization=quantization_name(plan),
-        )
+        here = move_check.measure(session, recipe, plan, step=point.step, like=point.measured)
         compared = move_check.compare(point.measured, here)
         observer.on_event(Moved(comparison=compared))
         move_check.check(compared, allowed="loss" in allowed)
@@ -71,17 +67,11 @@ def restore_session(
         observer.on_event(Warned(message=message))
 
 
-def _num_restored(point: ResumePoint, state: SessionState) -> str:
-    stored = point.manifest.trainable
-    fits = [n for n, a in state.weights.items() if stored.get(n, {}).get("shape") == list(a.shape)]
-    return f"{len(fits)} of {len(state.weights)} trained arrays come from the checkpoint; the others are new"
-
-
 def _fitting_state(
     state: SessionState, *, current: Mapping[str, Array] | None, optimizer: str, moments: bool
 ) -> SessionState:
-    """Return the stored state for a session. With its `current` weights, use the stored arrays that match them in name
-    and shape, and keep the other current ones. 8-bit moments are dequantized for an optimizer with fp32 moments."""
+    """Return the stored state, with 8-bit moments dequantized for an optimizer with fp32 moments. If `current` weights are
+    given, only stored arrays of the same name and shape replace them."""
     kept: Moments = state.moments if moments else {}
     if "state1" in kept and not optimizer.endswith("_8bit"):
         kept = plain_moments(kept, state.weights)
@@ -90,9 +80,9 @@ def _fitting_state(
     fits = {n for n, a in state.weights.items() if n in current and current[n].shape == a.shape}
     if not fits:
         raise UserError(
-            "None of the checkpoint's weights fits this run.",
-            why="none of its arrays has the name and shape of a trained array here.",
-            do="continue with its own method, rank and targets, or start a new run",
+            "The checkpoint has no weights for this run.",
+            why="none of its arrays has the name and shape of a trained array.",
+            do="continue with its method, rank and targets, or start a new run",
         )
     weights = {name: state.weights[name] if name in fits else array for name, array in current.items()}
     kept = {slot: {n: a for n, a in arrays.items() if n in fits} for slot, arrays in kept.items()}
@@ -100,7 +90,7 @@ def _fitting_state(
 
 
 def plain_moments(moments: Moments, weights: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
-    """Return 8-bit moments in fp32. Each byte indexes a table of values, scaled by the maximum of its block."""
+    """Dequantize 8-bit moments to fp32: each byte indexes a table of values, scaled by the maximum of its block."""
     plain: dict[str, dict[str, Array]] = {slot: {} for slot in (*_PARTS, "step")}
     for name, weight in weights.items():
         if name not in moments["state1"]:
@@ -118,37 +108,29 @@ def plain_moments(moments: Moments, weights: Mapping[str, Array]) -> dict[str, d
     return plain
 
 
-def restored_config(
-    checkpoint: Checkpoint, *, backend: str, precision: str = "auto", model_name: str | None = None
-) -> Config:
-    """Return the options of a checkpoint's training for a backend of this machine; `model_name` overrides its base."""
+def restored_config(checkpoint: Checkpoint, *, backend: str, model_name: str | None = None) -> Config:
+    """Return the options of a checkpoint's run for a backend of this machine; `model_name` overrides its base."""
     asked, known = checkpoint.manifest.asked, make_config().options()
     dropped = options_on_resume(OnResume.OWN_MACHINE, OnResume.ONE_START)
-    kept = {name: value for name, value in asked.items() if name in known and name not in dropped}
-    earlier = kept_options(checkpoint, asked, backend=backend)
-    earlier_precision = earlier.pop("precision", asked.get("precision", "auto"))
-    kept |= {name: value for name, value in earlier.items() if name not in dropped}
-    if precision == "auto":
-        precision = earlier_precision
-    if model_name is not None:
-        kept["model_name"] = model_name
-    return make_config(**kept, backend=backend, precision=precision)
+    values = {name: value for name, value in asked.items() if name in known}
+    values |= kept_options(checkpoint, asked, backend=backend)
+    precision = values.get("precision", "auto")
+    kept = {name: value for name, value in values.items() if name not in dropped}
+    kept |= {"model_name": model_name} if model_name is not None else {}
+    return make_config(**kept | {"backend": backend, "precision": precision})
 
 
 def check_model(checkpoint: Checkpoint, model: ModelFolder | None) -> None:
-    """Raise if the base is not the one the checkpoint was trained from."""
+    """Raise if the checkpoint was trained from a different base."""
     if model is None:  # the recipe builds its own
         return
     recorded, found = checkpoint.manifest.identity.get("model", {}), source_identity(model.path)
-    for key, stored, other in (
-        ("weights", "identity", "weights differ"),
-        ("config", "config", "config.json differs"),
-    ):
-        if recorded.get(stored) not in (None, found[key]):
+    for key, what in (("identity", "weights differ"), ("config", "config.json differs")):
+        if recorded.get(key) not in (None, found["weights" if key == "identity" else key]):
             raise UserError(
                 f"{model.name} is not the model that {checkpoint.folder} was trained from.",
-                why=f"its {other} from {recorded.get('name')} in the checkpoint.",
-                do="put the original model back, or give its path with --model_name",
+                why=f"its {what} from {recorded.get('name')} in the checkpoint.",
+                do="put the original model back, or pass its path with --model_name",
             )
 
 
@@ -175,7 +157,7 @@ def export_checkpoint(
     backend: str = "auto",
     model_name: str | None = None,
 ) -> dict[str, Any]:
-    """Write the trained weights of a checkpoint in the format of PEFT or transformers."""
+    """Write a checkpoint's trained weights in the format of PEFT or transformers."""
     check_out(out)
     session = open_restored(checkpoint, observer=observer, backend=backend, model_name=model_name)
     trained, total = session.num_parameters()

@@ -38,15 +38,15 @@ KEPT_FILES = {"mlx_config": "mlx_config.yaml", "chat_template": "chat_template.j
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """The checkpoint that a run continues from, and how the run differs from its training."""
+    """The checkpoint that a run continues from, and how the run differs from it."""
 
     checkpoint: Checkpoint
     measured: LossMeasurement | None = None
-    """The loss of the next batches on the machine of the checkpoint, if `crosstune move` measured it."""
+    """The loss of the next batches before the move, if `crosstune move` measured it."""
     differences: Sequence[Difference] = ()
     """Allowed by --allow_mismatch."""
     adapted: Sequence[Difference] = ()
-    """Expected on another backend."""
+    """Expected on a different backend."""
     changes: Sequence[Difference] = ()
     """Changed options that affect the training."""
 
@@ -67,11 +67,11 @@ class ResumePoint:
         return self.run == folder.resolve()
 
     def compared(self, plan: Plan, identified: Mapping[str, Any]) -> ResumePoint:
-        """Return the point with its differences from a plan; raise unless each is expected or allowed."""
+        """Return the point with its differences from a plan; raise if one is neither expected nor allowed."""
         differences, adapted = find_differences(
             plan, self.manifest, identified, measured=self.measured is not None
         )
-        check_same(differences, plan.config)
+        check_same(differences, self.manifest, plan.config)
         changes = changed_options(self.manifest, plan.config)
         return dataclasses.replace(self, differences=differences, adapted=adapted, changes=changes)
 
@@ -92,10 +92,7 @@ class ResumePoint:
 
 
 def run_folder(config: Config, *, taken: Collection[Path] = ()) -> Path:
-    """Return the run folder, named by --name, or by the time and the model (or the recipe, if it builds its own model).
-
-    A generated name belongs to no existing folder and is not `taken`.
-    """
+    """Return the run folder: --name, or a free name made of the time and the model, or the recipe that builds its own."""
     parent = Path(config.output_dir).expanduser()
     if config.name is not None:
         return parent / config.name
@@ -110,7 +107,7 @@ def names_path(config: Config) -> bool:
 
 
 def find_resumed_folder(request: Config) -> Path:
-    """Return the folder of the run that --resume PATH continues; unpack an archive, but open no checkpoint."""
+    """Return the run folder of --resume PATH; unpack an archive, but open no checkpoint."""
     with naming("resume"):
         path, _ = unpack_run(request)
         if not _is_run(path) and not (path / MANIFEST).is_file():
@@ -121,10 +118,10 @@ def find_resumed_folder(request: Config) -> Path:
 def read_request(
     request: Config, *, observer: Observer, hashes: bool = True
 ) -> tuple[Config, ResumePoint | None]:
-    """Return the request completed with the options of the run that it continues, and the point to continue from.
+    """Return the request completed with the options of the resumed run, and the point to resume from.
 
-    Skip damaged checkpoints with a warning. `hashes=False` reads only options: the weights are not checked. To train, hold
-    the lock of the run first: another process may be continuing it.
+    Skip damaged checkpoints with a warning. `hashes=False` reads only options and does not check the weights. To train,
+    hold the lock of the run first.
     """
     if request.resume == "none":
         return request, None
@@ -133,7 +130,7 @@ def read_request(
             raise UserError(
                 "--resume auto needs --name.",
                 why="without a name every run gets a new folder, so there is none to continue.",
-                do="name the run, or give --resume the path of one",
+                do="pass --name, or the path of a run with --resume",
             )
         checkpoint = _newest(run_folder(request) / FOLDER, observer, hashes=hashes)
         if checkpoint is None:
@@ -143,14 +140,21 @@ def read_request(
         with naming("resume"):
             path, packed = unpack_run(request)
             checkpoint = pick_checkpoint(path, observer, hashes=hashes)
-        if message := _warn_of_older_archive(request, checkpoint):
+        archive = Path(request.resume).expanduser()
+        if archive.is_file() and (step := read_note(archive)["step"]) != checkpoint.step:
+            message = (
+                f"{archive} was already unpacked to {path}: the run continues there at step {checkpoint.step}, "
+                f"not at step {step} of the archive; use a different --name to start from the archive"
+            )
             observer.on_event(Warned(message=message))
         config = complete_from_path(request, path, packed, checkpoint)
     stored = checkpoint.manifest.options.get("batch_size")
     if config.batch_size == AUTO and stored:
         asked = {**config.sources, "batch_size": "the checkpoint"}
         config = dataclasses.replace(config, batch_size=stored, sources=asked)
-    return config, ResumePoint(checkpoint=checkpoint, measured=_measured_before(checkpoint))
+    found = read_unpacked_note(find_run(checkpoint.folder)).get("measured")
+    measured = LossMeasurement.from_json(found) if found and found["step"] == checkpoint.step else None
+    return config, ResumePoint(checkpoint=checkpoint, measured=measured)
 
 
 def complete_from_path(
@@ -169,13 +173,12 @@ def complete_from_path(
 
 
 def complete_named(request: Config, checkpoint: Checkpoint) -> Config:
-    """Return the options of a request with --resume auto, and the options to keep from the checkpoint."""
+    """Return the request completed for --resume auto with the options inherited from the checkpoint."""
     values = request.options_asked()
     kept = kept_options(checkpoint, values, backend=request.backend)
     values = kept | _without_auto(values, kept)
     before = checkpoint.manifest.options.get("world_size")
     if before is not None and max(1, before) != max(1, request.world_size):
-        # The same command as before, with another number of processes.
         values |= _same_rows(checkpoint, request)
     return _made(values, request, other="the checkpoint")
 
@@ -187,7 +190,7 @@ def _place(request: Config, run: Path) -> dict[str, Any]:
 
 
 def _without_auto(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a request without each `auto` whose earlier choice is kept."""
+    """Return the options of a request without each `auto` that an earlier choice replaces."""
     return {name: value for name, value in values.items() if name not in kept or value != "auto"}
 
 
@@ -200,18 +203,18 @@ def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
 
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
-    """Return the options to keep from the earlier part of a run: the presets of its recipe, the precision and kernels it
-    chose on this backend, the optimizer of its moments, and the run's copies of missing files."""
+    """Return the options inherited from a checkpoint: recipe presets, the precision and kernels chosen on this backend, the
+    optimizer of its moments, and the run's copies of missing files."""
     manifest = checkpoint.manifest
     presets: frozenset[str] = frozenset()
-    if manifest.recipe in recipe_names():  # an older manifest has none, and a recipe may be missing here
+    if manifest.recipe in recipe_names():  # older manifests have none, and a recipe may not be installed
         chosen = load_recipe(str(manifest.recipe)).preset_options
         presets = frozenset(chosen) - options_on_resume(OnResume.OWN_MACHINE)
     kept = {name: manifest.options[name] for name in presets & manifest.options.keys() - asked.keys()}
     here = backend in ("auto", manifest.backend)
     if here and asked.get("precision", "auto") == "auto":
         kept["precision"] = manifest.precision
-    # Keep the fast layers on any CPU: the choice depends on the speed of 16-bit products, measured at each start.
+    # Keep the fast layers on any CPU: the choice depends on the speed of 16-bit matmuls, measured at each start.
     before = manifest.options.get("kernels", "general")  # older runs had no others
     if manifest.backend in FAST_BY_DEFAULT and here and asked.get("kernels", "auto") == "auto":
         kept |= {"kernels": before} if before == "general" or manifest.backend == "cpu" else {}
@@ -233,8 +236,8 @@ def for_record(config: Config) -> Config:
 
 
 def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
-    """Return gradient accumulation for another number of processes, so that a step keeps its rows. If they cannot be
-    divided evenly, some processes have one micro-batch fewer."""
+    """Return gradient accumulation for a changed world size, so that a step keeps its rows. If they cannot be divided
+    evenly, some ranks have one micro-batch fewer."""
     rows = (checkpoint.manifest.identity.get("order") or {}).get("rows_per_step")
     batch_size = config.batch_size if "batch_size" in config.sources else None
     batch_size = batch_size or checkpoint.manifest.options.get("batch_size")
@@ -248,20 +251,20 @@ def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
 
 
 def unpack_run(config: Config) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of the run of --resume, unpacked if it is an archive, and the options for its packed files."""
+    """Return the run folder of --resume, unpacked if it is an archive, and the options for its packed files."""
     path = Path(config.resume).expanduser()
     target: dict[str, Any] = {}
     if path.is_file():
         note = read_note(path)
         folder = Path(config.output_dir).expanduser() / (config.name or note["run"])
         if not folder.exists():
-            with hold(folder):  # only one of several simultaneous starts unpacks it
+            with hold(folder):  # only one of the simultaneous starts unpacks it
                 if not folder.exists():
                     unpack_archive(path, folder)
         if read_unpacked_note(folder) != note:
             raise UserError(
                 f"{folder} already exists and is not from {path}.",
-                do="choose another --name for the run in the archive",
+                do="choose a different --name",
             )
         path, target = folder, {"backend": note["to"]}
     note = read_unpacked_note(path) if path.is_dir() else {}
@@ -273,33 +276,13 @@ def unpacked_value(run: Path, place: Any) -> str:
     """Return the value of an option whose files were in the archive."""
     if isinstance(place, str):
         return str(run / place)
+    names = [str(run / entry["file"]) if "file" in entry else entry["name"] for entry in place]
     return join_entries(
         [
-            DatasetEntry(
-                name=str(run / one["file"]) if "file" in one else one["name"], weight=one.get("weight")
-            )
-            for one in place
+            DatasetEntry(name=name, weight=entry.get("weight"))
+            for name, entry in zip(names, place, strict=True)
         ]
     )
-
-
-def _warn_of_older_archive(request: Config, checkpoint: Checkpoint) -> str | None:
-    """Return a warning if --resume names an archive whose unpacked run has continued since."""
-    path = Path(request.resume).expanduser()
-    if not path.is_file():
-        return None
-    step: int = read_note(path)["step"]
-    if step == checkpoint.step:
-        return None
-    return (
-        f"{path} was already unpacked to {find_run(checkpoint.folder)}: the run continues there at step "
-        f"{checkpoint.step}, not at step {step} of the archive; use another --name to start from the archive"
-    )
-
-
-def _measured_before(checkpoint: Checkpoint) -> LossMeasurement | None:
-    found = read_unpacked_note(find_run(checkpoint.folder)).get("measured")
-    return LossMeasurement.from_json(found) if found and found["step"] == checkpoint.step else None
 
 
 def _is_run(path: Path) -> bool:
@@ -318,9 +301,9 @@ def _newest(root: Path, observer: Observer, *, hashes: bool) -> Checkpoint | Non
     not_folders = [path for path in root.iterdir() if step_of(path) is not None] if root.is_dir() else []
     if found is None and not damaged and not_folders:
         raise UserError(
-            f"{not_folders[0]} is not a folder of this run.",
-            why="a symlink or file in place of a checkpoint folder is not followed.",
-            do="put the folder itself there, or give its path with --resume PATH",
+            f"{not_folders[0]} is not a folder.",
+            why="a link or file in place of a checkpoint is not followed.",
+            do="put the folder itself there, or pass its path with --resume PATH",
         )
     if found is None and damaged:
         raise UserError(

@@ -1,8 +1,8 @@
-"""Decide what counts as the same training: build a run's identity, compare it with a checkpoint's, refuse differences."""
+"""Decide if a checkpoint may be resumed: build the identity of a run, compare it with the checkpoint's, raise on differences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ _TITLES = {"data": "training data", "eval_data": "evaluation data"}
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between a request and the training of a checkpoint."""
+    """A difference between a request and a checkpoint."""
 
     kind: str
     what: str
@@ -40,8 +40,7 @@ class Difference:
 
 
 def identity_of(plan: Plan, model: ModelFolder | None, recipe: Recipe) -> dict[str, Any]:
-    """Return the identity of a training, compared part by part when a run is resumed. A recipe's own model is identified
-    by the name of the recipe."""
+    """Return the identity of a run, compared part by part when it is resumed."""
     base = {"name": plan.config.recipe, "identity": "the recipe's own"}
     if model is not None:
         source = source_identity(model.path)
@@ -98,25 +97,19 @@ def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
                 for key in sorted({*before, *after})
                 if before.get(key) != after.get(key)
             ]
-        elif kind == "model":
-            found += _compare_models(before, after)
+        elif kind == "model":  # the name does not matter
+            configs = [before.get("config"), after.get("config")]
+            if before["identity"] != after["identity"]:
+                found.append(Difference(kind, "model", before, after))
+            elif None not in configs and configs[0] != configs[1]:
+                found.append(Difference(kind, "config.json of the model", *configs))
         elif _comparable(kind, before) != _comparable(kind, after):
             found.append(Difference(kind, _TITLES.get(kind, kind), before, after))
     return sorted(found, key=lambda difference: MISMATCHES.index(difference.kind))
 
 
-def _compare_models(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    """Compare weights and configuration of two models, but not their names."""
-    if was["identity"] != now["identity"]:
-        return [Difference("model", "model", was, now)]
-    before, after = was.get("config"), now.get("config")
-    if before is None or after is None or before == after:
-        return []
-    return [Difference("model", "config.json of the model", before, after)]
-
-
 def _comparable(kind: str, value: Any) -> Any:
-    """Return the value to compare: the family of an optimizer, the fields of a quantization that change values."""
+    """Reduce an optimizer to its family, and a quantization to the fields that change values."""
     if kind == "quantization":
         spec = read_spec(value)
         return spec.meaning() if spec is not None else None
@@ -126,16 +119,15 @@ def _comparable(kind: str, value: Any) -> Any:
 def find_differences(
     plan: Plan, manifest: Manifest, identified: Mapping[str, Any], *, measured: bool
 ) -> tuple[list[Difference], list[Difference]]:
-    """Return the unexpected and the expected differences of a request from the training of a checkpoint."""
+    """Return the unexpected and the expected differences of a request from a checkpoint."""
     found = compare(manifest.identity, identified)
     moved = manifest.backend != plan.backend.name
     adapted = [difference for difference in found if moved and _is_adapted(difference, measured=measured)]
-    others = [difference for difference in found if difference not in adapted]
-    return explain_data(others, manifest, plan.config), adapted
+    return [difference for difference in found if difference not in adapted], adapted
 
 
 def _is_adapted(difference: Difference, *, measured: bool) -> bool:
-    """Return whether a difference is expected on another backend: a requantized base with a measured effect, or 8-bit
+    """Return True if a different backend explains the difference: a requantized base with a measured effect, or 8-bit
     Adam moments that become fp32."""
     if difference.kind == "quantization":
         return measured and None not in (difference.was, difference.now)
@@ -143,58 +135,54 @@ def _is_adapted(difference: Difference, *, measured: bool) -> bool:
     return families == ["adamw_8bit", "adamw"]
 
 
-def explain_data(differences: Sequence[Difference], manifest: Manifest, config: Config) -> list[Difference]:
-    """Name the changed options that may explain other training data, instead of its hashes."""
-    was, now = manifest.options, config.options()
-    dividing = options_on_resume(OnResume.MAY_CHANGE_DATA)
-    changed = [name for name in now if name in dividing and name in was and was[name] != now[name]]
-    if not changed or not any(difference.kind == "data" for difference in differences):
-        return list(differences)
-    found = [d for d in differences if d.kind != "data"]
-    return found + [Difference("data", name, was[name], now[name]) for name in changed]
-
-
-def check_same(differences: Sequence[Difference], config: Config, *, do: str = "") -> None:
-    """Raise unless every difference was allowed; `do` is advice for a command without --allow_mismatch."""
+def check_same(
+    differences: Sequence[Difference], manifest: Manifest, config: Config, *, do: str = ""
+) -> None:
+    """Raise unless every difference is allowed; `do` is advice for a command without --allow_mismatch."""
     allowed = set(mismatches(config.allow_mismatch))
     refused = [difference for difference in differences if difference.kind not in allowed]
-    if refused:
-        kinds = ",".join(sorted({difference.kind for difference in refused} | allowed))
-        raise UserError(
-            "The checkpoint is from another training.",
-            why="; ".join(difference.sentence() for difference in refused),
-            do=do or f"continue with its options, or add --allow_mismatch {kinds} to continue anyway",
+    if not refused:
+        return
+    kinds = {difference.kind for difference in refused}
+    why = [difference.sentence() for difference in refused]
+    if "data" in kinds:
+        causes = changed_options(manifest, config, among=options_on_resume(OnResume.MAY_CHANGE_DATA))
+        why.append(
+            "possible cause: " + ("; ".join(c.sentence() for c in causes) or "its files or the tokenizer")
         )
+    raise UserError(
+        "The checkpoint belongs to a different run.",
+        why="; ".join(why),
+        do=do
+        or f"continue with its options, or add --allow_mismatch {','.join(sorted(kinds | allowed))} to continue anyway",
+    )
 
 
-def changed_options(manifest: Manifest, config: Config) -> list[Difference]:
-    """Return the changed options that affect the training."""
+def changed_options(
+    manifest: Manifest, config: Config, *, among: Collection[str] | None = None
+) -> list[Difference]:
+    """Return the changed options, by default all that affect the training."""
     was, now = manifest.options, config.options()
-    unreported = options_on_resume(OnResume.FREE, OnResume.ONE_START)
+    if among is None:
+        among = now.keys() - options_on_resume(OnResume.FREE, OnResume.ONE_START)
     return [
         Difference("option", name, was[name], now[name])
         for name in now
-        if name in was and name not in unreported and was[name] != now[name]
+        if name in among and name in was and was[name] != now[name]
     ]
 
 
 def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) -> list[str]:
-    """Raise if an adapter was trained on another base; return a warning if the base is quantized differently.
+    """Raise if an adapter was trained on a different base; return a warning if the base is quantized differently.
 
-    Adapters of other tools have no record to check. The names of unquantized layers are not compared: a new training
-    chooses them when it is opened.
+    Adapters of other tools have no record to check. The unquantized layers are not compared: a new run chooses them.
     """
     record = read_record(adapter)
-    base = record.get("base") or {}
-    recorded = recorded_sha256(record)
-    if not base:
+    if not record.get("base"):
         return []
-    if recorded not in (None, identity):
-        raise UserError(
-            f"The adapter {adapter} was trained on another base.",
-            why=f"it was trained on {base.get('name')} with the identity {recorded[:12]}; this model has {identity[:12]}.",
-            do=f"use --model_name {base.get('name')}, or leave --base_adapter out",
-        )
+    do = f"use --model_name {record['base'].get('name')}, or remove --base_adapter"
+    if (error := different_base(adapter, record, identity, do=do)) is not None:
+        raise error
     specs = [
         replace(spec, kept=()) if spec is not None else None
         for spec in (read_spec(record.get("quantization")), quantization)
@@ -203,6 +191,18 @@ def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) 
         return []
     descriptions = [spec.describe() if spec is not None else "not quantized" for spec in specs]
     return [f"base_adapter: its base was {descriptions[0]} in training and is {descriptions[1]} now"]
+
+
+def different_base(adapter: Path, record: Mapping[str, Any], identity: str, *, do: str) -> UserError | None:
+    """Return the error for an adapter whose record has a different base; None if it matches or is not recorded."""
+    recorded = recorded_sha256(record)
+    if recorded in (None, identity):
+        return None
+    return UserError(
+        f"The adapter {adapter} was trained on a different base.",
+        why=f"it was trained on {record['base'].get('name')} ({recorded[:12]}); this base is {identity[:12]}.",
+        do=do,
+    )
 
 
 def _short(value: Any) -> str:

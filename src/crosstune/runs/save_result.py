@@ -1,4 +1,4 @@
-"""Choose the weights of the result, and write it (adapter or model) in place of an older one."""
+"""Choose the weights of the result, and write it (adapter or model) atomically."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from safetensors import SafetensorError
 from crosstune.checkpoint.folders import FOLDER, name_of
 from crosstune.checkpoint.manifest import DamagedCheckpoint
 from crosstune.checkpoint.read import Checkpoint, open_checkpoint
-from crosstune.checkpoint.write import SaveFailed
+from crosstune.checkpoint.write import check_room, failed, no_memory
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Warned
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.core.protocols import Recipe, Session
 from crosstune.files import atomic_files
-from crosstune.files.plain_files import free_space, readable_bytes
 from crosstune.loop.progress import Progress, best_step, trained_losses
 from crosstune.models.file_hashes import write_checksums
 from crosstune.process.ranks import Group
 
 _STAGED = "result"
 _FEWEST_BYTES = 2
-"""Bytes of a trained weight in the smallest format of a result."""
+"""Bytes per trained weight in the smallest result format."""
 
 
 def save_result(session: Session, recipe: Recipe, folder: Path, *, writes: bool) -> Path | None:
-    """Write the result to a staging folder and replace an older result atomically.
+    """Write the result to a staging folder and replace an older result atomically; return its path.
 
-    Every process calls this, since gathering the weights may need all of them; the one that `writes` returns the path.
+    Every rank calls this, since gathering the weights may need all of them, but only one `writes`.
     """
     if not writes:
         session.save_result(None)
         return None
+    need = _FEWEST_BYTES * session.num_parameters()[0]
     try:
-        _check_room(folder, session)
+        check_room(folder, need)
         with (
             memory_errors(doing="writing the result"),
             atomic_files.staging_folder(folder / _STAGED) as staging,
@@ -49,37 +49,14 @@ def save_result(session: Session, recipe: Recipe, folder: Path, *, writes: bool)
             target = folder / written.name
             atomic_files.put_in_place(written, target, aside=staging / "old")
     except OutOfMemory as error:
-        raise SaveFailed(error.message, why=error.why, do="free memory, and continue the run") from error
+        raise no_memory(error) from error
     except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise SaveFailed(
-            f"The result could not be written to {folder}.",
-            why=f"the system reported: {reason or error}{_free(folder)}.",
-            do="free space or repair the disk, and continue the run",
-        ) from error
+        raise failed(folder / _STAGED, need, error) from error
     return target
 
 
-def _check_room(folder: Path, session: Session) -> None:
-    """Raise if the disk has no room for the trained weights."""
-    need, free = _FEWEST_BYTES * session.num_parameters()[0], free_space(folder)
-    if free < need:
-        raise SaveFailed(
-            f"There is not enough disk space for the result in {folder}.",
-            why=f"it needs at least {readable_bytes(need)} and {readable_bytes(free)} are free.",
-            do="free some space, and continue the run",
-        )
-
-
-def _free(folder: Path) -> str:
-    try:
-        return f"; {readable_bytes(free_space(folder))} are free"
-    except OSError:  # the disk is gone
-        return ""
-
-
 def clear_leftovers(folder: Path) -> None:
-    """Remove incomplete results of killed processes."""
+    """Remove incomplete results left by killed processes."""
     atomic_files.clear_leftovers(folder, of=_STAGED.__eq__)
 
 
@@ -92,10 +69,9 @@ def find_bad_weight(session: Session) -> str | None:
 def best_weights(
     config: Config, progress: Progress, runs: Sequence[Path], observer: Observer, *, group: Group
 ) -> tuple[Checkpoint | None, int | None]:
-    """Return the checkpoint of the result, or None for the last weights, and the best step.
+    """Return the checkpoint of the result, or None for the last weights, and the best step. Every rank calls this.
 
     `runs` are this run and the one it continues. `auto` means best if there was more than one evaluation after the start.
-    Warn and use the last weights if a process cannot open the best checkpoint. Every process calls this.
     """
     losses, best = trained_losses(progress.evaluations), best_step(progress.evaluations)
     wanted = config.result == "best" or (config.result == "auto" and len(losses) > 1)
@@ -106,25 +82,23 @@ def best_weights(
             message = f"result: {why}, so the last weights are the result"
             observer.on_event(Warned(message=message, step=progress.steps))
         return None, best
-    found, reason = (
-        _open_first([run / FOLDER / name_of(best) for run in runs]) if group.ranks.first else (None, "")
-    )
+    folders = [run / FOLDER / name_of(best) for run in runs] if group.ranks.first else []
+    found, reason = _open_first(folders)
     place = group.share(str(found.folder) if found is not None else "")
     if place and not group.ranks.first:
         found, reason = _open_first([Path(place)])
-    step = found.step if found is not None else None
-    if not group.any(found is None) and group.same(str(step)):
+    if not group.any(found is None):
         return found, best
-    reason = reason or "another process cannot open them"
+    why = reason or "a different rank cannot open them"
     message = (
-        f"result: the best weights, of step {best}, are missing, so the last ones are the result ({reason})"
+        f"result: the best weights (step {best}) are missing, so the last weights are the result ({why})"
     )
     observer.on_event(Warned(message=message, step=progress.steps))
     return None, best
 
 
 def _open_first(folders: Sequence[Path]) -> tuple[Checkpoint | None, str]:
-    """Return the first checkpoint that can be opened, or why the first one cannot."""
+    """Return the first checkpoint that can be opened, or why the first folder cannot."""
     reason = ""
     for folder in folders:
         try:

@@ -1,4 +1,4 @@
-"""Notice during a run that its folder was renamed, replaced or removed, and say where its state is kept."""
+"""Detect during a run that its folder was renamed, replaced or removed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ class FolderGone(UserError):
 
 
 class FolderWatch:
-    """Check that the run folder is still at its path; a link to the same folder counts as the folder.
+    """Check that the run folder is still at its path, directly or as a link.
 
-    If it is not, call `on_lost` once: with the folder's new path, or with the old path, made again, if it was removed.
-    Without `enabled` nothing is checked.
+    If not, call `on_lost` once with the folder's new path, or with the old path, recreated, if the folder was removed.
     """
 
     def __init__(self, folder: Path, *, on_lost: Callable[[Path], None], enabled: bool = True) -> None:
@@ -29,25 +28,20 @@ class FolderWatch:
         self._handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY) if can_open else None
 
     def look(self) -> FolderGone | None:
-        """Return the error if the folder is gone."""
+        """Return the error if the folder was renamed or removed."""
         if self.error is not None or self._handle is None or _is_same(self.folder, self._handle):
             return self.error
         now = _path_of(self._handle)
-        if now is not None:
-            self.error = FolderGone(
-                f"The run folder {self.folder} was renamed to {now} during the run.",
-                why="another process could use either name, so the run stopped; its steps are in a checkpoint there.",
-                do=f"continue with: crosstune train --resume {now}",
-            )
-        elif _was_removed(self._handle) and _make(self.folder):
-            self.error = FolderGone(
-                f"The run folder {self.folder} was removed during the run.",
-                why="its records and older checkpoints are lost; the last step is kept in a new checkpoint there.",
-                do=f"continue with: crosstune train --resume {self.folder}; or remove the folder again",
-            )
-        else:  # the disk is gone: the next write fails, and nothing is written elsewhere
-            return None
-        self._on_lost(now or self.folder)
+        what = f"renamed to {now}" if now is not None else "removed"
+        if now is None and not (_was_removed(self._handle) and _make(self.folder)):
+            return None  # the disk was lost: the next write fails, and nothing is written elsewhere
+        place = now or self.folder
+        self.error = FolderGone(
+            f"The run folder {self.folder} was {what} during the run.",
+            why=f"the run stopped; its last step is in a checkpoint in {place}.",
+            do=f"continue with: crosstune train --resume {place}",
+        )
+        self._on_lost(place)
         return self.error
 
     def close(self) -> None:
@@ -63,7 +57,7 @@ def _is_same(folder: Path, handle: int) -> bool:
 
 
 def _was_removed(handle: int) -> bool:
-    """Return whether an open folder was deleted; a folder on a lost disk still has links."""
+    """Return True if an open folder was deleted; a folder on a lost disk still has links."""
     with contextlib.suppress(OSError):
         return os.fstat(handle).st_nlink == 0
     return False
