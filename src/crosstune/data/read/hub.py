@@ -55,11 +55,14 @@ class HubPart:
 def open_hub(repo: str, *, known: str) -> dict[str, HubPart]:
     """Return split name -> rows. `known` lists the known names, for the error about an unknown id."""
     data = _load(repo, known=known)
-    parts = {}
-    for split, rows in data.items():
-        _refuse_media(repo, rows)
-        parts[str(split)] = HubPart(repo=repo, split=str(split), data=rows)
-    return parts
+    features = {name: type(kind).__name__ for rows in data.values() for name, kind in rows.features.items()}
+    if media := [name for name, kind in features.items() if kind in ("Image", "Audio", "Video")]:
+        raise UserError(
+            f"The dataset '{repo}' has columns that are not text: {', '.join(media)}.",
+            why="this recipe reads text only.",
+            do="use a text dataset, or save it without these columns",
+        )
+    return {str(split): HubPart(repo=repo, split=str(split), data=rows) for split, rows in data.items()}
 
 
 def _load(repo: str, *, known: str) -> DatasetDict:
@@ -121,18 +124,6 @@ def _missing(repo: str, error: Exception, *, known: str) -> UserError:
         why=f"it is neither a local file nor on the hub, or it is private: {_line(error)}",
         do=f"pass the path of a file or folder, a hub id, or a known name: {known}",
     )
-
-
-def _refuse_media(repo: str, rows: Dataset) -> None:
-    media = [
-        name for name, kind in rows.features.items() if type(kind).__name__ in ("Image", "Audio", "Video")
-    ]
-    if media:
-        raise UserError(
-            f"The dataset '{repo}' has columns that are not text: {', '.join(media)}.",
-            why="this recipe reads text only.",
-            do="use a text dataset, or save it without these columns",
-        )
 
 
 def _line(error: Any) -> str:

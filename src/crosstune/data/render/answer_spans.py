@@ -8,23 +8,9 @@ from functools import lru_cache
 from itertools import count, takewhile
 
 from crosstune.core.errors import UserError
-from crosstune.data.render.template import (
-    FAULTS,
-    REASONING_KEYS,
-    ChatTemplate,
-    OverLimit,
-    Refused,
-    load_template,
-)
+from crosstune.data.render.template import REASONING_KEYS, ChatTemplate, Rejected, load_template
 from crosstune.data.render.template_marks import Marks
-from crosstune.data.render.types import (
-    NO_LOSS,
-    PLAIN_TEMPLATE,
-    ChatTokens,
-    Message,
-    Span,
-    Tools,
-)
+from crosstune.data.render.types import NO_LOSS, PLAIN_TEMPLATE, ChatTokens, Message, Span, Tools
 
 # Where a generation prompt opens or skips the reasoning. Both carry loss, as in TRL.
 _OPENED_REASONING = re.compile(
@@ -50,7 +36,7 @@ def render_text(
             documents=None,
             **dict(tokenizer.named_tokens),
         )
-    except (*FAULTS, Refused, OverLimit) as error:
+    except Exception as error:  # of jinja or of the code in the template
         raise _template_error(tokenizer, "render this conversation", error) from error
 
 
@@ -109,12 +95,12 @@ def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> list[Span
 def _template(tokenizer: ChatTokens) -> ChatTemplate:
     try:
         return load_template(tokenizer.chat_template or PLAIN_TEMPLATE)
-    except (*FAULTS, OverLimit) as error:
+    except Exception as error:
         raise _template_error(tokenizer, "be read", error) from error
 
 
 def _template_error(tokenizer: ChatTokens, verb: str, error: Exception) -> UserError:
-    kind = "" if isinstance(error, (Refused, OverLimit)) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, Rejected) else f"{type(error).__name__}: "
     return UserError(
         f"The chat template {tokenizer.template_file or 'of this model'} cannot {verb}.",
         why=f"{kind}{' '.join(str(error).split())[:300]}",
@@ -125,11 +111,10 @@ def _template_error(tokenizer: ChatTokens, verb: str, error: Exception) -> UserE
 def _locate(
     messages: Sequence[Message], place: int, text: str, marks: Marks, tokenizer: ChatTokens, tools: Tools
 ) -> list[Span]:
-    """Return the spans of an answer: the text of its message, without the header that the prompt already has, up to the
-    end token.
+    """Return the spans of an answer: the text of its message after the prompt's header, up to the end token.
 
-    There are several spans if the template writes other messages in between. If the loops of a template cannot be marked,
-    it is rendered again with a placeholder, and the text that changes is the answer.
+    There are several spans if the template writes other messages in between. If the template's loops cannot be marked, it
+    is rendered again with a placeholder, and the text that changes is the answer.
     """
     if place not in marks.turns or not _writes_answers(tokenizer):
         around = _around(messages, place, text, tokenizer, tools)
