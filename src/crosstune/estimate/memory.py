@@ -1,8 +1,7 @@
 """Predict the memory of a training step from its allocations, and the memory that a device offers.
 
-Memory can peak at four moments: at the loss, in the backward pass of a layer, when all gradients exist, and in the update.
-The terms count the tensors that the torch engine keeps for the backward pass of a Llama-like model; other models are similar.
-`fast_layers` has the terms of the fast layers.
+Memory can peak at the loss, in the backward pass of a layer, when all gradients exist, and in the update. The terms count
+the tensors of a Llama-like model in the torch engine; other models are similar.
 """
 
 from __future__ import annotations
@@ -240,10 +239,8 @@ def layer_bytes(shape: ModelShape, step: Step) -> int:
 
 
 def _input_width(shape: ModelShape, step: Step) -> int:
-    """Return the bytes per token of the kept inputs of trained or adapted linear layers.
-
-    Layers share an input unless each applies its own dropout or cast. Attention keeps the input of o_proj.
-    """
+    """Return the bytes per token of the kept inputs of trained or adapted linear layers. Layers share an input unless each
+    applies its own dropout or cast; attention keeps the input of o_proj."""
     full = step.method in ("full", "llama_pro")
     used = shape.linears() if full else adapted_linears(shape, step)
     sizes = {name: _times(shape, name) * inputs * step.width for name, (_, inputs, _) in used.items()}

@@ -32,22 +32,23 @@ class InUse(UserError):
         )
 
 
-def cannot_write(folder: Path, error: OSError) -> UserError:
-    """Return the error for a run folder that cannot be written."""
-    return UserError(
-        f"Cannot write the run folder {folder}.",
-        why=f"{error.strerror or error}: {_existing(folder.parent)}.",
-        do="choose another --output_dir",
-    )
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn an OSError within the context into a UserError about the run folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"Cannot write the run folder {folder}.",
+            why=f"{error.strerror or error}: {_existing(folder.parent)}.",
+            do="choose a different --output_dir",
+        ) from error
 
 
 def check_place(folder: Path) -> None:
     """Raise a UserError if a run folder cannot be made there; leave nothing behind."""
-    try:
-        with tempfile.TemporaryDirectory(prefix=".crosstune-", dir=_existing(folder.parent)):
-            pass
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+    with writing(folder), tempfile.TemporaryDirectory(prefix=".crosstune-", dir=_existing(folder.parent)):
+        pass
 
 
 def _existing(folder: Path) -> Path:
@@ -76,12 +77,11 @@ def _hold_one(run: Path, *, shown: Path) -> Iterator[None]:
     locks = run.parent / LOCKS
     made = [path for path in (locks, *locks.parents) if not path.exists()]
     lock = FileLock(locks / f"{run.name}.lock")
-    try:
-        _acquire(lock, locks)
-    except Timeout:
-        raise InUse(shown) from None
-    except OSError as error:
-        raise cannot_write(shown, error) from error
+    with writing(shown):
+        try:
+            _acquire(lock, locks)
+        except Timeout:
+            raise InUse(shown) from None
     try:
         yield
     finally:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,7 +14,7 @@ from crosstune.core.safe_text import redact_values
 from crosstune.files.atomic_files import clear_leftovers, set_aside, write_text
 from crosstune.files.json_files import finite, read_json, read_jsonl, to_json, write_json
 from crosstune.files.plain_files import NO_ROOM, MissingFile, free_space, open_plain, readable_bytes
-from crosstune.files.run_lock import cannot_write
+from crosstune.files.run_lock import writing
 
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
 _KEPT_FOLDERS = ("checkpoints", "adapter", "model")
@@ -30,13 +31,13 @@ def holds_run(folder: Path) -> bool:
 
 
 def _is_without_steps(folder: Path) -> bool:
-    """Return whether the record is one of ours and has no step, no checkpoint and no result."""
-    plan, metrics = folder / "plan.json", folder / "metrics.jsonl"
-    if not plan.is_file() or "options" not in read_log(plan):
+    """Return True if the record is one of ours and has no step, no checkpoint and no result."""
+    if "options" not in read_log(folder / "plan.json"):
         return False  # these may be the user's own files, or a damaged run
-    if metrics.is_file() and metrics.stat().st_size:
-        return False
-    if any((folder / name).is_dir() for name in _KEPT_FOLDERS):
+    metrics = folder / "metrics.jsonl"
+    if (metrics.is_file() and metrics.stat().st_size) or any(
+        (folder / name).is_dir() for name in _KEPT_FOLDERS
+    ):
         return False
     return read_log(folder / "summary.json").get("status") != "finished"
 
@@ -70,10 +71,8 @@ def check_free(folder: Path, *, resuming: bool = False) -> None:
 
 def move_aside(folder: Path) -> Path:
     """Rename a run folder to the first free `<name>~<n>` and return the new path. The caller holds its lock."""
-    try:
+    with writing(folder):
         return set_aside(folder)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
 
 
 class RecordFailed(UserError):
@@ -91,6 +90,14 @@ class RecordFailed(UserError):
         )
 
 
+@contextlib.contextmanager
+def _recording(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordFailed(path, error) from error
+
+
 class RecordFailedElsewhere(RecordFailed):
     """Raised in a process that does not write the record."""
 
@@ -104,17 +111,14 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def on_step(self, metrics: StepMetrics) -> None:
-        return None
+    def on_step(self, metrics: StepMetrics) -> None: ...
 
-    def on_event(self, event: Event) -> None:
-        return None
+    def on_event(self, event: Event) -> None: ...
 
     def on_plan(self, plan: Mapping[str, Any]) -> None:
         """Replace plan.json after opening the model changed the plan."""
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        return None
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
 
 
 class RunRecord(Record):
@@ -139,26 +143,21 @@ class RunRecord(Record):
             )
         check_free(folder)
         record = cls(folder)
-        try:
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            if holds_record(folder):  # of a start that took no step
-                for name in RUN_FILES:
-                    (folder / name).unlink(missing_ok=True)
+            for name in RUN_FILES:  # of a start that took no step
+                (folder / name).unlink(missing_ok=True)
             record._open_logs(config_yaml, plan)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
         return record
 
     @classmethod
     def reopen(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any], step: int) -> RunRecord:
         """Continue the record of a run that resumes at `step`."""
         record = cls(folder, resumes_at=step)
-        try:
+        with writing(folder):
             clear_leftovers(folder, of=RUN_FILES.__contains__)
             _end_line(folder / "events.jsonl")
             record._open_logs(config_yaml, plan)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
         return record
 
     def carry_on(self, metrics: Path, *, step: int) -> None:
@@ -176,8 +175,7 @@ class RunRecord(Record):
         path = self.folder / "metrics.jsonl"
         if self._resumes_at is not None:
             rows = self._rows_until(self._resumes_at)
-            lines = "".join(to_json(row) + "\n" for row in rows)
-            write_text(path, lines)
+            write_text(path, "".join(to_json(row) + "\n" for row in rows))
         return path.open("a", encoding="utf-8")
 
     def _rows_until(self, last: int) -> list[dict[str, Any]]:
@@ -195,10 +193,8 @@ class RunRecord(Record):
 
     def on_step(self, metrics: StepMetrics) -> None:
         if self._metrics is None:
-            try:
+            with _recording(self.folder / "metrics.jsonl"):
                 self._metrics = self._open_metrics()
-            except OSError as error:
-                raise RecordFailed(self.folder / "metrics.jsonl", error) from error
         self._append(self._metrics, metrics)
 
     def on_event(self, event: Event) -> None:
@@ -207,44 +203,34 @@ class RunRecord(Record):
             self._append(self._events, row)
             return
         path = self.folder / "events.jsonl"
-        try:
-            file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise RecordFailed(path, error) from error
-        with file:
+        with _recording(path), path.open("a", encoding="utf-8") as file:
             self._append(file, row)
 
     def on_plan(self, plan: Mapping[str, Any]) -> None:
         path = self.folder / "plan.json"
-        try:
+        with _recording(path):
             write_json(path, redact_values(finite(plan)))
-        except OSError as error:
-            raise RecordFailed(path, error) from error
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         path = self.folder / "summary.json"
         try:
-            if self._metrics is None and summary.get("status") == "finished":
-                self._metrics = self._open_metrics()
-            began = self._metrics is not None or self._resumes_at is None or self._carried is not None
-            if began or not path.exists():
-                write_json(path, redact_values(finite(summary)))
-            for file in (self._metrics, self._events):
-                if file is not None:
+            with _recording(path):
+                if self._metrics is None and summary.get("status") == "finished":
+                    self._metrics = self._open_metrics()
+                began = self._metrics is not None or self._resumes_at is None or self._carried is not None
+                if began or not path.exists():
+                    write_json(path, redact_values(finite(summary)))
+                for file in filter(None, (self._metrics, self._events)):
                     file.close()
-        except OSError as error:
-            raise RecordFailed(path, error) from error
         finally:
             self._metrics = self._events = None
             self._finished = True  # later events of trackers are appended
 
     def _append(self, file: TextIO | None, data: Mapping[str, Any]) -> None:
         assert file is not None, "the record is closed"
-        try:
+        with _recording(Path(file.name)):
             file.write(to_json(data) + "\n")
             file.flush()
-        except OSError as error:
-            raise RecordFailed(Path(file.name), error) from error
 
 
 def _end_line(path: Path) -> None:
