@@ -176,27 +176,9 @@ class Session(Protocol):
         ...
 
 
-@runtime_checkable
-class DividesState(Protocol):
-    """A session that may have only a part of the state."""
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether exporting the state needs all processes."""
-        ...
-
-
 def is_divided(session: Session) -> bool:
-    return isinstance(session, DividesState) and session.is_divided
-
-
-@runtime_checkable
-class TracksPeak(Protocol):
-    """A session that can measure the peak memory of a part of its work."""
-
-    def reset_peak(self) -> None:
-        """Begin a new peak in `memory()`."""
-        ...
+    """Return True if exporting the state needs all processes, because each session has only a part of it."""
+    return bool(getattr(session, "is_divided", False))
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -109,8 +109,7 @@ class QuantSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantSpec:
         """Read a record that this version or an older one wrote."""
-        wrong = wrong_spec(data)
-        if wrong is not None:
+        if wrong := wrong_spec(data):
             raise UserError(
                 "The quantization record cannot be read.",
                 why=f"{wrong}.",
@@ -132,9 +131,7 @@ class QuantSpec:
     def resolved_kind(self) -> str:
         """Return the kind with `auto` resolved to the library's default."""
         declared = self._declared()
-        if declared is None:
-            return self.kind
-        if declared.takes_kind and self.kind != "auto":
+        if declared is None or (declared.takes_kind and self.kind != "auto"):
             return self.kind
         return declared.usual_kinds.get(self.bits, "int")
 
@@ -153,13 +150,9 @@ class QuantSpec:
         return find_quantizer(self.quantizer)
 
     def meaning(self) -> QuantSpec:
-        """Return a copy in which every field that does not change the numbers has a fixed value.
-
-        Two specifications with the same meaning quantize a weight to the same numbers.
-        """
-        return QuantSpec(
-            quantizer=self.quantizer,
-            bits=self.bits,
+        """Return a copy in which every field that does not change the numbers has a fixed value."""
+        return replace(
+            self,
             group_size=self.group_size if self.has_groups() else 0,
             kind=self.resolved_kind(),
             double=self.double and self.has_double(),
@@ -187,8 +180,9 @@ def wrong_spec(data: Mapping[str, Any] | None) -> str | None:
         lacks = f" and lacks {', '.join(missing)}" if missing else ""
         return f"it has the keys {', '.join(data)[:200]}{lacks}"
     for key, value in fields.items():
-        names = value if key == "kept" and isinstance(value, list) else []
-        is_wrong = type(value) is not _TYPES[key] or not all(isinstance(name, str) for name in names)
+        is_wrong = type(value) is not _TYPES[key]
+        if not is_wrong and key == "kept":
+            is_wrong = not all(isinstance(name, str) for name in value)
         if is_wrong or (key == "bits" and not 1 <= value <= 64) or (key == "group_size" and value < 0):
             return f"it has a wrong value at {key}: {shown(value)}"
     return None
@@ -215,8 +209,7 @@ class BaseChoice:
     kept: tuple[str, ...] = ()
     """`QuantSpec.kept`: the layers that keep their original weights."""
     outside_fp8: tuple[str, ...] | None = None
-    """The fast-layer groups kept out of fp8; None until chosen. The weights do
-    not depend on it."""
+    """The fast-layer groups kept out of fp8; None until chosen. The weights do not depend on it."""
 
 
 def recorded_choice(spec: QuantSpec | None) -> BaseChoice | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,18 +16,10 @@ SLOT = "average"
 """The average's name among the optimizer moments in a checkpoint."""
 
 
-@runtime_checkable
-class AveragesWeights(Protocol):
-    """A session that keeps a moving average of the trained weights."""
-
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Replace the weights by their average within the context."""
-        ...
-
-
 def averaged(session: Session) -> contextlib.AbstractContextManager[None]:
     """Use the session's averaged weights within the context, if it keeps an average."""
-    return session.averaged() if isinstance(session, AveragesWeights) else contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[None] = getattr(session, "averaged", contextlib.nullcontext)()
+    return found
 
 
 def result_weights(state: SessionState) -> Mapping[str, Array]:

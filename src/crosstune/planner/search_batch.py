@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from crosstune.core.out_of_memory import OutOfMemory
-from crosstune.core.protocols import Batch, Session, TracksPeak
+from crosstune.core.protocols import Batch, Session
 from crosstune.estimate.memory import GIB
 from crosstune.process.ranks import Group
 
@@ -96,8 +96,7 @@ class BatchSearch:
         """Return the peak memory of a pass over this many rows; None if it does not fit."""
         self._num_tried += 1
         prepared = self.session.prepare(self.longest_batch(size))
-        if isinstance(self.session, TracksPeak):
-            self.session.reset_peak()
+        getattr(self.session, "reset_peak", lambda: None)()
         try:
             self.session.backward([prepared] * self.group.ranks.size)
             peak = self.session.memory().peak_bytes

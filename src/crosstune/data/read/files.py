@@ -183,7 +183,7 @@ def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:
 def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
     csv.field_size_limit(LARGEST_ROW_BYTES)  # the default of 128 KiB is too small for long answers
     lines = _decoded_lines(path, file)
-    quoting = csv.QUOTE_NONE if delimiter == "\t" and _has_bare_quotes(path) else csv.QUOTE_MINIMAL
+    quoting: Any = csv.QUOTE_NONE if delimiter == "\t" and _has_bare_quotes(path) else csv.QUOTE_MINIMAL
     reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     header: list[str] | None = None
     line = 1

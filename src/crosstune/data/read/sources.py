@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from crosstune.core.errors import UserError, naming
 from crosstune.core.names import nearest
@@ -28,25 +28,8 @@ MOST_FILES = 50_000
 """Maximum number of files and folders below a data folder."""
 
 
-class Part(Protocol):
-    """One file or split of a source, read sequentially."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def form(self) -> str:
-        """The row format if known without reading the rows, otherwise auto."""
-        ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    def place(self, number: int) -> str: ...
-
-    def digest(self) -> str: ...
-
-    def rows(self) -> Iterator[Found]: ...
+Part = FilePart | HubPart | RowsPart
+"""One file or split of a source, read sequentially."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -32,8 +32,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters.pop("random")
     environment.globals.pop("lipsum")
-    # As in transformers: without HTML escapes.
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = DAY.strftime
     return environment
@@ -79,6 +78,11 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
     if reasoning is None:
         return dict(message)
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Write JSON as transformers' `tojson` does: without HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> None:

@@ -96,7 +96,7 @@ def located(error: UserError, part: Part, number: int) -> UserError:
     return UserError(f"{part.place(number)}: {error.message}", why=error.why, do=error.do)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Pass:
     """One pass over a source. While a batch is tokenized, the next batch's rows are read and rendered."""
 

@@ -88,11 +88,12 @@ class Tokenizer:
         eos = _token_text(tokens.get("eos_token"))
         pad = _token_text(tokens.get("pad_token")) or eos
         bos = _token_text(tokens.get("bos_token"))
+        template, template_file = _chat_template(folder, settings)
         with _readable_panics(str(path)):
             starts_with = rust.encode("a").ids[:1]
         return cls(
             rust=rust,
-            chat_template=_chat_template(folder, settings),
+            chat_template=template,
             bos_token=bos,
             eos_token=eos,
             pad_id=(rust.token_to_id(pad) if pad else None) or 0,
@@ -103,7 +104,7 @@ class Tokenizer:
             adds_bos=bos is not None and starts_with == [rust.token_to_id(bos)],
             other_named=tuple((name, text) for name in _NAMES if (text := _token_text(tokens.get(name)))),
             digest=hashlib.sha256(written).hexdigest(),
-            template_file=str(_template_file(folder)),
+            template_file=str(template_file),
             num_rows=_num_rows(folder / "config.json"),
         )
 
@@ -155,10 +156,7 @@ class Tokenizer:
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of plain-text documents, each with one BOS token if the tokenizer adds it, and one EOS token.
-
-        The library adds the BOS token: some tokenizers mark the first word, and a BOS token written as text would move it
-        from the first place.
-        """
+        The library adds the BOS token: as text, it would take the place of the first word, which some tokenizers mark."""
         bos, eos = (
             self.rust.token_to_id(text) if text else None for text in (self.bos_token, self.eos_token)
         )
@@ -260,20 +258,16 @@ def _token_text(entry: Any) -> str | None:
     return entry.get("content") if isinstance(entry, dict) else entry
 
 
-def _template_file(folder: Path) -> Path:
+def _chat_template(folder: Path, settings: dict[str, Any]) -> tuple[str | None, Path]:
+    """Return the chat template and its file."""
     file = folder / "chat_template.jinja"
-    return file if file.exists() else folder / "tokenizer_config.json"
-
-
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     try:
-        return read_plain_text(folder / "chat_template.jinja", limit=TEMPLATE_LIMIT)
+        return read_plain_text(file, limit=TEMPLATE_LIMIT), file
     except MissingFile:
         template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template, folder / "tokenizer_config.json"
 
 
 def _num_rows(path: Path) -> int | None:
