@@ -13,7 +13,6 @@ class LossMeasurement:
 
     step: int
     first_step: int
-    """The first measured step."""
     num_steps: int
     """Whole steps are measured: a different machine may use different micro-batches."""
     loss: float

@@ -25,7 +25,6 @@ _LOST_ERROR = re.compile(r"without (setting an exception|exception set)|without 
 STEP, UPDATING = "a step", "an update of the optimizer"
 """The passes of a step, repeatable with fewer rows at a time, and the optimizer update after them, not repeatable."""
 LOADING, EVALUATING, GENERATING = "loading the model", "an evaluation", "generating text"
-"""Other work of an engine."""
 
 
 class OutOfMemory(UserError):

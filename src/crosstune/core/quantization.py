@@ -46,7 +46,6 @@ class Quantizer:
     extra: str = ""
     """The crosstune extra that installs the library; empty if there is none."""
     distribution: str = ""
-    """The library's name on PyPI."""
 
     @property
     def install_command(self) -> str:

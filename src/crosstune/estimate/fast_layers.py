@@ -10,7 +10,6 @@ from crosstune.estimate.model_shape import ModelShape, Step, adapted_linears
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
 QK_NORM_FAMILIES = ("qwen3", "gemma3_text")
-"""Families that normalize queries and keys."""
 POST_NORM_FAMILIES = ("gemma2", "gemma3_text")
 """Families with a norm after each half of a layer."""
 ACTIVATIONS = {
@@ -116,7 +115,6 @@ class FastLayer:
     hidden: int
     intermediate: int
     queries: int
-    """The width of the queries."""
     keys: int
     """The width of the keys, and of the values."""
     num_heads: int

@@ -113,7 +113,6 @@ class _Passes:
     """The bytes of a forward and a backward pass."""
 
     at_loss: int
-    """Activations kept at the loss."""
     in_backward: int
     """Peak of activations in the backward pass."""
     loss: int

@@ -38,9 +38,7 @@ class ModelShape:
     source: str = "config"
     """Where the sizes come from: `config`, `table` (bundled models) or `size` (a typical model)."""
     num_experts: int = 1
-    """Experts of each layer."""
     expert_intermediate: int = 0
-    """The width of each expert."""
     experts_per_token: int = 2
     family: str = ""
     """The `model_type` of its configuration; empty if unknown."""
@@ -146,7 +144,6 @@ class Step:
     dropout: bool = False
     optimizer: str = "adamw"
     averages: bool = False
-    """Whether a moving average of the weights is kept."""
     num_micro_batches: int = 1
     num_new_blocks: int = 0
     """Blocks that llama_pro added: fully trained and never quantized."""
@@ -156,7 +153,6 @@ class Step:
     """Whether torch updates all weights at once and stores masks as bytes, as on a GPU."""
     offloads_activations: bool = False
     fast: bool = False
-    """Whether the fast layers are used."""
     fp8_products: bool = False
     """Whether the fast layers use fp8 matmul with a quantized base."""
     limit_bytes: int = 0

@@ -12,7 +12,6 @@ from crosstune.files.run_record import holds_run
 
 CACHE_VARIABLE = "CROSSTUNE_CACHE"
 MOST_RUNS = 5
-"""The most runs in a suggestion."""
 
 
 def near_paths(path: str | Path) -> list[str]:

@@ -29,7 +29,6 @@ class Prediction:
     parameters: int
     trained: int
     source: str
-    """The source of the model's sizes."""
     memory: MemoryParts
     estimated_bytes: int
     usable_bytes: int

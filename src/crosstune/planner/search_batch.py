@@ -31,7 +31,6 @@ class Found:
     """The peak of a pass with this size, including optimizer state."""
     limit_bytes: int
     at_most: int
-    """The largest size searched for."""
 
     def sentence(self) -> str:
         """Return why the size was chosen."""

@@ -94,7 +94,6 @@ class RankState:
     """Grows with every post; a constant beat means a stopped process."""
     doing: str
     at: str
-    """The innermost place in the code."""
     still_s: float
     """Seconds that the main thread has been at this place."""
     waits: bool

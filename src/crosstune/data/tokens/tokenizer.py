@@ -62,7 +62,6 @@ class Tokenizer:
     stop_ids: frozenset[int]
     """Tokens that end an answer."""
     special: tuple[str, ...] = ()
-    """The special tokens as strings."""
     adds_bos: bool = False
     """True if the tokenizer prepends the BOS token to plain text."""
     other_named: tuple[tuple[str, str], ...] = ()
@@ -70,7 +69,6 @@ class Tokenizer:
     digest: str = ""
     """sha256 of tokenizer.json."""
     template_file: str = ""
-    """The file that contains the chat template."""
     num_rows: int | None = None
     """The model's number of embeddings, if its config.json is in the same folder."""
 
