@@ -1,7 +1,4 @@
-"""Define an engine's operations on model folders: read, merge adapters, write, and compute logits.
-
-`crosstune.<engine>_engine.model_folders.open_folders(plan)` returns the implementation of an engine.
-"""
+"""Define an engine's operations on model folders; `open_folders(plan)` of each engine returns its implementation."""
 
 from __future__ import annotations
 

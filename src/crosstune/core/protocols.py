@@ -127,10 +127,8 @@ class Session(Protocol):
         ...
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
-        """Compute and keep the clipped gradients of a whole window, without the loss scale.
-
-        Each loss is divided by the weight of the window, so the gradients equal those of one large batch.
-        """
+        """Compute and keep the clipped gradients of a whole window, without the loss scale: the gradients of one large batch,
+        since each loss is divided by the weight of the window."""
         ...
 
     def discard(self) -> None:

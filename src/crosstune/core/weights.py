@@ -28,10 +28,7 @@ def result_weights(state: SessionState) -> Mapping[str, Array]:
 
 
 def uniform_by_name(name: str, *, shape: tuple[int, int], seed: int) -> NDArray[np.float32]:
-    """Return values uniform in +-1/sqrt(fan_in), from a random stream that depends on the name and the seed.
-
-    This is the usual initialization of LoRA's A (Kaiming uniform with a = sqrt(5)); B starts at zero.
-    """
+    """Return values uniform in +-1/sqrt(fan_in), as usual for LoRA's A, from a stream that depends on name and seed."""
     digest = hashlib.sha256(name.encode()).digest()
     key = (seed, int.from_bytes(digest[:8], "little"))
     bound = 1.0 / np.sqrt(shape[1])

@@ -149,10 +149,7 @@ def step_time(
     cluster: Cluster,
     tokens_per_row: float | None = None,
 ) -> StepTime:
-    """Return the time of an optimizer step, of `step.num_micro_batches` micro-batches in each process.
-
-    `tokens_per_row` is the mean length of padded rows, by default the length of the longest.
-    """
+    """Return the time of an optimizer step; `tokens_per_row` is the mean length of padded rows, by default the longest."""
     row = tokens_per_row if tokens_per_row is not None else step.context
     tokens = step.batch * row
     passes = step.num_micro_batches

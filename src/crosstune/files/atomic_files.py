@@ -1,7 +1,7 @@
 """Write files and folders atomically: stage them next to the target, fsync, then rename.
 
-After a kill or a power loss, a reader finds the old contents or the new ones, never a mix. Staged files have a hidden
-name made by `staging_path`, so leftovers of a killed process can be found and removed.
+After a crash or a power loss, a reader finds the old or the new contents, never a mix. Staged files have hidden names, so
+leftovers of a killed process can be found and removed.
 """
 
 from __future__ import annotations
@@ -90,10 +90,8 @@ def put_new(new: Path, target: Path) -> None:
 
 
 def put_in_place(new: Path, target: Path, *, aside: Path) -> None:
-    """Sync a staged folder to disk and move it to `target`; move an existing folder there to `aside`.
-
-    Where the system can swap two names, `target` exists at every moment; elsewhere it is missing between two renames.
-    """
+    """Sync a staged folder to disk and move it to `target`; move an existing folder there to `aside`. Where the system can
+    swap two names, `target` exists at every moment."""
     _sync_tree(new)
     if not target.exists():
         new.rename(target)

@@ -58,10 +58,8 @@ def _existing(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder, even before it exists; raise InUse when another process holds it.
-
-    The system releases the lock whenever the process ends. Without a run folder, the lock file is removed.
-    """
+    """Hold the lock of a run folder, even before it exists; raise InUse when another process holds it. Without a run folder,
+    the lock file is removed at the end."""
     # Lock a link under its own name and its target's: a run may be moved aside under either.
     names = {folder.parent.resolve() / folder.name, folder.resolve()}
     with contextlib.ExitStack() as stack:

@@ -122,10 +122,8 @@ class Record:
 
 
 class RunRecord(Record):
-    """Write a run folder. Each line is flushed, so a kill loses at most the line being written.
-
-    The caller holds the lock of the folder. Resuming leaves the metrics and the summary unchanged until the first step.
-    """
+    """Write a run folder, whose lock the caller holds. Each line is flushed, so a crash loses at most the line being
+    written. Resuming leaves the metrics and the summary unchanged until the first step."""
 
     def __init__(self, folder: Path, *, resumes_at: int | None = None) -> None:
         super().__init__(folder)

@@ -40,10 +40,7 @@ def make_plan(
     ranks: Ranks | None = None,
     base: BaseChoice | None = None,
 ) -> Plan:
-    """Return the plan of `train` for this configuration on `machine`, by default this one.
-
-    `base` is the recorded choice of an earlier training about its quantized layers.
-    """
+    """Return the plan of `train` on `machine`, by default this one; `base` is an earlier run's choice of quantized layers."""
     return resolve(config, gather(config, machine=machine, longest_row=longest_row, ranks=ranks, base=base))
 
 

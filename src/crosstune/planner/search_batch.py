@@ -1,7 +1,6 @@
 """Find the largest micro-batch that fits, for `--batch_size auto`, with real passes over the longest rows.
 
-The number of rows is doubled while a pass fits, then bisected. A size that would not fit by linear extrapolation is not
-tried: on a CPU the system would kill the process.
+The size is doubled while a pass fits, then bisected. A size that would not fit by linear extrapolation is not tried.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Handle the stop signals, the output and the end of this process, and measure time without suspensions.
 
-A Python thread inside torch during interpreter shutdown aborts the process with SIGABRT. A process that left its group has
-no such thread. One that fails cannot leave, since others may wait for it in a collective, and must end without Python's
-shutdown.
+A Python thread inside torch during interpreter shutdown aborts the process with SIGABRT. A process that fails cannot leave
+its group, since others may wait for it in a collective, so it must exit without Python's shutdown.
 """
 
 from __future__ import annotations

@@ -54,10 +54,7 @@ class RowOrder:
         return self.max_steps if self.num_epochs == 0 else min(self.max_steps, by_epochs)
 
     def rows(self, step: int) -> list[list[int]]:
-        """Return the example indices of each row of step `step`, counted from 0; one per row unless rows are packed.
-
-        A step may span two epochs.
-        """
+        """Return the example indices of each row of step `step`, counted from 0; one per row unless rows are packed."""
         first = step * self.rows_per_step
         last = min(first + self.rows_per_step, self._num_rows() or first + self.rows_per_step)
         if self.packed is not None:

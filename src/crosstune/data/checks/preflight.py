@@ -141,10 +141,7 @@ def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RowChecker:
-    """Check rows as a run would read them.
-
-    Without a tokenizer, rows are not rendered. `whole` skips locating the answers.
-    """
+    """Check rows as a run would read them. Without a tokenizer, rows are not rendered; `whole` skips locating answers."""
 
     asked_format: str
     columns: Columns
@@ -153,9 +150,7 @@ class RowChecker:
 
     def check(self, name: str, *, limit: int, training: bool = True) -> list[str]:
         """Raise a UserError for a row that does not match the format or cannot be rendered; return the skipped checks.
-
-        At most `limit` rows of each source are read, all if it is -1. `training` is false for evaluation data.
-        """
+        At most `limit` rows of each source are read, all if it is -1. `training` is false for evaluation data."""
         entries = parse_dataset(name) if training else unweighted(name, option="eval_dataset")
         names = [entry.name for entry in entries]
         # Bundled rows are valid, but the model's template may reject them.

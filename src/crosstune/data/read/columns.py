@@ -27,10 +27,7 @@ Columns = Mapping[str, str]
 
 
 def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict[str, str]:
-    """Parse `query=prompt,reply=completion`. Column names may contain commas and equals signs.
-
-    `targets` are the columns that a recipe reads.
-    """
+    """Parse `query=prompt,reply=completion`; `targets` are the columns that a recipe reads. Names may contain , and =."""
     found: dict[str, str] = {}
     held = ""
     for piece in text.split(",") if text else ():
@@ -58,10 +55,8 @@ def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict
 
 
 def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Source]:
-    """Divide a source into sources of one format each, in order, and set the columns to rename.
-
-    The format is as requested, or follows from the source's name or each part's first row.
-    """
+    """Divide a source into sources of one format each, in order, and set the columns to rename. The format is as requested,
+    or follows from the source's name or each part's first row."""
     if asked == "auto":
         asked = source.form
     groups: dict[tuple[str, Sequence[tuple[str, str]], bool], list[Part]] = {}

@@ -23,10 +23,7 @@ class DatasetEntry:
 
 
 def parse_dataset(text: str) -> list[DatasetEntry]:
-    """Parse `a.jsonl`, `a.jsonl,b.jsonl` or `a.jsonl:0.7,b.jsonl:0.3`.
-
-    An existing path is never split at its commas and colons.
-    """
+    """Parse `a.jsonl`, `a.jsonl,b.jsonl` or `a.jsonl:0.7,b.jsonl:0.3`. Existing paths may contain commas and colons."""
     pieces = text.split(",")
     entries: list[DatasetEntry] = []
     while pieces:

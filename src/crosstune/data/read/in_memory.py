@@ -24,10 +24,7 @@ _SHAPES = (
 
 
 def write_in_memory(data: object, *, option: str, cache: Path | None) -> Path:
-    """Write a list of rows, a `datasets.Dataset`, or a mapping of splits to such; return the file or the folder.
-
-    `option` is the name of the argument, for errors.
-    """
+    """Write a list of rows, a `datasets.Dataset`, or a mapping of splits to such; return the file or the folder."""
     root = cache_folder(cache)
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -76,10 +76,7 @@ class Source:
 
 
 def open_source(name: str, *, needs_training: bool = True) -> Source:
-    """Open one source of --dataset; raise a UserError with the known names when it is unknown.
-
-    A folder needs files to train on, unless it is opened only for evaluation.
-    """
+    """Open one source of --dataset. A folder needs files to train on, unless it is opened only for evaluation."""
     with naming("dataset" if needs_training else "eval_dataset"):
         try:
             return _open(name, needs_training=needs_training)
@@ -181,8 +178,8 @@ def _open_folder(name: str, folder: Path, *, needs_training: bool) -> Source:
 
 
 def split_of(path: Path) -> str:
-    """Return the split that a folder or file name begins or ends with, as in `test.jsonl`, `my_val.jsonl`,
-    `validation/0.json` or `judge_test-00000-of-00002.parquet`; train by default."""
+    """Return the split that a folder or file name begins or ends with, as in `validation/0.json` or
+    `judge_test-00000-of-00002.parquet`; train by default."""
     for name in (*path.parts[:-1], path.stem):
         words = [word for word in _NAME_ENDS.split(_SHARD.sub("", name.lower())) if word]
         named = [word for word in (words[:1] + words[-1:]) if word in (*HELD_OUT_SPLITS, *_TRAINING_WORDS)]

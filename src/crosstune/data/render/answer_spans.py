@@ -111,11 +111,8 @@ def _template_error(tokenizer: ChatTokens, verb: str, error: Exception) -> UserE
 def _locate(
     messages: Sequence[Message], place: int, text: str, marks: Marks, tokenizer: ChatTokens, tools: Tools
 ) -> list[Span]:
-    """Return the spans of an answer: the text of its message after the prompt's header, up to the end token.
-
-    There are several spans if the template writes other messages in between. If the template's loops cannot be marked, it
-    is rendered again with a placeholder, and the text that changes is the answer.
-    """
+    """Return the spans of an answer: the text of its message after the prompt's header, up to the end token. If the loops
+    of the template cannot be marked, it is rendered again with a placeholder, and the text that changes is the answer."""
     if place not in marks.turns or not _writes_answers(tokenizer):
         around = _around(messages, place, text, tokenizer, tools)
         spans = [] if around is None else [(around[0], _with_end_token(text, around[1], tokenizer))]
@@ -214,11 +211,8 @@ def _placeholder(messages: Sequence[Message]) -> str:
 
 
 def _end_of(text: str, span: Span, tokenizer: ChatTokens, *, is_last: bool) -> int:
-    """Return the end of an answer, without white space that the template writes after the end token.
-
-    In some templates an answer has no end token, and the model stops at the token that begins the next turn. Some write
-    one more end token after the last message.
-    """
+    """Return the end of an answer, without white space after the end token. In some templates the model stops at the token
+    that begins the next turn; some write one more end token after the last message."""
     start, end = span
     if is_last and text[end:].strip() in _end_tokens(tokenizer):
         return len(text.rstrip())

@@ -116,10 +116,7 @@ class Generation(Extension):
 
 
 class _MarkLoops(NodeTransformer):
-    """Insert marks into loops that write to the output.
-
-    Loops whose text is captured are not marked: the template could measure, trim or split the marks with the text.
-    """
+    """Insert marks into loops that write to the output, not into captured text: the template could trim or split it."""
 
     def __init__(self) -> None:
         self.num_loops = 0
