@@ -135,12 +135,12 @@ class QuantSpec:
         return declared.usual_kinds.get(self.bits, "int")
 
     def has_groups(self) -> bool:
-        """Return whether the group size changes the numbers."""
+        """Return True if the group size changes the numbers."""
         declared = self._declared()
         return declared is None or self.bits not in declared.bits_by_row
 
     def has_double(self) -> bool:
-        """Return whether the scales can be quantized too."""
+        """Return True if the scales can be quantized too."""
         declared = self._declared()
         return declared is None or self.bits in declared.bits_with_double_quant
 
@@ -193,7 +193,7 @@ def read_spec(data: Mapping[str, Any] | None) -> QuantSpec | None:
 
 
 def same_meaning(one: QuantSpec | None, other: QuantSpec | None) -> bool:
-    """Return whether two bases are quantized to the same numbers; None is a base that is not quantized."""
+    """Return True if two bases are quantized to the same numbers; None is a base that is not quantized."""
     if one is None or other is None:
         return one is other
     return one.meaning() == other.meaning()

@@ -92,7 +92,7 @@ def rows_at_a_time(vocabulary: int, *, on_gpu: bool) -> int:
 
 
 def attends_by_products(length: int, *, on_gpu: bool) -> bool:
-    """Return whether attention in rows of this length uses batched matmul."""
+    """Return True if attention in rows of this length uses batched matmul."""
     return not on_gpu and SHORTEST_ROW <= length <= LONGEST_ROW
 
 

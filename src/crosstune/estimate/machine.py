@@ -87,17 +87,17 @@ class BackendReport:
     collectives: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
     has_triton: bool = True
-    """Whether kernels written in Triton run, on a GPU; not tried on other devices."""
+    """True if kernels written in Triton run, on a GPU; not tried on other devices."""
     notes: tuple[str, ...] = ()
 
     @property
     def is_torch_cpu(self) -> bool:
-        """Whether torch computes on the CPU, for any name of the backend."""
+        """True if torch computes on the CPU, for any name of the backend."""
         return self.engine == "torch" and self.device == "cpu"
 
     @property
     def has_flash_attention(self) -> bool:
-        """Whether --use_flash_attention has a kernel: torch's, flash_attn's or MLX's fused attention."""
+        """True if --use_flash_attention has a kernel: torch's, flash_attn's or MLX's fused attention."""
         fused = "sdpa" if self.engine == "mlx" else "flash"
         return any(fused in kernel for kernel in self.attention)
 

@@ -150,15 +150,15 @@ class Step:
     num_shards: int = 1
     """Processes that shard weights, gradients and optimizer state."""
     on_gpu: bool = True
-    """Whether torch updates all weights at once and stores masks as bytes, as on a GPU."""
+    """True if torch updates all weights at once and stores masks as bytes, as on a GPU."""
     offloads_activations: bool = False
     fast: bool = False
     fp8_products: bool = False
-    """Whether the fast layers use fp8 matmul with a quantized base."""
+    """True if the fast layers use fp8 matmul with a quantized base."""
     limit_bytes: int = 0
     """The memory that a step may use; 0 for no limit."""
     recomputes_by_memory: bool = True
-    """Whether the fast layers choose recomputation by free memory, as on CUDA and ROCm."""
+    """True if the fast layers choose recomputation by free memory, as on CUDA and ROCm."""
     overhead_bytes: int = 0
     """Memory of the framework before the first tensor, if it counts for the process."""
 

@@ -67,7 +67,7 @@ class DeviceSpeed:
     network_gb_s: float
     """To another machine, for each device, in one direction, over the usual network card."""
     fp8: bool = False
-    """Whether fp8 matmuls were measured to be faster on this chip."""
+    """True if fp8 matmuls were measured to be faster on this chip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ def _recomputed_share(shape: ModelShape, step: Step) -> float:
 
 
 def _makes_dense(step: Step) -> bool:
-    """Return whether quantized weights are dequantized for each matmul."""
+    """Return True if quantized weights are dequantized for each matmul."""
     return step.quantizer != "none" and not (step.quantizer == "fp8" and step.fp8_products)
 
 

@@ -16,7 +16,7 @@ from crosstune.files.atomic_files import write_text
 from crosstune.files.plain_files import MissingFile, UnreadableFile, not_utf8, open_plain, read_plain
 
 JSON_LIMIT = 64 << 20
-"""The largest JSON file in bytes, unless a reader sets another limit."""
+"""The largest JSON file in bytes, unless a reader sets a different limit."""
 LINE_LIMIT = 16 << 20
 """The largest first line of a file that may be JSON Lines."""
 DEPTH_LIMIT = 64
@@ -54,7 +54,7 @@ def object_of(raw: bytes, path: Path, *, foreign: bool = False) -> dict[str, Any
     except ValueError as error:
         raise UnreadableFile(path, f"it is not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise UnreadableFile(path, "it does not hold a JSON object")
+        raise UnreadableFile(path, "it does not contain a JSON object")
     return found
 
 

@@ -28,7 +28,7 @@ class InUse(UserError):
         super().__init__(
             f"{folder} is in use.",
             why="another process is training or unpacking a run there.",
-            do="wait for it or stop it, or choose another --name",
+            do="wait for it or stop it, or choose a different --name",
         )
 
 
@@ -109,7 +109,7 @@ def _remove(lock: Path, folders: Sequence[Path]) -> None:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Return whether a process holds the lock of a run folder; None if the lock is missing or cannot be opened."""
+    """Return True if a process holds the lock of a run folder; None if the lock is missing or cannot be opened."""
     from filelock import FileLock, Timeout
 
     run = folder.resolve()

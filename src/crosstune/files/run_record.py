@@ -21,12 +21,12 @@ _KEPT_FOLDERS = ("checkpoints", "adapter", "model")
 
 
 def holds_record(folder: Path) -> bool:
-    """Return whether a folder holds any file of a run's record."""
+    """Return True if a folder holds any file of a run's record."""
     return any((folder / name).exists() for name in RUN_FILES)
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a folder holds a run. The next start replaces a record without steps."""
+    """Return True if a folder holds a run. The next start replaces a record without steps."""
     return holds_record(folder) and not _is_without_steps(folder)
 
 
@@ -59,13 +59,13 @@ def check_free(folder: Path, *, resuming: bool = False) -> None:
         raise UserError(
             f"{folder} already holds a run.",
             why="a new run there would mix its records with the old ones.",
-            do="choose another --name, pass --resume auto to continue it, or --overwrite to move it aside first",
+            do="choose a different --name, pass --resume auto to continue it, or --overwrite to move it aside first",
         )
     if read_log(folder / "summary.json").get("status") == "finished":
         raise UserError(
             f"{folder} holds a finished run without a checkpoint.",
             why="it ended before it wrote one, so there is nothing to continue from.",
-            do="pass --overwrite to move it aside and start over, or choose another --name",
+            do="pass --overwrite to move it aside and start over, or choose a different --name",
         )
 
 
@@ -76,7 +76,7 @@ def move_aside(folder: Path) -> Path:
 
 
 class RecordFailed(UserError):
-    """The record of a run cannot be written: the disk is full, or gone."""
+    """The record of a run cannot be written: the disk is full or was lost."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         room = ""
@@ -137,7 +137,7 @@ class RunRecord(Record):
     def create(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any]) -> RunRecord:
         if folder.exists() and not folder.is_dir():
             raise UserError(
-                f"{folder} is a file, not a folder for a run.", do="choose another --output_dir or --name"
+                f"{folder} is a file, not a folder for a run.", do="choose a different --output_dir or --name"
             )
         check_free(folder)
         record = cls(folder)
@@ -232,7 +232,7 @@ class RunRecord(Record):
 
 
 def _end_line(path: Path) -> None:
-    """Remove a last line that a kill left incomplete."""
+    """Remove a last line that a crash left incomplete."""
     try:
         with open_plain(path) as file:
             written = file.read()

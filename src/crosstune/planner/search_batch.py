@@ -75,7 +75,7 @@ class BatchSearch:
         )
 
     def _fits(self, size: int) -> bool:
-        """Return whether a pass over this many rows fits in every process. All processes try the same sizes."""
+        """Return True if a pass over this many rows fits in every process. All processes try the same sizes."""
         used = self.session.memory().used_bytes
         if self._tried:
             largest = max(self._tried)

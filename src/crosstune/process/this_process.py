@@ -38,14 +38,14 @@ def note_unfinished() -> None:
 
 
 def may_hang() -> bool:
-    """Return whether Python's shutdown of this process may hang or abort."""
+    """Return True if Python's shutdown of this process may hang or abort."""
     return _CONNECTED.is_set() or _UNFINISHED.is_set()
 
 
 def end_at_once(code: int) -> NoReturn:
     """Write the output and end this process with an exit code, without Python's shutdown."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it was closed
+        with contextlib.suppress(OSError, ValueError):  # its reader exited, or it was closed
             stream.flush()
     os._exit(code)
 
@@ -62,7 +62,7 @@ def taken_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle the stop signals inside the block; restore the former handlers at its end."""
+    """Handle the stop signals within the context, then restore the former handlers."""
     previous = {number: signal.signal(number, handler) for number in taken_signals()}
     try:
         yield
@@ -73,7 +73,7 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
 
 @contextlib.contextmanager
 def hide_output() -> Iterator[None]:
-    """Drop standard output and standard error inside the block. Errors must be raised."""
+    """Drop standard output and standard error within the context. Errors must be raised."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 

@@ -74,7 +74,7 @@ class RowOrder:
         return {"rows_done": done, "epoch": epoch, "row_in_epoch": row}
 
     def identity(self) -> Mapping[str, Any]:
-        """Return everything besides the examples that determines which examples a step has."""
+        """Return everything except the examples that determines which examples a step has."""
         found = {
             "seed": self.seed,
             "rows_per_step": self.rows_per_step,

@@ -191,7 +191,7 @@ class RowChecker:
 
 
 def is_here(name: str) -> bool:
-    """Return whether all sources of a dataset can be opened without a download."""
+    """Return True if all sources of a dataset can be opened without a download."""
     return all(_is_here(entry.name) for entry in parse_dataset(name))
 
 

@@ -115,7 +115,7 @@ def _turns(row: Row, form: str) -> list[Turn]:
 
 
 def has_empty_answer(conversation: Conversation) -> bool:
-    """Return whether an answer, or the whole text, is empty."""
+    """Return True if an answer, or the whole text, is empty."""
     if isinstance(conversation, str):
         return not conversation.strip()
     return any(

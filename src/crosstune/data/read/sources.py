@@ -117,7 +117,7 @@ def is_known(name: str) -> bool:
 
 
 def _may_be_hub_id(name: str) -> bool:
-    """Return whether a name has the form `org/name` and is not a file path."""
+    """Return True if a name has the form `org/name` and is not a file path."""
     parts = name.split("/")
     return len(parts) == 2 and all(parts) and parts[0][0].isalnum() and Path(name).suffix not in SUFFIXES
 

@@ -75,7 +75,7 @@ def effective_extras(
 
 
 def _is_answer(message: Message) -> bool:
-    """Return whether a message is an answer to learn, not part of a prompt."""
+    """Return True if a message is an answer to learn, not part of a prompt."""
     return message["role"] == "assistant" and not message.get(NO_LOSS)
 
 
@@ -152,7 +152,7 @@ def _usual_header(tokenizer: ChatTokens) -> str | None:
 
 @lru_cache(maxsize=8)
 def _writes_answers(tokenizer: ChatTokens) -> bool:
-    """Return whether the template writes an answer inside the turn of its message, or has no marked loop."""
+    """Return True if the template writes an answer inside the turn of its message, or has no marked loop."""
     text, turn = _probe(tokenizer)
     return turn is None or _placeholder([]) in text[turn[0] : turn[1]]
 

@@ -209,7 +209,7 @@ def _read_tokenizer(folder: Path) -> bytes:
 
 
 def _may_be_slow(value: Any) -> bool:
-    """Return whether a stage has a regex, a table or a replacement that lengthens text."""
+    """Return True if a stage has a regex, a table or a replacement that lengthens text."""
     if isinstance(value, list):
         return any(map(_may_be_slow, value))
     if not isinstance(value, dict):
