@@ -25,7 +25,7 @@ def data(model: Path, path: Path | str, *words: str) -> int:
         ({"instruction": "a", "output": "b"}, ["line 3", "formats cannot be mixed"]),
         ({"messages": [{"role": "assistant", "content": "a"}]}, ["line 3", "out of order"]),
         ({"messages": [{"role": "alien", "content": "a"}]}, ["line 3", "Unknown role 'alien'"]),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["line 3", "type image"]),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["line 3", "image"]),
         ({"message": []}, ["line 3", "Missing column messages"]),
     ],
 )

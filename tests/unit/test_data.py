@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from crosstune.config.load import make_config
-from crosstune.data.batches.packing import PackedOrder, Packer, pack
+from crosstune.data.batches.packing import PackedOrder, pack
 from crosstune.data.batches.row_order import RowOrder
 from crosstune.data.batches.token_batch import (
     IGNORED,
@@ -146,15 +146,10 @@ def test_every_document_is_packed_once_and_rows_are_well_filled() -> None:
 
 
 def test_first_fit_in_the_order_of_the_stream() -> None:
-    packer = Packer(capacity=10, num_open=2)
-    assert packer.add(0, 6) == []
-    assert packer.add(1, 7) == []
-    assert packer.add(2, 3) == []  # into the first
-    assert packer.add(3, 3) == [[1, 3]]  # fills the second
-    assert packer.add(4, 9) == []
-    assert packer.add(5, 5) == [[0, 2]]  # no room, no open row left: the oldest goes
-    assert packer.add(6, 10) == [[4], [6]]
-    assert packer.flush() == [[5]]
+    packed = pack(np.arange(7), np.array([6, 7, 3, 3, 9, 5, 10]), capacity=10, num_open=2)
+    rows = [packed.row(number).tolist() for number in range(len(packed))]
+    # 2 fits the first row and 3 the second; 5 needs a new row, so the oldest is completed.
+    assert rows == [[1, 3], [0, 2], [4], [6], [5]]
 
 
 def test_rows_depend_on_seed_and_position_alone() -> None:

@@ -76,7 +76,7 @@ def test_sizes_and_names(tmp_path: Path) -> None:
         (b'{"a": ' + b"1" * 5000 + b"}", "5,000 digits"),
         (b'{"a": NaN}', "NaN is not a JSON number"),
         (b'{"a": 1, "a": 2}', "'a' occurs twice"),
-        (b"[1]", "does not hold a JSON object"),
+        (b"[1]", "does not contain a JSON object"),
     ],
 )
 def test_what_is_not_json_is_said(tmp_path: Path, text: bytes, why: str) -> None:

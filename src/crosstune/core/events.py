@@ -171,15 +171,10 @@ class LossCompared(Event):
         return self.comparison.to_json()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Moved(Event):
+class Moved(LossCompared):
     """A run continued on a different machine; the loss on the same batches was measured again."""
 
     kind = "moved"
-    comparison: Comparison
-
-    def to_json(self) -> dict[str, Any]:
-        return self.comparison.to_json()
 
 
 @dataclass(frozen=True, kw_only=True)

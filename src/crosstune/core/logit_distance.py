@@ -18,10 +18,8 @@ BOUNDS = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1, "q8_0": 0.1, "8": 0.15, "6": 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """The distance between two sets of logits.
-
-    `relative` is the norm of the difference over the norm of the reference, both centered, as softmax ignores the mean.
-    """
+    """The distance between two sets of logits. `relative` is the norm of the difference over the norm of the reference,
+    both centered, as softmax ignores the mean."""
 
     max_abs: float
     mean_kl: float

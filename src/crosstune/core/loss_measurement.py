@@ -13,7 +13,6 @@ class LossMeasurement:
 
     step: int
     first_step: int
-    """The first measured step."""
     num_steps: int
     """Whole steps are measured: a different machine may use different micro-batches."""
     loss: float
@@ -27,14 +26,8 @@ class LossMeasurement:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LossMeasurement:
-        numbers = {name: int(data[name]) for name in ("step", "first_step", "num_steps", "num_supervised")}
-        return cls(
-            **numbers,
-            loss=float(data["loss"]),
-            backend=str(data["backend"]),
-            precision=str(data["precision"]),
-            quantization=data.get("quantization"),
-        )
+        known: dict[str, Any] = {name: data.get(name) for name in cls.__dataclass_fields__}
+        return cls(**known | {"loss": float(data["loss"])})
 
     def terms(self) -> str:
         """Return precision and quantization as a string."""
@@ -56,11 +49,5 @@ class Comparison:
     same_rows: bool
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "from": self.there.to_json(),
-            "to": self.here.to_json(),
-            "difference": self.difference,
-            "bound": self.bound,
-            "within": self.within,
-            "same_rows": self.same_rows,
-        }
+        numbers = {name: value for name, value in vars(self).items() if name not in ("there", "here")}
+        return {"from": self.there.to_json(), "to": self.here.to_json(), **numbers}

@@ -1,7 +1,4 @@
-"""Define an engine's operations on model folders: read, merge adapters, write, and compute logits.
-
-`crosstune.<engine>_engine.model_folders.open_folders(plan)` returns the implementation of an engine.
-"""
+"""Define an engine's operations on model folders; `open_folders(plan)` of each engine returns its implementation."""
 
 from __future__ import annotations
 
@@ -109,42 +106,33 @@ class ModelFolders(Protocol):
 
     def check_adapter(self, weights: DenseWeights) -> None:
         """Raise a UserError when the adapter's layers do not match the folder's."""
-        ...
 
     def check_form(self, form: WeightForm) -> None:
         """Raise a UserError when the engine cannot write the form on this machine."""
-        ...
 
     def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
         """Return the logits of a folder, or of the GGUF file `gguf` in it, as `reader` loads it."""
-        ...
 
     def variant_logits(
         self, folder: Path, prompts: Prompts, variants: Mapping[str, DenseWeights]
     ) -> tuple[Logits, dict[str, Logits]]:
         """Return the folder's logits, and those with each variant's weights where the engine can swap weights."""
-        ...
 
     def weight_errors(self, folder: Path, original: Path) -> Mapping[str, Any]:
         """Return the errors of a folder's quantized weights; `relative` is over all weights."""
-        ...
 
     def write_dense(
         self, target: Path, weights: DenseWeights, *, session: Any = None, on_bytes: OnBytes | None = None
     ) -> None:
         """Write a plain model folder. With `folds_sessions`, `session` has the adapter loaded on the weights."""
-        ...
 
     def result_bytes(self, rewrite: Rewrite) -> int:
         """Estimate the disk space that `rewrite_folder` needs."""
-        ...
 
     def rewrite_folder(
         self, target: Path, rewrite: Rewrite, *, scratch: Path, on_bytes: OnBytes | None = None
     ) -> Written:
         """Write a model folder in a different form. `scratch` is an existing folder for temporary files."""
-        ...
 
     def readable(self, folder: Path, *, view: Path) -> Path:
         """Return the folder, or `view` with links to its files and a config.json that `reader` understands."""
-        ...

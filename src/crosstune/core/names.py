@@ -59,6 +59,7 @@ def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[set[str] 
             f"The patterns that choose layers have more than {LONGEST_PATTERNS:,} characters.",
             do="use a shorter list or pattern",
         )
+    found: list[set[str] | str] = []
     for pattern in patterns:
         if _NESTED_REPETITION.search(pattern):
             raise UserError(
@@ -66,8 +67,6 @@ def match_names(patterns: Sequence[str], names: Sequence[str]) -> list[set[str] 
                 why="it repeats a group that contains a repetition; matching can take exponential time.",
                 do="simplify lora_target_modules, or target_modules in the adapter's adapter_config.json",
             )
-    found: list[set[str] | str] = []
-    for pattern in patterns:
         try:
             expression = re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:

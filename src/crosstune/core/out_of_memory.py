@@ -25,7 +25,6 @@ _LOST_ERROR = re.compile(r"without (setting an exception|exception set)|without 
 STEP, UPDATING = "a step", "an update of the optimizer"
 """The passes of a step, repeatable with fewer rows at a time, and the optimizer update after them, not repeatable."""
 LOADING, EVALUATING, GENERATING = "loading the model", "an evaluation", "generating text"
-"""Other work of an engine."""
 
 
 class OutOfMemory(UserError):
@@ -40,7 +39,7 @@ class OutOfMemory(UserError):
         )
         self.reason, self.doing = why, doing
         self.shared = False
-        """Whether every process of the run raises it, so that all can recover together."""
+        """True if every process of the run raises it, so that all can recover together."""
 
     def with_advice(self, do: str) -> OutOfMemory:
         advised = OutOfMemory(self.reason, doing=self.doing, do=do)
@@ -63,7 +62,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_errors(*, doing: str, release: Callable[[], None] | None = None) -> Iterator[None]:
-    """Convert every out-of-memory error in the block to OutOfMemory; call `release` first, to free cached memory."""
+    """Convert every out-of-memory error within the context to OutOfMemory; call `release` first, to free cached memory."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError, ValueError, SystemError, ImportError) as error:

@@ -26,7 +26,7 @@ def no_phase(name: str) -> contextlib.AbstractContextManager[None]:
 class ProfileSettings:
     stacks: bool = False
     shapes: bool = False
-    """Whether operators are listed by the shapes of their inputs."""
+    """True if operators are listed by the shapes of their inputs."""
     memory: bool = False
     memory_timeline: bool = False
     trace: bool = True
@@ -75,21 +75,17 @@ class EngineProfiler(Protocol):
 
     def warm_up(self) -> None:
         """Prepare to record, outside of the first recorded step."""
-        ...
 
     def start(self) -> None: ...
 
     def stop(self, folder: Path, *, step: int) -> Recorded:
         """End a cycle whose first step is `step`, and write its files."""
-        ...
 
     def mark(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Name a block in the trace."""
-        ...
 
     def synchronize(self) -> None:
         """Wait for the device, so that a phase includes its work."""
-        ...
 
     def measure_limits(self) -> Limits | None: ...
 

@@ -23,7 +23,6 @@ class Batch(Protocol):
     @property
     def weight(self) -> int:
         """The number of terms in the loss sum: supervised tokens, examples, ..."""
-        ...
 
     @property
     def num_tokens(self) -> int: ...
@@ -93,7 +92,7 @@ class StatePart:
     number: int
     count: int
     writes: bool
-    """Whether this process writes the part; its replicas do not."""
+    """True if this process writes the part; its replicas do not."""
     shapes: Mapping[str, tuple[int, ...]]
     """The shapes of the full weights."""
 
@@ -124,79 +123,48 @@ class Session(Protocol):
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Turn a batch into host arrays. Uses neither model nor device, so a thread may prefetch."""
-        ...
 
     def backward(self, window: Sequence[PreparedBatch], *, loss_scale: float = 1.0) -> Backward:
-        """Compute and keep the clipped gradients of a whole window, without the loss scale.
-
-        Each loss is divided by the weight of the window, so the gradients equal those of one large batch.
-        """
-        ...
+        """Compute and keep the clipped gradients of a whole window, without the loss scale: the gradients of one large batch,
+        since each loss is divided by the weight of the window."""
 
     def discard(self) -> None:
         """Drop the gradients of the last `backward` and restore the random state from before it."""
-        ...
 
     def update(self, *, lr: float) -> None:
         """Take an optimizer step with the gradients of the last `backward`, and drop them."""
-        ...
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult: ...
 
     def find_nonfinite(self, window: Sequence[PreparedBatch]) -> str:
         """Run a window again and return the first non-finite value: a layer's output, or the gradient of a weight."""
-        ...
 
     def memory(self) -> Memory: ...
 
     def num_parameters(self) -> tuple[int, int]:
         """Return the number of trained parameters, and of all parameters."""
-        ...
 
     def trained_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return canonical name -> shape of every array in `SessionState.weights`."""
-        ...
 
     def export_state(self, *, copy: bool = True, divided: bool = False) -> SessionState:
         """Return the state. Without `copy`, it may be valid only until the next step. If `divided`, a large state that is
         sharded across processes may stay so: each returns its part."""
-        ...
 
     def import_state(self, state: SessionState) -> None:
         """Load a state: the next step equals the step that would have followed in the session that exported it."""
-        ...
 
     def import_weights(self, weights: Mapping[str, Array]) -> None:
         """Load trained weights alone, as in `SessionState.weights`."""
-        ...
 
     def save_result(self, folder: Path | None) -> Path | None:
         """Write the trained weights in a form that other tools read, to `folder/adapter` or `folder/model`; return that
         path. A rank that does not write passes None."""
-        ...
-
-
-@runtime_checkable
-class DividesState(Protocol):
-    """A session that may have only a part of the state."""
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether exporting the state needs all processes."""
-        ...
 
 
 def is_divided(session: Session) -> bool:
-    return isinstance(session, DividesState) and session.is_divided
-
-
-@runtime_checkable
-class TracksPeak(Protocol):
-    """A session that can measure the peak memory of a part of its work."""
-
-    def reset_peak(self) -> None:
-        """Begin a new peak in `memory()`."""
-        ...
+    """Return True if exporting the state needs all processes, because each session has only a part of it."""
+    return bool(getattr(session, "is_divided", False))
 
 
 @runtime_checkable
@@ -220,19 +188,15 @@ class Task(Protocol):
     @property
     def metric_names(self) -> Sequence[str]:
         """Names of the metrics that `loss` returns."""
-        ...
 
     def build(self, opening: Any) -> Any:
         """Return the model with its weights loaded."""
-        ...
 
     def arrays(self, batch: Any) -> Mapping[str, Array]:
         """Return the host arrays of a batch that the loss reads."""
-        ...
 
     def loss(self, model: Any, arrays: Mapping[str, Any]) -> tuple[Any, Mapping[str, tuple[Any, Any]]]:
         """Return the sum of the losses of a batch, not the mean, and metrics as name -> (sum, weight)."""
-        ...
 
 
 @runtime_checkable
@@ -241,7 +205,6 @@ class HasEvaluationData(Protocol):
 
     def eval_identity(self) -> str | None:
         """Return a hash of the evaluation data; None if there is none."""
-        ...
 
 
 @runtime_checkable
@@ -250,7 +213,6 @@ class RecordsBase(Protocol):
 
     def base_record(self) -> Mapping[str, Any]:
         """Return the identity and quantization of the base weights, for crosstune.json next to an adapter."""
-        ...
 
 
 @runtime_checkable
@@ -268,47 +230,37 @@ class Recipe(Protocol):
 
     def task(self, engine: str) -> Task:
         """Return the recipe's task for an engine; raise a UserError when there is none."""
-        ...
 
     def longest_row(self) -> int:
         """Return the number of tokens in the longest row of the data."""
-        ...
 
     def configure(self, config: Any) -> None:
         """Set the final resolved options; the data does not change."""
-        ...
 
     def micro_batches(self, step: int) -> Sequence[Batch]:
         """Return the micro-batches of optimizer step `step`, counted from 0. They depend only on the step."""
-        ...
 
     def num_steps(self) -> int: ...
 
     def describe(self) -> Mapping[str, Any]:
         """Return a description of the data for plan.json, the screen and the report."""
-        ...
 
     def identity(self) -> str:
         """Return a hash of the training examples that does not depend on where they were read."""
-        ...
 
     def order(self) -> Mapping[str, Any]:
-        """Return everything besides the examples that determines which examples a step trains on."""
-        ...
+        """Return everything except the examples that determines which examples a step trains on."""
 
     def position(self, step: int) -> Mapping[str, Any]:
         """Return the position in the data after `step` steps, in terms that do not depend on the machine."""
-        ...
 
     def rows(self, step: int) -> list[int]:
         """Return the dataset indices of the examples of a step."""
-        ...
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation: ...
 
     def complete_result(self, folder: Path) -> None:
         """Add files that other tools need to use the trained weights, such as a chat template."""
-        ...
 
 
 @runtime_checkable
@@ -317,12 +269,9 @@ class HasLongestRows(Recipe, Protocol):
 
     def num_rows(self) -> int:
         """Return the number of rows in an epoch."""
-        ...
 
     def longest_target(self) -> int:
         """Return the maximum number of supervised tokens in a row."""
-        ...
 
     def longest_batch(self, size: int) -> Batch:
         """Return a micro-batch of the longest rows of the data, repeated where there are fewer."""
-        ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -46,7 +46,6 @@ class Quantizer:
     extra: str = ""
     """The crosstune extra that installs the library; empty if there is none."""
     distribution: str = ""
-    """The library's name on PyPI."""
 
     @property
     def install_command(self) -> str:
@@ -109,8 +108,7 @@ class QuantSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QuantSpec:
         """Read a record that this version or an older one wrote."""
-        wrong = wrong_spec(data)
-        if wrong is not None:
+        if wrong := wrong_spec(data):
             raise UserError(
                 "The quantization record cannot be read.",
                 why=f"{wrong}.",
@@ -132,19 +130,17 @@ class QuantSpec:
     def resolved_kind(self) -> str:
         """Return the kind with `auto` resolved to the library's default."""
         declared = self._declared()
-        if declared is None:
-            return self.kind
-        if declared.takes_kind and self.kind != "auto":
+        if declared is None or (declared.takes_kind and self.kind != "auto"):
             return self.kind
         return declared.usual_kinds.get(self.bits, "int")
 
     def has_groups(self) -> bool:
-        """Return whether the group size changes the numbers."""
+        """Return True if the group size changes the numbers."""
         declared = self._declared()
         return declared is None or self.bits not in declared.bits_by_row
 
     def has_double(self) -> bool:
-        """Return whether the scales can be quantized too."""
+        """Return True if the scales can be quantized too."""
         declared = self._declared()
         return declared is None or self.bits in declared.bits_with_double_quant
 
@@ -153,13 +149,9 @@ class QuantSpec:
         return find_quantizer(self.quantizer)
 
     def meaning(self) -> QuantSpec:
-        """Return a copy in which every field that does not change the numbers has a fixed value.
-
-        Two specifications with the same meaning quantize a weight to the same numbers.
-        """
-        return QuantSpec(
-            quantizer=self.quantizer,
-            bits=self.bits,
+        """Return a copy in which every field that does not change the numbers has a fixed value."""
+        return replace(
+            self,
             group_size=self.group_size if self.has_groups() else 0,
             kind=self.resolved_kind(),
             double=self.double and self.has_double(),
@@ -187,8 +179,9 @@ def wrong_spec(data: Mapping[str, Any] | None) -> str | None:
         lacks = f" and lacks {', '.join(missing)}" if missing else ""
         return f"it has the keys {', '.join(data)[:200]}{lacks}"
     for key, value in fields.items():
-        names = value if key == "kept" and isinstance(value, list) else []
-        is_wrong = type(value) is not _TYPES[key] or not all(isinstance(name, str) for name in names)
+        is_wrong = type(value) is not _TYPES[key]
+        if not is_wrong and key == "kept":
+            is_wrong = not all(isinstance(name, str) for name in value)
         if is_wrong or (key == "bits" and not 1 <= value <= 64) or (key == "group_size" and value < 0):
             return f"it has a wrong value at {key}: {shown(value)}"
     return None
@@ -200,7 +193,7 @@ def read_spec(data: Mapping[str, Any] | None) -> QuantSpec | None:
 
 
 def same_meaning(one: QuantSpec | None, other: QuantSpec | None) -> bool:
-    """Return whether two bases are quantized to the same numbers; None is a base that is not quantized."""
+    """Return True if two bases are quantized to the same numbers; None is a base that is not quantized."""
     if one is None or other is None:
         return one is other
     return one.meaning() == other.meaning()
@@ -215,8 +208,7 @@ class BaseChoice:
     kept: tuple[str, ...] = ()
     """`QuantSpec.kept`: the layers that keep their original weights."""
     outside_fp8: tuple[str, ...] | None = None
-    """The fast-layer groups kept out of fp8; None until chosen. The weights do
-    not depend on it."""
+    """The fast-layer groups kept out of fp8; None until chosen. The weights do not depend on it."""
 
 
 def recorded_choice(spec: QuantSpec | None) -> BaseChoice | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,18 +16,10 @@ SLOT = "average"
 """The average's name among the optimizer moments in a checkpoint."""
 
 
-@runtime_checkable
-class AveragesWeights(Protocol):
-    """A session that keeps a moving average of the trained weights."""
-
-    def averaged(self) -> contextlib.AbstractContextManager[None]:
-        """Replace the weights by their average within the context."""
-        ...
-
-
 def averaged(session: Session) -> contextlib.AbstractContextManager[None]:
     """Use the session's averaged weights within the context, if it keeps an average."""
-    return session.averaged() if isinstance(session, AveragesWeights) else contextlib.nullcontext()
+    found: contextlib.AbstractContextManager[None] = getattr(session, "averaged", contextlib.nullcontext)()
+    return found
 
 
 def result_weights(state: SessionState) -> Mapping[str, Array]:
@@ -37,10 +28,7 @@ def result_weights(state: SessionState) -> Mapping[str, Array]:
 
 
 def uniform_by_name(name: str, *, shape: tuple[int, int], seed: int) -> NDArray[np.float32]:
-    """Return values uniform in +-1/sqrt(fan_in), from a random stream that depends on the name and the seed.
-
-    This is the usual initialization of LoRA's A (Kaiming uniform with a = sqrt(5)); B starts at zero.
-    """
+    """Return values uniform in +-1/sqrt(fan_in), as usual for LoRA's A, from a stream that depends on name and seed."""
     digest = hashlib.sha256(name.encode()).digest()
     key = (seed, int.from_bytes(digest[:8], "little"))
     bound = 1.0 / np.sqrt(shape[1])

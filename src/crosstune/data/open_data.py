@@ -17,7 +17,7 @@ from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.bundled.named_datasets import DEFAULT_SAMPLES, DUMMY
 from crosstune.data.checks.preflight import leave_out_unsupervised
 from crosstune.data.read.columns import (
-    check_mapped,
+    check_columns,
     parse_columns,
     pick_rows,
     renamed_columns,
@@ -76,7 +76,7 @@ class DataOpener:
         if any(source.form == DUMMY for source in sources):
             return self._open_dummy(sources)
         columns = parse_columns(config.columns)
-        check_mapped(sources, columns)
+        check_columns(sources, columns)
         most = 0 if config.skip_eval or config.eval_dataset else config.eval_samples
         opened = [
             self._open_source(source, number=number, most=share)
@@ -92,6 +92,13 @@ class DataOpener:
                 weights=tuple(entry.weight for entry in entries if entry.weight is not None),
             )
         described = _describe_sources(sources, opened, mixture) if len(sources) > 1 else []
+        notes = self._notes(sources, opened)
+        if mixture is not None:
+            notes += [
+                f"{source['name']}: {source['share']:.1%} of an epoch, {source['rows_per_epoch']:,} rows, "
+                f"{source['passes_per_epoch']:.2f} times its {source['examples']:,} examples"
+                for source in described
+            ]
         return RunData(
             train=join_corpora([one.train for one in opened]),
             without_answer=sum(one.without_answer for one in opened),
@@ -99,7 +106,7 @@ class DataOpener:
             held_out_rows=[row for _, rows in held_out for row in rows],
             mixture=mixture,
             sources=described,
-            notes=[*self._notes(sources, opened), *(_shares(described) if mixture is not None else ())],
+            notes=notes,
         )
 
     def _open_dummy(self, sources: Sequence[Source]) -> RunData:
@@ -125,30 +132,28 @@ class DataOpener:
         return RunData(train=corpus, without_answer=0)
 
     def _open_source(self, source: Source, *, number: int, most: int) -> RunData:
-        """Return the training examples of a source and at most `most` held-out examples, from its held-out split or from a
+        """Return the training examples of a source, and at most `most` held-out examples: of its held-out split, or of a
         tenth of its rows."""
         samples = source.samples if self.config.dataset_samples == -1 else self.config.dataset_samples
-        if not most or source.held_out:
-            corpus, without_answer = self._corpus(source, limit=samples)
-            corpus = corpus.part(_first(samples))
-            if not most:
-                return RunData(train=corpus, without_answer=without_answer)
+        reserved = 0 if samples == -1 or source.held_out else most
+        corpus, without_answer = self._corpus(source, limit=samples + reserved)
+        places = np.arange(len(corpus))
+        held_out: Corpus | None = None
+        rows: Sequence[tuple[Row, str]] = ()
+        if most and source.held_out:
             held_out, rows = self._evaluated(source.own_held_out(), most=most)
-            return RunData(train=corpus, without_answer=without_answer, held_out=held_out, held_out_rows=rows)
-        corpus, without_answer = self._corpus(source, limit=samples + most if samples != -1 else -1)
-        num_held_out = min(most, int(len(corpus) * HELD_OUT_SHARE))
-        if not num_held_out:
-            return RunData(train=corpus.part(_first(samples)), without_answer=without_answer)
-        key = (self.config.seed, _HELD_OUT_KEY + number)
-        draw = np.random.Generator(np.random.Philox(key=key))
-        chosen = np.sort(draw.choice(len(corpus), size=num_held_out, replace=False))
-        remaining = np.setdiff1d(np.arange(len(corpus)), chosen, assume_unique=True)
-        held_out = corpus.part(chosen)
+        elif num_held_out := min(most, int(len(corpus) * HELD_OUT_SHARE)):
+            key = (self.config.seed, _HELD_OUT_KEY + number)
+            draw = np.random.Generator(np.random.Philox(key=key))
+            chosen = np.sort(draw.choice(len(corpus), size=num_held_out, replace=False))
+            places = np.setdiff1d(places, chosen, assume_unique=True)
+            held_out = corpus.part(chosen)
+            rows = self._rows(source, held_out)
         return RunData(
-            train=corpus.part(remaining[_first(samples)]),
+            train=corpus.part(places[_first(samples)]),
             without_answer=without_answer,
             held_out=held_out,
-            held_out_rows=self._rows(source, held_out),
+            held_out_rows=rows,
         )
 
     def _open_evaluation(self, names: str) -> list[tuple[Corpus, Sequence[tuple[Row, str]]]]:
@@ -157,9 +162,10 @@ class DataOpener:
         opened = []
         for entry, most in zip(entries, _divide(self.config.eval_samples, len(entries)), strict=True):
             source = open_source(entry.name, needs_training=False)
-            source = source.own_held_out() if source.held_out else source
             if most:
-                opened.append(self._evaluated(source, most=most))
+                opened.append(
+                    self._evaluated(source.own_held_out() if source.held_out else source, most=most)
+                )
         return opened
 
     def _evaluated(self, source: Source, *, most: int) -> tuple[Corpus, Sequence[tuple[Row, str]]]:
@@ -224,14 +230,6 @@ def _describe_sources(
             "passes_per_epoch": count / size,
         }
         for source, size, count in zip(sources, sizes, counts, strict=True)
-    ]
-
-
-def _shares(described: Sequence[dict[str, Any]]) -> list[str]:
-    return [
-        f"{source['name']}: {source['share']:.1%} of an epoch, {source['rows_per_epoch']:,} rows, "
-        f"{source['passes_per_epoch']:.2f} times its {source['examples']:,} examples"
-        for source in described
     ]
 
 

@@ -8,7 +8,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from crosstune.core.errors import UserError, shown
-from crosstune.files.json_fields import FLAG, OBJECT, TEXT, Rule, list_of, map_of, real, whole, wrong_field
+from crosstune.files.json_fields import (
+    FLAG,
+    OBJECT,
+    TEXT,
+    Rule,
+    check_fields,
+    list_of,
+    map_of,
+    object_with,
+    real,
+    whole,
+)
 from crosstune.files.json_files import read_object
 
 MACHINE_FORMAT = 1
@@ -21,13 +32,14 @@ _MACHINE_FIELDS = {
     "memory_total_bytes": whole(0),
     "backends": map_of(OBJECT),
 }
+_DEVICE_FIELDS = {"name": TEXT, "memory_total_bytes": whole(0), "memory_free_bytes": whole(0)}
 _BACKEND_FIELDS = {
     "name": TEXT,
     "engine": Rule("torch or mlx", lambda value: value in ("torch", "mlx")),
     "available": FLAG,
     "reason": TEXT,
     "device": TEXT,
-    "devices": list_of(OBJECT),
+    "devices": list_of(object_with(_DEVICE_FIELDS)),
     "unified_memory": FLAG,
     "dtypes": _NAMES,
     "bf16_speedup": real(0),
@@ -37,7 +49,6 @@ _BACKEND_FIELDS = {
     "has_triton": FLAG,
     "notes": _NAMES,
 }
-_DEVICE_FIELDS = {"name": TEXT, "memory_total_bytes": whole(0), "memory_free_bytes": whole(0)}
 _MAKE_ONE = "make one on that computer with: crosstune doctor --json > machine.json"
 FLASH_PACKAGE = "flash_attn"
 """The package, and the name of its kernel in a BackendReport."""
@@ -76,17 +87,17 @@ class BackendReport:
     collectives: tuple[str, ...] = ()
     attention: tuple[str, ...] = ()
     has_triton: bool = True
-    """Whether kernels written in Triton run, on a GPU; not tried on other devices."""
+    """True if kernels written in Triton run, on a GPU; not tried on other devices."""
     notes: tuple[str, ...] = ()
 
     @property
     def is_torch_cpu(self) -> bool:
-        """Whether torch computes on the CPU, for any name of the backend."""
+        """True if torch computes on the CPU, for any name of the backend."""
         return self.engine == "torch" and self.device == "cpu"
 
     @property
     def has_flash_attention(self) -> bool:
-        """Whether --use_flash_attention has a kernel: torch's, flash_attn's or MLX's fused attention."""
+        """True if --use_flash_attention has a kernel: torch's, flash_attn's or MLX's fused attention."""
         fused = "sdpa" if self.engine == "mlx" else "flash"
         return any(fused in kernel for kernel in self.attention)
 
@@ -126,7 +137,7 @@ class Machine:
                 why=f"its format is {shown(data.get('format'))}, not {MACHINE_FORMAT}.",
                 do=_MAKE_ONE,
             )
-        _check(data, _MACHINE_FIELDS, required=tuple(_MACHINE_FIELDS), source=source)
+        check_fields(data, _MACHINE_FIELDS, required=tuple(_MACHINE_FIELDS), source=source, do=_MAKE_ONE)
         backends = {
             name: _backend_from_json(report, place=f"backends.{name:.40}.", source=source)
             for name, report in data["backends"].items()
@@ -140,10 +151,7 @@ def read_machine(path: Path) -> Machine:
 
 
 def choose_backend(machine: Machine, *, preference: Sequence[str]) -> str:
-    """Return the backend of `auto`: the first available one of `preference`.
-
-    An accelerator backend whose device is the CPU (MLX on Linux) comes last, since the cpu backend is faster there.
-    """
+    """Return the backend of `auto`."""
     order = auto_order(machine, preference=preference)
     if not order:
         raise UserError(
@@ -155,9 +163,10 @@ def choose_backend(machine: Machine, *, preference: Sequence[str]) -> str:
 
 
 def auto_order(machine: Machine, *, preference: Sequence[str]) -> list[str]:
-    """Return the available backends in the order of `auto`."""
+    """Return the available backends in the order of `auto`: as in `preference`, but an accelerator backend that computes on
+    the CPU (MLX on Linux) comes last, since the cpu backend is faster."""
     available = [name for name in preference if name in machine.available()]
-    return sorted(available, key=lambda name: _is_emulated(machine.backends[name]))
+    return sorted(available, key=lambda name: name != "cpu" and machine.backends[name].device == "cpu")
 
 
 def auto_reason(machine: Machine, *, preference: Sequence[str]) -> str:
@@ -172,37 +181,17 @@ def auto_reason(machine: Machine, *, preference: Sequence[str]) -> str:
     return f"the first available backend, before {', '.join(available[1:])}"
 
 
-def _is_emulated(report: BackendReport) -> bool:
-    """Return whether an accelerator's backend computes on the CPU, as MLX does on Linux."""
-    return report.name != "cpu" and report.device == "cpu"
-
-
 def _backend_from_json(data: Mapping[str, Any], *, place: str, source: str) -> BackendReport:
-    _check(data, _BACKEND_FIELDS, required=("name", "engine", "available"), place=place, source=source)
-    for device in data.get("devices", ()):
-        required = tuple(_DEVICE_FIELDS)
-        _check(device, _DEVICE_FIELDS, required=required, place=f"{place}devices.", source=source)
+    required = ("name", "engine", "available")
+    check_fields(data, _BACKEND_FIELDS, required=required, place=place, source=source, do=_MAKE_ONE)
     known = {item.name for item in fields(BackendReport)}
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key in known
     }
-    devices = ({key: device[key] for key in _DEVICE_FIELDS} for device in values.get("devices", ()))
-    values["devices"] = tuple(Device(**device) for device in devices)
+    devices = values.get("devices", ())
+    values["devices"] = tuple(Device(**{key: device[key] for key in _DEVICE_FIELDS}) for device in devices)
     values["quantizers"] = {name: tuple(bits) for name, bits in values.get("quantizers", {}).items()}
     return BackendReport(**values)
-
-
-def _check(
-    data: Mapping[str, Any],
-    rules: Mapping[str, Rule],
-    *,
-    required: tuple[str, ...],
-    source: str,
-    place: str = "",
-) -> None:
-    wrong = wrong_field(data, rules, required=required, place=place)
-    if wrong is not None:
-        raise UserError(f"{source} is not a complete machine report.", why=f"{wrong}.", do=_MAKE_ONE)
 
 
 def choose_attention(
@@ -210,8 +199,7 @@ def choose_attention(
 ) -> tuple[Attention, str]:
     """Return the implementation of attention, and why; `flash` is --use_flash_attention.
 
-    The flash_attn package computes in 16 bits only, and attends across the documents of packed rows if a batch has several
-    rows. torch's own attention picks the best of its kernels, including flash, at each call.
+    torch's own attention picks the best of its kernels, including flash, at each call.
     """
     if report.engine == "mlx":
         return "mlx", "MLX's own fused attention"
@@ -233,9 +221,8 @@ def held_score_bits(
 ) -> int:
     """Return the bits of each attention score kept in memory during training; 0 for a kernel that never stores them.
 
-    `flash` is --use_flash_attention; `shares_keys`: several heads share their keys, in rows without a mask. Without a fused
-    kernel, torch computes scores in fp32 in any precision. On CUDA the kernels with shared keys compute in 16 bits. MLX has
-    no fused attention for training on Metal; its scores are in the precision of the model.
+    `shares_keys`: heads share keys, in rows without a mask. Without a fused kernel, torch computes scores in fp32. On CUDA,
+    kernels with shared keys are 16-bit only. MLX stores scores in the model's precision.
     """
     if report.engine == "mlx":
         return compute_bits

@@ -1,8 +1,7 @@
 """Predict the memory of a training step from its allocations, and the memory that a device offers.
 
-Memory can peak at four moments: at the loss, in the backward pass of a layer, when all gradients exist, and in the update.
-The terms count the tensors that the torch engine keeps for the backward pass of a Llama-like model; other models are similar.
-`fast_layers` has the terms of the fast layers.
+Memory can peak at the loss, in the backward pass of a layer, when all gradients exist, and in the update. The terms count
+the tensors of a Llama-like model in the torch engine; other models are similar.
 """
 
 from __future__ import annotations
@@ -84,17 +83,27 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
     """Return the peak memory of a step in each process, by part."""
     trained = trained_parameters(shape, step)
     shards = step.num_shards
-    passes = _fast_passes(shape, step) if step.fast else _general_passes(shape, step)
+    if step.fast:
+        at_loss, in_backward = fast_layers.activation_bytes(shape, step, fast_modes(shape, step))
+        loss, backward = fast_layers.loss_bytes(shape, step), fast_layers.backward_bytes(shape, step)
+        has_own_kernel = step.fp8_products or (step.quantizer == "bnb" and step.on_gpu)
+        dense = 0 if has_own_kernel else dense_copies(shape, step)
+        held = _fast_held(shape, step)
+    else:
+        at_loss = kept_bytes(shape, step)
+        in_backward = at_loss + (layer_bytes(shape, step) if step.checkpointing else 0)
+        loss, backward = loss_bytes(shape, step), backward_bytes(shape, step)
+        dense, held = dense_copies(shape, step) + gathered_bytes(shape, step), 0
     before = 4 * trained // shards if step.num_micro_batches > 1 else 0
     # A 16-bit weight and its fp32 copy each have a gradient.
     own = 2 if _is_trained_in_16_bits(step) else 0
     after = (own + 4 if own and step.num_micro_batches > 1 else 4) * trained // shards
     in_update = 4 * trained // shards * (2 if step.on_gpu and "fused" not in step.optimizer else 1)
     moments = [
-        (before, passes.at_loss, passes.loss, passes.held),
-        (before, passes.in_backward, 0, passes.backward + passes.dense + passes.held),
-        (after, passes.at_loss // shape.num_layers, 0, passes.dense + passes.held),
-        (4 * trained // shards, 0, 0, in_update - 4 * trained // shards + passes.held),
+        (before, at_loss, loss, held),
+        (before, in_backward, 0, backward + dense + held),
+        (after, at_loss // shape.num_layers, 0, dense + held),
+        (4 * trained // shards, 0, 0, in_update - 4 * trained // shards + held),
     ]
     gradients, activations, logits, buffers = max(moments, key=sum)
     return MemoryParts(
@@ -106,33 +115,6 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
         logits=logits,
         buffers=buffers,
         overhead=step.overhead_bytes,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Passes:
-    """The bytes of a forward and a backward pass."""
-
-    at_loss: int
-    """Activations kept at the loss."""
-    in_backward: int
-    """Peak of activations in the backward pass."""
-    loss: int
-    backward: int
-    dense: int
-    """Dense copies of a weight while it is multiplied."""
-    held: int = 0
-    """Buffers and copies that persist between steps."""
-
-
-def _general_passes(shape: ModelShape, step: Step) -> _Passes:
-    kept = kept_bytes(shape, step)
-    return _Passes(
-        at_loss=kept,
-        in_backward=kept + (layer_bytes(shape, step) if step.checkpointing else 0),
-        loss=loss_bytes(shape, step),
-        backward=backward_bytes(shape, step),
-        dense=dense_copies(shape, step) + gathered_bytes(shape, step),
     )
 
 
@@ -155,20 +137,8 @@ def fast_modes(shape: ModelShape, step: Step) -> list[Recompute]:
 
 
 def _fast_held(shape: ModelShape, step: Step) -> int:
+    """Return the bytes of the fast layers' buffers and copies that persist between steps."""
     return fast_layers.adapter_copy_bytes(shape, step) + fast_layers.weight_buffer_bytes(shape, step)
-
-
-def _fast_passes(shape: ModelShape, step: Step) -> _Passes:
-    at_loss, in_backward = fast_layers.activation_bytes(shape, step, fast_modes(shape, step))
-    has_own_kernel = step.quantizer == "bnb" and step.on_gpu
-    return _Passes(
-        at_loss=at_loss,
-        in_backward=in_backward,
-        loss=fast_layers.loss_bytes(shape, step),
-        backward=fast_layers.backward_bytes(shape, step),
-        dense=0 if has_own_kernel or step.fp8_products else dense_copies(shape, step),
-        held=_fast_held(shape, step),
-    )
 
 
 def fast_working_bytes(shape: ModelShape, step: Step) -> int:
@@ -240,10 +210,8 @@ def layer_bytes(shape: ModelShape, step: Step) -> int:
 
 
 def _input_width(shape: ModelShape, step: Step) -> int:
-    """Return the bytes per token of the kept inputs of trained or adapted linear layers.
-
-    Layers share an input unless each applies its own dropout or cast. Attention keeps the input of o_proj.
-    """
+    """Return the bytes per token of the kept inputs of trained or adapted linear layers. Layers share an input unless each
+    applies its own dropout or cast; attention keeps the input of o_proj."""
     full = step.method in ("full", "llama_pro")
     used = shape.linears() if full else adapted_linears(shape, step)
     sizes = {name: _times(shape, name) * inputs * step.width for name, (_, inputs, _) in used.items()}

@@ -38,9 +38,7 @@ class ModelShape:
     source: str = "config"
     """Where the sizes come from: `config`, `table` (bundled models) or `size` (a typical model)."""
     num_experts: int = 1
-    """Experts of each layer."""
     expert_intermediate: int = 0
-    """The width of each expert."""
     experts_per_token: int = 2
     family: str = ""
     """The `model_type` of its configuration; empty if unknown."""
@@ -146,23 +144,21 @@ class Step:
     dropout: bool = False
     optimizer: str = "adamw"
     averages: bool = False
-    """Whether a moving average of the weights is kept."""
     num_micro_batches: int = 1
     num_new_blocks: int = 0
     """Blocks that llama_pro added: fully trained and never quantized."""
     num_shards: int = 1
     """Processes that shard weights, gradients and optimizer state."""
     on_gpu: bool = True
-    """Whether torch updates all weights at once and stores masks as bytes, as on a GPU."""
+    """True if torch updates all weights at once and stores masks as bytes, as on a GPU."""
     offloads_activations: bool = False
     fast: bool = False
-    """Whether the fast layers are used."""
     fp8_products: bool = False
-    """Whether the fast layers use fp8 matmul with a quantized base."""
+    """True if the fast layers use fp8 matmul with a quantized base."""
     limit_bytes: int = 0
     """The memory that a step may use; 0 for no limit."""
     recomputes_by_memory: bool = True
-    """Whether the fast layers choose recomputation by free memory, as on CUDA and ROCm."""
+    """True if the fast layers choose recomputation by free memory, as on CUDA and ROCm."""
     overhead_bytes: int = 0
     """Memory of the framework before the first tensor, if it counts for the process."""
 

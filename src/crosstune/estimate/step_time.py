@@ -1,7 +1,7 @@
 """Predict the time of a training step: matmuls, memory traffic, kernel launches, and communication between processes.
 
-A step is limited by computation on the device or by kernel launches on the host. Computation is matmuls at the
-sustained rate plus memory traffic of activations. The constants were measured on an H200 and are used for every device.
+A step is limited by the device (matmuls plus memory traffic) or by kernel launches on the host. The constants were
+measured on an H200 and are used for every device.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DeviceSpeed:
     network_gb_s: float
     """To another machine, for each device, in one direction, over the usual network card."""
     fp8: bool = False
-    """Whether fp8 matmuls were measured to be faster on this chip."""
+    """True if fp8 matmuls were measured to be faster on this chip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,17 +149,15 @@ def step_time(
     cluster: Cluster,
     tokens_per_row: float | None = None,
 ) -> StepTime:
-    """Return the time of an optimizer step, of `step.num_micro_batches` micro-batches in each process.
-
-    `tokens_per_row` is the mean length of padded rows, by default the length of the longest.
-    """
+    """Return the time of an optimizer step; `tokens_per_row` is the mean length of padded rows, by default the longest."""
     row = tokens_per_row if tokens_per_row is not None else step.context
     tokens = step.batch * row
     passes = step.num_micro_batches
     flops = tokens * flops_per_token(shape, step, row)
     if step.fp8_products and speed.fp8:
-        share = 1 - 1 / FP8_RATE
-        flops -= share * tokens * _base_flops_per_token(shape, step)
+        linear = shape.active_parameters() - shape.vocab * shape.hidden
+        base = 2.0 * (2 + _recomputed_share(shape, step)) * linear
+        flops -= (1 - 1 / FP8_RATE) * tokens * base
     products = flops / (speed.tflops * 1e12 * SUSTAINED)
     traffic = _traffic_bytes(shape, step, tokens) / (speed.memory_gb_s * 1e9)
     launches = (
@@ -189,18 +187,12 @@ def flops_per_token(shape: ModelShape, step: Step, row: float) -> float:
     return 2.0 * (2 * active + trained + share * (active - head)) + attention * (3 + share)
 
 
-def _base_flops_per_token(shape: ModelShape, step: Step) -> float:
-    """Return the FLOPs of the base's linear layers."""
-    linear = shape.active_parameters() - shape.vocab * shape.hidden
-    return 2.0 * (2 + _recomputed_share(shape, step)) * linear
-
-
 def _recomputed_share(shape: ModelShape, step: Step) -> float:
     return num_recomputed(shape, step) / shape.num_layers
 
 
 def _makes_dense(step: Step) -> bool:
-    """Return whether quantized weights are dequantized for each matmul."""
+    """Return True if quantized weights are dequantized for each matmul."""
     return step.quantizer != "none" and not (step.quantizer == "fp8" and step.fp8_products)
 
 
@@ -223,8 +215,8 @@ def communication_s(
 ) -> tuple[float, float]:
     """Return the seconds of communication after the passes of a step, and of communication that may overlap them.
 
-    Replicas sum their gradients once, in fp32, after the passes. Shards gather each weight for the forward and the
-    backward pass of every micro-batch and scatter gradients, overlapping the layer before.
+    Replicas sum fp32 gradients once, after the passes. Shards gather weights in both passes of every micro-batch and
+    scatter gradients, overlapping the layer before.
     """
     if cluster.size == 1:
         return 0.0, 0.0
@@ -233,28 +225,21 @@ def communication_s(
     replicas = cluster.size // shards
     reduced = 0.0
     if replicas > 1:
-        across = cluster.num_nodes > 1
-        part = 4 * trained / shards
-        reduced = _ring_s(2 * part, replicas, _rate(speed, cluster, across=across))
+        rate = _rate(speed, cluster, across=cluster.num_nodes > 1)
+        reduced = _ring_s(8 * trained / shards, replicas, rate)
     if shards == 1:
         return reduced, 0.0
     across = cluster.num_nodes > 1 and shards > cluster.num_local
-    stored = gathered_weights(shape, step)
-    moved = 2 * stored + (4 * trained if step.method == "full" else 0)
-    gathered = step.num_micro_batches * _ring_s(moved, shards, _rate(speed, cluster, across=across))
-    gathered += step.num_micro_batches * 3 * shape.num_layers * LATENCY_S * math.log2(shards)
-    return reduced, gathered
-
-
-def gathered_weights(shape: ModelShape, step: Step) -> float:
-    """Return the bytes of all gathered weights."""
     one_block = gathered_bytes(replace(shape, vocab=0), replace(step, num_shards=2, method="lora")) / 2
-    return one_block * shape.num_layers + shape.embeddings * step.width
+    stored = one_block * shape.num_layers + shape.embeddings * step.width
+    moved = 2 * stored + (4 * trained if step.method == "full" else 0)
+    latency = 3 * shape.num_layers * LATENCY_S * math.log2(shards)
+    gathered = _ring_s(moved, shards, _rate(speed, cluster, across=across)) + latency
+    return reduced, step.num_micro_batches * gathered
 
 
 def _rate(speed: DeviceSpeed, cluster: Cluster, *, across: bool) -> float:
-    """Return the bytes per second of a collective. Data from another machine arrives over all network cards and is forwarded
-    over the links inside."""
+    """Return the bytes per second of a collective. Between nodes, data uses all network cards and the links inside."""
     link = speed.link_gb_s or speed.network_gb_s
     rate = min(link, speed.network_gb_s * cluster.num_local) if across else link
     return max(rate, 1e-3) * 1e9 * LINK_SHARE

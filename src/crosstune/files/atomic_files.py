@@ -1,7 +1,7 @@
 """Write files and folders atomically: stage them next to the target, fsync, then rename.
 
-After a kill or a power loss, a reader finds the old contents or the new ones, never a mix. Staged files have a hidden
-name made by `staging_path`, so leftovers of a killed process can be found and removed.
+After a crash or a power loss, a reader finds the old or the new contents, never a mix. Staged files have hidden names, so
+leftovers of a killed process can be found and removed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 @contextmanager
 def staged_file(path: Path) -> Iterator[Path]:
-    """Yield a path to write to. It replaces `path` when the block ends, and is removed when the block raises."""
+    """Yield a path to write to. It replaces `path` at the end of the context, and is removed on an error."""
     staged = staging_path(path)
     with _staging(staged, target=path):
         yield staged
@@ -49,7 +49,7 @@ def staged_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _staging(staged: Path, *, target: Path) -> Iterator[None]:
-    """Remove a staged file when the block raises, and name the target in its OSError."""
+    """Remove a staged file on an error, and report the target in an OSError."""
     try:
         yield
     except BaseException as error:
@@ -71,7 +71,7 @@ def replace_link(link: Path, *, to: str) -> None:
 
 @contextmanager
 def staging_folder(target: Path) -> Iterator[Path]:
-    """Yield a new hidden folder next to `target`, readable by this user only; remove it when the block ends."""
+    """Yield a new hidden folder next to `target`, readable by this user only; remove it at the end of the context."""
     folder = staging_path(target)
     folder.mkdir(mode=0o700)
     try:
@@ -90,10 +90,8 @@ def put_new(new: Path, target: Path) -> None:
 
 
 def put_in_place(new: Path, target: Path, *, aside: Path) -> None:
-    """Sync a staged folder to disk and move it to `target`; move an existing folder there to `aside`.
-
-    Where the system can swap two names, `target` exists at every moment; elsewhere it is missing between two renames.
-    """
+    """Sync a staged folder to disk and move it to `target`; move an existing folder there to `aside`. Where the system can
+    swap two names, `target` exists at every moment."""
     _sync_tree(new)
     if not target.exists():
         new.rename(target)
@@ -106,7 +104,7 @@ def put_in_place(new: Path, target: Path, *, aside: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder. Rename it first, so that a kill leaves no partial folder under its name."""
+    """Remove a folder. Rename it first, so that a crash leaves no partial folder under its name."""
     trash = staging_path(folder)
     folder.rename(trash)
     sync_folder(folder.parent)

@@ -33,13 +33,10 @@ def whole(low: int, high: int = 2**62) -> Rule:
 
 def real(low: float = -math.inf, high: float = math.inf) -> Rule:
     """A finite number from `low` to `high`."""
-    bounds = [
-        f"{word} {bound:g}"
-        for word, bound in (("of at least", low), ("at most", high))
-        if math.isfinite(bound)
-    ]
+    bounds = f" from {low:g} to {high:g}" if (low, high) != (-math.inf, math.inf) else ""
     return Rule(
-        " ".join(["a finite number", " and ".join(bounds)]).strip(), lambda value: _is_real(value, low, high)
+        f"a finite number{bounds}",
+        lambda value: type(value) in (int, float) and low <= value <= high and abs(value) < math.inf,
     )
 
 
@@ -99,9 +96,3 @@ def check_fields(
     wrong = wrong_field(data, rules, required=required, place=place)
     if wrong is not None:
         raise UnreadableFile(source, wrong, do=do)
-
-
-def _is_real(value: Any, low: float, high: float) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return low <= value <= high and abs(value) < math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from crosstune.files.atomic_files import write_text
 from crosstune.files.plain_files import MissingFile, UnreadableFile, not_utf8, open_plain, read_plain
 
 JSON_LIMIT = 64 << 20
-"""The largest JSON file in bytes, unless a reader sets another limit."""
+"""The largest JSON file in bytes, unless a reader sets a different limit."""
 LINE_LIMIT = 16 << 20
 """The largest first line of a file that may be JSON Lines."""
 DEPTH_LIMIT = 64
@@ -53,24 +54,20 @@ def object_of(raw: bytes, path: Path, *, foreign: bool = False) -> dict[str, Any
     except ValueError as error:
         raise UnreadableFile(path, f"it is not JSON ({error})") from error
     if not isinstance(found, dict):
-        raise UnreadableFile(path, "it does not hold a JSON object")
+        raise UnreadableFile(path, "it does not contain a JSON object")
     return found
 
 
 def parse_json(raw: bytes | str, *, foreign: bool = False) -> Any:
-    """Return the value of a JSON text; raise ValueError when it is not JSON, nested too deeply, or has overlong numbers.
+    """Parse JSON; raise ValueError when it is invalid, nested too deeply, or has overlong numbers.
 
-    `foreign` files, of other tools, may repeat keys and contain NaN, but no half of a surrogate pair.
+    `foreign` files, of other tools, may repeat keys and contain NaN, but no unpaired surrogate.
     """
-    if isinstance(raw, bytes):
-        try:
-            text = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(not_utf8(error)) from error
-    else:
-        text = raw
     try:
+        text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
         value = (FOREIGN if foreign else _STRICT).decode(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(error)) from error
     except RecursionError as error:
         raise ValueError(f"it is nested deeper than {DEPTH_LIMIT} levels") from error
     check_parsed(value, text, foreign=foreign)
@@ -127,8 +124,7 @@ def finite(value: Any) -> Any:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{shown(twice)} occurs twice")
     return found
 

@@ -12,7 +12,6 @@ from crosstune.files.run_record import holds_run
 
 CACHE_VARIABLE = "CROSSTUNE_CACHE"
 MOST_RUNS = 5
-"""The most runs in a suggestion."""
 
 
 def near_paths(path: str | Path) -> list[str]:
@@ -70,8 +69,8 @@ def check_home(words: Sequence[str]) -> None:
         if path.startswith("~") and os.path.expanduser(path) == path:  # noqa: PTH111 (Path raises RuntimeError)
             raise UserError(
                 f"{f'{name}: the' if name else 'The'} home folder in {path} is not known.",
-                why="the variable HOME is not set, or there is no such account.",
-                do="give the full path",
+                why="$HOME is not set, or there is no such account.",
+                do="pass the full path",
             )
 
 
@@ -88,7 +87,7 @@ def cache_base(override: Path | None = None) -> Path:
     if not found.is_absolute():  # the result of older versions of platformdirs
         raise UserError(
             "The home folder of this user is not known, so there is no place for cached models.",
-            why="the variable HOME is not set, and the system has no account for this user.",
+            why="$HOME is not set, and the system has no account for this user.",
             do=f"set {CACHE_VARIABLE} to a folder for the cache, or set HOME",
         )
     return found

@@ -100,7 +100,7 @@ def not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def is_file_name(name: str, *, longest_bytes: int = 255) -> bool:
-    """Return whether a text can be the name of one file or folder on every system."""
+    """Return True if a text can be the name of one file or folder on every system."""
     try:
         length = len(name.encode("utf-8", errors="surrogateescape"))
     except UnicodeEncodeError:
@@ -134,7 +134,7 @@ def free_space(folder: Path) -> int:
 
 
 def readable_bytes(count: int) -> str:
-    """Format a size for people."""
+    """Format a size for display."""
     if count >= 10e9:
         return f"{count / 1e9:,.1f} GB"
     return f"{count / 1e6:,.0f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"

@@ -28,26 +28,27 @@ class InUse(UserError):
         super().__init__(
             f"{folder} is in use.",
             why="another process is training or unpacking a run there.",
-            do="wait for it or stop it, or choose another --name",
+            do="wait for it or stop it, or choose a different --name",
         )
 
 
-def cannot_write(folder: Path, error: OSError) -> UserError:
-    """Return the error for a run folder that cannot be written."""
-    return UserError(
-        f"Cannot write the run folder {folder}.",
-        why=f"{error.strerror or error}: {_existing(folder.parent)}.",
-        do="choose another --output_dir",
-    )
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn an OSError within the context into a UserError about the run folder."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"Cannot write the run folder {folder}.",
+            why=f"{error.strerror or error}: {_existing(folder.parent)}.",
+            do="choose a different --output_dir",
+        ) from error
 
 
 def check_place(folder: Path) -> None:
     """Raise a UserError if a run folder cannot be made there; leave nothing behind."""
-    try:
-        with tempfile.TemporaryDirectory(prefix=".crosstune-", dir=_existing(folder.parent)):
-            pass
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+    with writing(folder), tempfile.TemporaryDirectory(prefix=".crosstune-", dir=_existing(folder.parent)):
+        pass
 
 
 def _existing(folder: Path) -> Path:
@@ -57,10 +58,8 @@ def _existing(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder, even before it exists; raise InUse when another process holds it.
-
-    The system releases the lock whenever the process ends. Without a run folder, the lock file is removed.
-    """
+    """Hold the lock of a run folder, even before it exists; raise InUse when another process holds it. Without a run folder,
+    the lock file is removed at the end."""
     # Lock a link under its own name and its target's: a run may be moved aside under either.
     names = {folder.parent.resolve() / folder.name, folder.resolve()}
     with contextlib.ExitStack() as stack:
@@ -76,12 +75,11 @@ def _hold_one(run: Path, *, shown: Path) -> Iterator[None]:
     locks = run.parent / LOCKS
     made = [path for path in (locks, *locks.parents) if not path.exists()]
     lock = FileLock(locks / f"{run.name}.lock")
-    try:
-        _acquire(lock, locks)
-    except Timeout:
-        raise InUse(shown) from None
-    except OSError as error:
-        raise cannot_write(shown, error) from error
+    with writing(shown):
+        try:
+            _acquire(lock, locks)
+        except Timeout:
+            raise InUse(shown) from None
     try:
         yield
     finally:
@@ -111,7 +109,7 @@ def _remove(lock: Path, folders: Sequence[Path]) -> None:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Return whether a process holds the lock of a run folder; None if the lock is missing or cannot be opened."""
+    """Return True if a process holds the lock of a run folder; None if the lock is missing or cannot be opened."""
     from filelock import FileLock, Timeout
 
     run = folder.resolve()

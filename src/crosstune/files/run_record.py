@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,7 +14,7 @@ from crosstune.core.safe_text import redact_values
 from crosstune.files.atomic_files import clear_leftovers, set_aside, write_text
 from crosstune.files.json_files import finite, read_json, read_jsonl, to_json, write_json
 from crosstune.files.plain_files import NO_ROOM, MissingFile, free_space, open_plain, readable_bytes
-from crosstune.files.run_lock import cannot_write
+from crosstune.files.run_lock import writing
 
 JUDGE_METRICS, JUDGE_PREDICTIONS = "test_metrics.json", "test_predictions.json"
 """Files of a tested judge."""
@@ -22,23 +23,23 @@ _KEPT_FOLDERS = ("checkpoints", "adapter", "model")
 
 
 def holds_record(folder: Path) -> bool:
-    """Return whether a folder holds any file of a run's record."""
+    """Return True if a folder holds any file of a run's record."""
     return any((folder / name).exists() for name in RUN_FILES)
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether a folder holds a run. The next start replaces a record without steps."""
+    """Return True if a folder holds a run. The next start replaces a record without steps."""
     return holds_record(folder) and not _is_without_steps(folder)
 
 
 def _is_without_steps(folder: Path) -> bool:
-    """Return whether the record is one of ours and has no step, no checkpoint and no result."""
-    plan, metrics = folder / "plan.json", folder / "metrics.jsonl"
-    if not plan.is_file() or "options" not in read_log(plan):
+    """Return True if the record is one of ours and has no step, no checkpoint and no result."""
+    if "options" not in read_log(folder / "plan.json"):
         return False  # these may be the user's own files, or a damaged run
-    if metrics.is_file() and metrics.stat().st_size:
-        return False
-    if any((folder / name).is_dir() for name in _KEPT_FOLDERS):
+    metrics = folder / "metrics.jsonl"
+    if (metrics.is_file() and metrics.stat().st_size) or any(
+        (folder / name).is_dir() for name in _KEPT_FOLDERS
+    ):
         return False
     return read_log(folder / "summary.json").get("status") != "finished"
 
@@ -60,26 +61,24 @@ def check_free(folder: Path, *, resuming: bool = False) -> None:
         raise UserError(
             f"{folder} already holds a run.",
             why="a new run there would mix its records with the old ones.",
-            do="choose another --name, pass --resume auto to continue it, or --overwrite to move it aside first",
+            do="choose a different --name, pass --resume auto to continue it, or --overwrite to move it aside first",
         )
     if read_log(folder / "summary.json").get("status") == "finished":
         raise UserError(
             f"{folder} holds a finished run without a checkpoint.",
             why="it ended before it wrote one, so there is nothing to continue from.",
-            do="pass --overwrite to move it aside and start over, or choose another --name",
+            do="pass --overwrite to move it aside and start over, or choose a different --name",
         )
 
 
 def move_aside(folder: Path) -> Path:
     """Rename a run folder to the first free `<name>~<n>` and return the new path. The caller holds its lock."""
-    try:
+    with writing(folder):
         return set_aside(folder)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
 
 
 class RecordFailed(UserError):
-    """The record of a run cannot be written: the disk is full, or gone."""
+    """The record of a run cannot be written: the disk is full or was lost."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         room = ""
@@ -91,6 +90,14 @@ class RecordFailed(UserError):
             why=f"{error.strerror or error}{room}. The checkpoints are unchanged.",
             do="free space or repair the disk, then continue with --resume auto",
         )
+
+
+@contextlib.contextmanager
+def _recording(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RecordFailed(path, error) from error
 
 
 class RecordFailedElsewhere(RecordFailed):
@@ -106,24 +113,19 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def on_step(self, metrics: StepMetrics) -> None:
-        return None
+    def on_step(self, metrics: StepMetrics) -> None: ...
 
-    def on_event(self, event: Event) -> None:
-        return None
+    def on_event(self, event: Event) -> None: ...
 
     def on_plan(self, plan: Mapping[str, Any]) -> None:
         """Replace plan.json after opening the model changed the plan."""
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        return None
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
 
 
 class RunRecord(Record):
-    """Write a run folder. Each line is flushed, so a kill loses at most the line being written.
-
-    The caller holds the lock of the folder. Resuming leaves the metrics and the summary unchanged until the first step.
-    """
+    """Write a run folder, whose lock the caller holds. Each line is flushed, so a crash loses at most the line being
+    written. Resuming leaves the metrics and the summary unchanged until the first step."""
 
     def __init__(self, folder: Path, *, resumes_at: int | None = None) -> None:
         super().__init__(folder)
@@ -137,30 +139,25 @@ class RunRecord(Record):
     def create(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any]) -> RunRecord:
         if folder.exists() and not folder.is_dir():
             raise UserError(
-                f"{folder} is a file, not a folder for a run.", do="choose another --output_dir or --name"
+                f"{folder} is a file, not a folder for a run.", do="choose a different --output_dir or --name"
             )
         check_free(folder)
         record = cls(folder)
-        try:
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            if holds_record(folder):  # of a start that took no step
-                for name in RUN_FILES:
-                    (folder / name).unlink(missing_ok=True)
+            for name in RUN_FILES:  # of a start that took no step
+                (folder / name).unlink(missing_ok=True)
             record._open_logs(config_yaml, plan)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
         return record
 
     @classmethod
     def reopen(cls, folder: Path, *, config_yaml: str, plan: Mapping[str, Any], step: int) -> RunRecord:
         """Continue the record of a run that resumes at `step`."""
         record = cls(folder, resumes_at=step)
-        try:
+        with writing(folder):
             clear_leftovers(folder, of=RUN_FILES.__contains__)
             _end_line(folder / "events.jsonl")
             record._open_logs(config_yaml, plan)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
         return record
 
     def carry_on(self, metrics: Path, *, step: int) -> None:
@@ -178,8 +175,7 @@ class RunRecord(Record):
         path = self.folder / "metrics.jsonl"
         if self._resumes_at is not None:
             rows = self._rows_until(self._resumes_at)
-            lines = "".join(to_json(row) + "\n" for row in rows)
-            write_text(path, lines)
+            write_text(path, "".join(to_json(row) + "\n" for row in rows))
         return path.open("a", encoding="utf-8")
 
     def _rows_until(self, last: int) -> list[dict[str, Any]]:
@@ -197,10 +193,8 @@ class RunRecord(Record):
 
     def on_step(self, metrics: StepMetrics) -> None:
         if self._metrics is None:
-            try:
+            with _recording(self.folder / "metrics.jsonl"):
                 self._metrics = self._open_metrics()
-            except OSError as error:
-                raise RecordFailed(self.folder / "metrics.jsonl", error) from error
         self._append(self._metrics, metrics)
 
     def on_event(self, event: Event) -> None:
@@ -209,48 +203,38 @@ class RunRecord(Record):
             self._append(self._events, row)
             return
         path = self.folder / "events.jsonl"
-        try:
-            file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise RecordFailed(path, error) from error
-        with file:
+        with _recording(path), path.open("a", encoding="utf-8") as file:
             self._append(file, row)
 
     def on_plan(self, plan: Mapping[str, Any]) -> None:
         path = self.folder / "plan.json"
-        try:
+        with _recording(path):
             write_json(path, redact_values(finite(plan)))
-        except OSError as error:
-            raise RecordFailed(path, error) from error
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         path = self.folder / "summary.json"
         try:
-            if self._metrics is None and summary.get("status") == "finished":
-                self._metrics = self._open_metrics()
-            began = self._metrics is not None or self._resumes_at is None or self._carried is not None
-            if began or not path.exists():
-                write_json(path, redact_values(finite(summary)))
-            for file in (self._metrics, self._events):
-                if file is not None:
+            with _recording(path):
+                if self._metrics is None and summary.get("status") == "finished":
+                    self._metrics = self._open_metrics()
+                began = self._metrics is not None or self._resumes_at is None or self._carried is not None
+                if began or not path.exists():
+                    write_json(path, redact_values(finite(summary)))
+                for file in filter(None, (self._metrics, self._events)):
                     file.close()
-        except OSError as error:
-            raise RecordFailed(path, error) from error
         finally:
             self._metrics = self._events = None
             self._finished = True  # later events of trackers are appended
 
     def _append(self, file: TextIO | None, data: Mapping[str, Any]) -> None:
         assert file is not None, "the record is closed"
-        try:
+        with _recording(Path(file.name)):
             file.write(to_json(data) + "\n")
             file.flush()
-        except OSError as error:
-            raise RecordFailed(Path(file.name), error) from error
 
 
 def _end_line(path: Path) -> None:
-    """Remove a last line that a kill left incomplete."""
+    """Remove a last line that a crash left incomplete."""
     try:
         with open_plain(path) as file:
             written = file.read()

@@ -42,7 +42,7 @@ def read_yaml(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that reads dates as text and refuses repeated keys."""
+    """A safe loader that reads dates as text and rejects repeated keys."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, pattern) for tag, pattern in rules if tag != _TIMESTAMP]
@@ -61,7 +61,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _check(value: Any) -> None:
-    """Raise ValueError for a value that expands, nests too deeply, or has another type than JSON's."""
+    """Raise ValueError for a value that expands, nests too deeply, or is not of a JSON type."""
     left, num_values = [(value, 1)], 0
     while left:
         item, depth = left.pop()
@@ -77,8 +77,8 @@ def _check(value: Any) -> None:
         elif isinstance(item, str):
             item.encode("utf-8", errors="surrogateescape")  # the names of files may hold any bytes but NUL
             if "\0" in item:
-                raise ValueError(f"{shown(item)} holds a NUL character")
+                raise ValueError(f"{shown(item)} contains a NUL character")
         elif not isinstance(item, (int, float, type(None))) or (
             isinstance(item, int) and abs(item) > _LARGEST
         ):
-            raise ValueError(f"{shown(item)} is not a text, a list or a number of usual size")
+            raise ValueError(f"{shown(item)} is not a string, a list or a number of usual size")

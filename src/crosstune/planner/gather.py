@@ -1,4 +1,4 @@
-"""Gather the facts for a plan: the machine, and the model if it is here. Make plans from them."""
+"""Gather the facts for a plan: the machine, and the model if it is available locally. Make plans from them."""
 
 from __future__ import annotations
 
@@ -40,10 +40,7 @@ def make_plan(
     ranks: Ranks | None = None,
     base: BaseChoice | None = None,
 ) -> Plan:
-    """Return the plan of `train` for this configuration on `machine`, by default this one.
-
-    `base` is the recorded choice of an earlier training about its quantized layers.
-    """
+    """Return the plan of `train` on `machine`, by default this one; `base` is an earlier run's choice of quantized layers."""
     return resolve(config, gather(config, machine=machine, longest_row=longest_row, ranks=ranks, base=base))
 
 
@@ -75,7 +72,7 @@ def gather(
 
 
 def may_have_several_devices() -> bool:
-    """Return whether to count the devices for `--world_size -1`. Counting loads an engine; this check is cheap."""
+    """Return True if it is worth counting the devices for `--world_size -1`. Counting loads an engine; this check is cheap."""
     nvidia = len(list(Path("/dev").glob("nvidia[0-9]*")))
     others = len(list(Path("/dev/dri").glob("renderD*")))  # AMD and Intel
     return max(nvidia, others) > 1
@@ -152,7 +149,7 @@ def _stored_quantization(folder: Path) -> StoredQuantization | None:
 
 
 def _needs_quantizers(config: Config) -> bool:
-    """Return whether to probe quantizers. Probing imports their libraries."""
+    """Return True if quantizers must be probed. Probing imports their libraries."""
     if config.optimizer.endswith("_8bit"):
         return True
     return TRAIN_TYPE_PARTS[config.train_type][1] != "none" or config.quantization_backend not in (
@@ -162,15 +159,14 @@ def _needs_quantizers(config: Config) -> bool:
 
 
 def plan_over_quantized(like: Plan, spec: QuantSpec, *, folder: Path) -> Plan:
-    """Plan to open a folder of quantized weights with the backend and precision of another plan; raise a UserError if its
-    quantizer does not run here."""
+    """Plan to open quantized weights as in the plan `like`; raise a UserError if their quantizer does not run."""
     options = quantization_options(spec) | {"train_type": "lora", "model_name": str(folder)}
     plan = plan_like(like, options | {"precision": like.precision}, base=recorded_choice(spec))
     if plan.quantizer != spec.quantizer:
         install = read_quantizers()[spec.quantizer].install_command
         raise UserError(
-            f"{spec.quantizer} with {spec.bits} bits does not run on {plan.backend.name} here.",
-            do=f"{install}, or see what runs here: crosstune doctor",
+            f"{spec.quantizer} with {spec.bits} bits does not run on {plan.backend.name} on this machine.",
+            do=f"{install}, or list what runs with: crosstune doctor",
         )
     return plan
 

@@ -15,6 +15,7 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.estimate.machine import Machine
 from crosstune.estimate.memory import Correction
+from crosstune.files.json_fields import OBJECT, map_of, object_with, real
 from crosstune.files.json_files import read_json, write_json
 from crosstune.files.paths import cache_base
 
@@ -23,6 +24,7 @@ MOST_ENTRIES = 500
 """Older entries are removed."""
 _LIMIT_BYTES = 4 << 20
 FILE = "peak_memory"
+_ENTRY = object_with({"key": OBJECT, "value": map_of(real()), "time": real()})
 MOST_RUNS = 20
 """The newest runs that count."""
 LEAST_SHARE = 1.0
@@ -59,17 +61,11 @@ def recall_all(name: str) -> dict[str, dict[str, Any]]:
     entries = stored.get("entries")
     if stored.get("format") != FORMAT or not isinstance(entries, dict):
         return {}
-    return {digest(entry["key"]): entry for entry in entries.values() if _is_entry(entry)}
+    return {digest(entry["key"]): entry for entry in entries.values() if _ENTRY.fits(entry)}
 
 
 def digest(key: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
-
-
-def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, dict) or {dict} != {type(entry.get(name)) for name in ("key", "value")}:
-        return False
-    return all(type(number) in (int, float) for number in (entry.get("time"), *entry["value"].values()))
 
 
 def _path(name: str) -> Path:

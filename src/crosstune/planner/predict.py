@@ -29,7 +29,6 @@ class Prediction:
     parameters: int
     trained: int
     source: str
-    """The source of the model's sizes."""
     memory: MemoryParts
     estimated_bytes: int
     usable_bytes: int
@@ -174,7 +173,7 @@ def _more_devices(shape: ModelShape, step: Step, plan: Plan, *, factor: float) -
                         f"{count} such devices with --sharding_strategy full_shard --batch_size 1 "
                         f"--use_gradient_checkpointing ({need / GIB:.1f} GiB each)"
                     )
-    return "none of the options here: use a smaller model or a larger machine"
+    return "no option: use a smaller model or a larger machine"
 
 
 @dataclass(frozen=True, kw_only=True)

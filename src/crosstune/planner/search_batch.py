@@ -1,7 +1,6 @@
 """Find the largest micro-batch that fits, for `--batch_size auto`, with real passes over the longest rows.
 
-The number of rows is doubled while a pass fits, then bisected. A size that would not fit by linear extrapolation is not
-tried: on a CPU the system would kill the process.
+The size is doubled while a pass fits, then bisected. A size that would not fit by linear extrapolation is not tried.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from crosstune.core.out_of_memory import OutOfMemory
-from crosstune.core.protocols import Batch, Session, TracksPeak
+from crosstune.core.protocols import Batch, Session
 from crosstune.estimate.memory import GIB
 from crosstune.process.ranks import Group
 
@@ -31,7 +30,6 @@ class Found:
     """The peak of a pass with this size, including optimizer state."""
     limit_bytes: int
     at_most: int
-    """The largest size searched for."""
 
     def sentence(self) -> str:
         """Return why the size was chosen."""
@@ -77,7 +75,7 @@ class BatchSearch:
         )
 
     def _fits(self, size: int) -> bool:
-        """Return whether a pass over this many rows fits in every process. All processes try the same sizes."""
+        """Return True if a pass over this many rows fits in every process. All processes try the same sizes."""
         used = self.session.memory().used_bytes
         if self._tried:
             largest = max(self._tried)
@@ -96,8 +94,7 @@ class BatchSearch:
         """Return the peak memory of a pass over this many rows; None if it does not fit."""
         self._num_tried += 1
         prepared = self.session.prepare(self.longest_batch(size))
-        if isinstance(self.session, TracksPeak):
-            self.session.reset_peak()
+        getattr(self.session, "reset_peak", lambda: None)()
         try:
             self.session.backward([prepared] * self.group.ranks.size)
             peak = self.session.memory().peak_bytes

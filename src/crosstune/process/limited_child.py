@@ -33,10 +33,8 @@ class OverLimit(UserError):
 def run_limited(
     module: str, data: bytes, *, what: str, do: str, cpu_seconds: int, memory_bytes: int
 ) -> bytes:
-    """Run `module` as the main program with `data` as its standard input; return its standard output.
-
-    Raise OverLimit with the message `what` and the advice `do` when it exceeds a limit or fails.
-    """
+    """Run `module` as the main program with `data` as its standard input; return its standard output. Raise OverLimit with
+    the message `what` and the advice `do` when it exceeds a limit or fails."""
     limits = json.dumps([sys.path, cpu_seconds, memory_bytes, module])
     try:
         child = subprocess.run(

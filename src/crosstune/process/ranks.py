@@ -24,7 +24,7 @@ class Activity:
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Set the activity inside the block, and restore the earlier one after it."""
+        """Set the activity within the context."""
         before, self.name = self.name, name
         try:
             yield
@@ -57,7 +57,7 @@ class Ranks:
     master_port: int = 0
     """Address of the store through which the processes find each other."""
     serves_store: bool = False
-    """Whether this process serves the store; under torchrun, the agent does."""
+    """True if this process serves the store; under torchrun, the agent does."""
 
     @property
     def first(self) -> bool:
@@ -94,7 +94,6 @@ class RankState:
     """Grows with every post; a constant beat means a stopped process."""
     doing: str
     at: str
-    """The innermost place in the code."""
     still_s: float
     """Seconds that the main thread has been at this place."""
     waits: bool
@@ -118,11 +117,10 @@ class Board(Protocol):
 
     def read(self) -> Mapping[int, RankState]:
         """Return the last state of each rank that posted."""
-        ...
 
 
 class BoardLost(Exception):
-    """The board is gone with the process that served it."""
+    """The board was lost with the process that served it."""
 
 
 class Group:
@@ -139,15 +137,15 @@ class Group:
         raise NotImplementedError
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
+        """Return True if the flag is set on any rank."""
         return any(part != b"\0" for part in self.gather(b"\1" if flag else b"\0"))
 
     def same(self, text: str) -> bool:
-        """Return whether all ranks have the same text."""
+        """Return True if all ranks have the same string."""
         return len(set(self.gather(hashlib.sha256(text.encode()).digest()))) == 1
 
     def share(self, text: str) -> str:
-        """Return the text of rank 0."""
+        """Broadcast a string from rank 0."""
         data = text.encode() if self.ranks.first else b""
         length = int(self.sum_numbers(len(data))[0])
         return self.gather(data.ljust(length, b"\0"))[0].decode()
@@ -167,10 +165,10 @@ class Group:
         return None
 
     def remember(self, text: str) -> None:
-        """Keep a text for the next attempt, if another program than crosstune's launcher starts it."""
+        """Keep a string for the next attempt, if a launcher other than crosstune's starts it."""
 
     def recall(self) -> str:
-        """Return the text that rank 0 kept in an earlier attempt; empty if none."""
+        """Return the string that rank 0 kept in an earlier attempt; empty if none."""
         return ""
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """Handle the stop signals, the output and the end of this process, and measure time without suspensions.
 
-A Python thread inside torch during interpreter shutdown aborts the process with SIGABRT. A process that left its group has
-no such thread. One that fails cannot leave, since others may wait for it in a collective, and must end without Python's
-shutdown.
+A Python thread inside torch during interpreter shutdown aborts the process with SIGABRT. A process that fails cannot leave
+its group, since others may wait for it in a collective, so it must exit without Python's shutdown.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ def note_unfinished() -> None:
 
 
 def may_hang() -> bool:
-    """Return whether Python's shutdown of this process may hang or abort."""
+    """Return True if Python's shutdown of this process may hang or abort."""
     return _CONNECTED.is_set() or _UNFINISHED.is_set()
 
 
 def end_at_once(code: int) -> NoReturn:
     """Write the output and end this process with an exit code, without Python's shutdown."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it was closed
+        with contextlib.suppress(OSError, ValueError):  # its reader exited, or it was closed
             stream.flush()
     os._exit(code)
 
@@ -63,7 +62,7 @@ def taken_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle the stop signals inside the block; restore the former handlers at its end."""
+    """Handle the stop signals within the context, then restore the former handlers."""
     previous = {number: signal.signal(number, handler) for number in taken_signals()}
     try:
         yield
@@ -74,7 +73,7 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
 
 @contextlib.contextmanager
 def hide_output() -> Iterator[None]:
-    """Drop standard output and standard error inside the block. Errors must be raised."""
+    """Drop standard output and standard error within the context. Errors must be raised."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 

@@ -14,11 +14,8 @@ _SOURCE_KEY = 2**40
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Consecutive sources of a corpus, and their weights.
-
-    An epoch has as many rows as all sources together, divided by weight. A source is reshuffled when it is exhausted, even
-    in the middle of an epoch: no row repeats before every row of its source has been used.
-    """
+    """Consecutive sources of a corpus, and their weights. An epoch has as many rows as all sources together, divided by
+    weight. A source is reshuffled only when all of its rows have been used, even in the middle of an epoch."""
 
     sizes: tuple[int, ...]
     weights: tuple[float, ...]
@@ -28,20 +25,16 @@ class Mixture:
         assert len(self.sizes) == len(self.weights) and all(self.sizes), "every source has rows and a weight"
 
     @property
-    def num_rows(self) -> int:
-        """The number of rows of an epoch."""
-        return sum(self.sizes)
-
-    @property
     def shares(self) -> tuple[float, ...]:
         return tuple(weight / sum(self.weights) for weight in self.weights)
 
     def counts(self) -> list[int]:
         """Return how many rows of an epoch come from each source: the fractions, rounded by largest remainder."""
-        exact = [share * self.num_rows for share in self.shares]
+        num_rows = sum(self.sizes)
+        exact = [share * num_rows for share in self.shares]
         counts = [int(value) for value in exact]
         by_remainder = sorted(range(len(exact)), key=lambda place: (counts[place] - exact[place], place))
-        for place in by_remainder[: self.num_rows - sum(counts)]:
+        for place in by_remainder[: num_rows - sum(counts)]:
             counts[place] += 1
         return counts
 

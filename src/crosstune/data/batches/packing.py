@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,43 +14,6 @@ from crosstune.data.batches.epoch_order import Mixture, epoch_order
 
 OPEN_ROWS = 64
 """Rows filled at the same time. More rows pack better but move documents further from their order."""
-
-
-class Packer:
-    """Accept documents one by one, and return the rows that they complete."""
-
-    def __init__(self, *, capacity: int, num_open: int = OPEN_ROWS) -> None:
-        self.capacity = capacity
-        self._rows: list[list[int]] = []
-        self._free = np.zeros(num_open, dtype=np.int64)
-
-    def add(self, document: int, length: int) -> list[list[int]]:
-        """Put a document into the first open row with room for it; return the rows that this completes."""
-        assert 0 < length <= self.capacity, f"document {document} has {length} of {self.capacity} tokens"
-        done: list[list[int]] = []
-        fits = self._free[: len(self._rows)] >= length
-        place = int(fits.argmax()) if len(fits) else 0
-        if not len(fits) or not fits[place]:
-            if len(self._rows) == len(self._free):
-                done.append(self._close(0))
-            place = len(self._rows)
-            self._rows.append([])
-            self._free[place] = self.capacity
-        self._rows[place].append(document)
-        self._free[place] -= length
-        if self._free[place] == 0:
-            done.append(self._close(place))
-        return done
-
-    def flush(self) -> list[list[int]]:
-        """Return the rows that are still open, oldest first."""
-        rows, self._rows = self._rows, []
-        return rows
-
-    def _close(self, place: int) -> list[int]:
-        row = self._rows.pop(place)
-        self._free[place : len(self._rows)] = self._free[place + 1 : len(self._rows) + 1]
-        return row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +31,39 @@ class PackedRows:
         return self.documents[start : int(self.ends[number])]
 
 
-def pack(order: NDArray[np.int64], lengths: NDArray[np.int64], *, capacity: int) -> PackedRows:
-    """Pack the documents in `order`; `lengths[d]` is the length of document d."""
-    packer = Packer(capacity=capacity)
+def pack(
+    order: NDArray[np.int64], lengths: NDArray[np.int64], *, capacity: int, num_open: int = OPEN_ROWS
+) -> PackedRows:
+    """Pack the documents in `order`, each into the first open row with room; `lengths[d]` is the length of document d.
+
+    A row is complete when it is full, or when it is the oldest and a document needs a new row.
+    """
     documents, ends = array("q"), array("q")
+    rows: list[list[int]] = []
+    free = np.zeros(num_open, dtype=np.int64)
 
-    def emit(rows: Iterable[list[int]]) -> None:
-        for row in rows:
-            documents.extend(row)
-            ends.append(len(documents))
+    def close(place: int) -> None:
+        documents.extend(rows.pop(place))
+        ends.append(len(documents))
+        free[place : len(rows)] = free[place + 1 : len(rows) + 1]
 
-    for document in order:
-        emit(packer.add(int(document), int(lengths[document])))
-    emit(packer.flush())
+    for document in order.tolist():
+        length = int(lengths[document])
+        assert 0 < length <= capacity, f"document {document} has {length} of {capacity} tokens"
+        fits = free[: len(rows)] >= length
+        place = int(fits.argmax()) if fits.any() else len(rows)
+        if place == num_open:
+            close(0)
+            place -= 1
+        if place == len(rows):
+            rows.append([])
+            free[place] = capacity
+        rows[place].append(document)
+        free[place] -= length
+        if free[place] == 0:
+            close(place)
+    while rows:
+        close(0)
     return PackedRows(
         documents=np.frombuffer(documents, dtype=np.int64), ends=np.frombuffer(ends, dtype=np.int64)
     )

@@ -54,10 +54,7 @@ class RowOrder:
         return self.max_steps if self.num_epochs == 0 else min(self.max_steps, by_epochs)
 
     def rows(self, step: int) -> list[list[int]]:
-        """Return the example indices of each row of step `step`, counted from 0; one per row unless rows are packed.
-
-        A step may span two epochs.
-        """
+        """Return the example indices of each row of step `step`, counted from 0; one per row unless rows are packed."""
         first = step * self.rows_per_step
         last = min(first + self.rows_per_step, self._num_rows() or first + self.rows_per_step)
         if self.packed is not None:
@@ -77,7 +74,7 @@ class RowOrder:
         return {"rows_done": done, "epoch": epoch, "row_in_epoch": row}
 
     def identity(self) -> Mapping[str, Any]:
-        """Return everything besides the examples that determines which examples a step has."""
+        """Return everything except the examples that determines which examples a step has."""
         found = {
             "seed": self.seed,
             "rows_per_step": self.rows_per_step,

@@ -1,7 +1,6 @@
 """Generate the bundled dataset `commands`: spoken requests to a smart home, answered with a JSON command.
 
-The held-out split pairs devices and rooms that never occur together in training, so its score shows generalization
-rather than memorization.
+The held-out split pairs devices and rooms that never occur together in training.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Generate the bundled datasets `judge_translations` and `judge_pairs`: translations with counted errors of various kinds.
+"""Generate the bundled datasets `judge_translations` and `judge_pairs`: translations with counted errors.
 
-The score is ten minus the penalties of the errors that were put in, so it is correct by construction. All translations of
-a sentence are in one split.
+The score is ten minus the penalties of the errors. All translations of a sentence are in one split.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +90,6 @@ GRAMMARS: tuple[tuple[str, ...], ...] = (
 )
 """The slots of a sentence, in the order that English and the three languages share."""
 
-
 PENALTIES: Mapping[str, int] = {
     "wrong word": 3,
     "wrong number": 2,
@@ -114,7 +112,6 @@ class Sentence:
     language: str
     slots: tuple[str, ...]
     choice: tuple[int, ...]
-    """The phrase of each slot."""
 
     def words(self, language: str) -> list[str]:
         column = 0 if language == "English" else 1 + LANGUAGES.index(language)
@@ -144,21 +141,15 @@ def make_pairs(split: str) -> list[dict[str, Any]]:
         for first, second in (group[:2], group[2:]):
             lead = first["score"] - second["score"]
             winner = "A" if lead > 0 else "B" if lead < 0 else "tie"
-            shared = {name: first[name] for name in ("group", "task", "reference")}
+            request = f"{first['task']}\nA: {first['answer']}\nB: {second['answer']}\nWhich is better?"
             pairs.append(
                 {
                     "id": f"{first['id']}+{second['id']}",
-                    **shared,
+                    **{name: first[name] for name in ("group", "task", "reference")},
                     "answer_a": first["answer"],
                     "answer_b": second["answer"],
                     "winner": winner,
-                    "messages": [
-                        {
-                            "role": "user",
-                            "content": f"{first['task']}\nA: {first['answer']}\nB: {second['answer']}\nWhich is better?",
-                        },
-                        {"role": "assistant", "content": winner},
-                    ],
+                    "messages": _turns(request, winner),
                 }
             )
     return pairs
@@ -174,12 +165,9 @@ def _sentences(split: str) -> list[tuple[int, Sentence]]:
         if (slots, choice) not in seen:
             seen.add((slots, choice))
             found.append(Sentence(draw.choice(LANGUAGES), slots, choice))
-    start = 0
-    for name, count in NUM_SENTENCES.items():
-        if name == split:
-            return list(enumerate(found[start : start + count], start=start))
-        start += count
-    raise ValueError(f"no split {split}")
+    names = list(NUM_SENTENCES)
+    start = sum(NUM_SENTENCES[name] for name in names[: names.index(split)])
+    return list(enumerate(found[start : start + NUM_SENTENCES[split]], start=start))
 
 
 def _translate(sentence: Sentence, num_errors: int, draw: random.Random) -> tuple[str, list[tuple[str, str]]]:
@@ -192,11 +180,21 @@ def _translate(sentence: Sentence, num_errors: int, draw: random.Random) -> tupl
     for place in free[:num_errors]:
         kinds = [kind for kind in PENALTIES if _is_possible(kind, sentence, place, errors, swaps, free)]
         kind = draw.choice(kinds)
-        right = sentence.words(sentence.language)[place]
+        right = parts[place]
         if kind == "wrong order":
             swaps.append(place)
+        elif kind == "missing part":
+            parts[place] = ""
+        elif kind == "untranslated part":
+            parts[place] = sentence.words("English")[place]
+        elif kind == "repeated part":
+            parts[place] = f"{right} {right}"
+        elif kind == "misspelling":
+            parts[place] = _misspelled(right, draw)
         else:
-            parts[place] = _CHANGES[kind](sentence, place, draw)
+            phrases = PHRASES[sentence.slots[place]]
+            others = [phrase for number, phrase in enumerate(phrases) if number != sentence.choice[place]]
+            parts[place] = draw.choice(others)[1 + LANGUAGES.index(sentence.language)]
         errors.append((kind, right))
     for place in swaps:
         parts[place], parts[place + 1] = parts[place + 1], parts[place]
@@ -226,32 +224,11 @@ def _is_possible(
     return not (kind == "missing part" and sum(each == kind for each, _ in errors) >= 2)
 
 
-def _replaced(sentence: Sentence, place: int, draw: random.Random) -> str:
-    slot, language = sentence.slots[place], 1 + LANGUAGES.index(sentence.language)
-    others = [phrase for number, phrase in enumerate(PHRASES[slot]) if number != sentence.choice[place]]
-    return draw.choice(others)[language]
-
-
-def _misspelled(sentence: Sentence, place: int, draw: random.Random) -> str:
+def _misspelled(text: str, draw: random.Random) -> str:
     """Exchange two different letters that follow each other."""
-    text = sentence.words(sentence.language)[place]
-    places = [
-        spot
-        for spot in range(len(text) - 1)
-        if text[spot : spot + 2].isalpha() and text[spot] != text[spot + 1]
-    ]
-    spot = draw.choice(places)
-    return f"{text[:spot]}{text[spot + 1]}{text[spot]}{text[spot + 2 :]}"
-
-
-_CHANGES: Mapping[str, Callable[[Sentence, int, random.Random], str]] = {
-    "wrong word": _replaced,
-    "wrong number": _replaced,
-    "missing part": lambda sentence, place, draw: "",
-    "untranslated part": lambda sentence, place, draw: sentence.words("English")[place],
-    "repeated part": lambda sentence, place, draw: " ".join(2 * [sentence.words(sentence.language)[place]]),
-    "misspelling": _misspelled,
-}
+    pairs = [text[place : place + 2] for place in range(len(text) - 1)]
+    place = draw.choice([place for place, pair in enumerate(pairs) if pair.isalpha() and pair[0] != pair[1]])
+    return f"{text[:place]}{text[place + 1]}{text[place]}{text[place + 2 :]}"
 
 
 def _row(
@@ -284,5 +261,9 @@ def _row(
         "critique": critique,
         "source": source,
         "translation": answer,
-        "messages": [{"role": "user", "content": request}, {"role": "assistant", "content": verdict}],
+        "messages": _turns(request, verdict),
     }
+
+
+def _turns(request: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]

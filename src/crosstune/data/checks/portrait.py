@@ -64,20 +64,13 @@ def marked_pieces(example: Example, tokenizer: Tokenizer) -> list[tuple[str, boo
 
 def _cut(pieces: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     """Omit the middle of an example that is too long for a page."""
-    left_out = sum(len(text) for text, _ in pieces) - MOST_CHARACTERS
-    if left_out <= 0:
+    total, half = sum(len(text) for text, _ in pieces), MOST_CHARACTERS // 2
+    if total <= MOST_CHARACTERS:
         return pieces
-    half = MOST_CHARACTERS // 2
-    head, tail = _first(pieces, half), _first([(text[::-1], counts) for text, counts in pieces[::-1]], half)
-    middle = (f" … [{left_out:,} more characters] … ", False)
-    return [*head, middle, *((text[::-1], counts) for text, counts in tail[::-1])]
-
-
-def _first(pieces: list[tuple[str, bool]], room: int) -> list[tuple[str, bool]]:
-    kept = list[tuple[str, bool]]()
-    for text, counts in pieces:
-        if room <= 0:
-            break
-        kept.append((text[:room], counts))
-        room -= len(text)
-    return kept
+    head, tail, start = [], [], 0
+    for text, supervised in pieces:
+        head.append((text[: max(0, half - start)], supervised))
+        tail.append((text[max(0, total - half - start) :], supervised))
+        start += len(text)
+    middle = (f" … [{total - MOST_CHARACTERS:,} more characters] … ", False)
+    return [piece for piece in (*head, middle, *tail) if piece[0]]

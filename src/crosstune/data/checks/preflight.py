@@ -13,7 +13,7 @@ import numpy as np
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY
-from crosstune.data.read.columns import Columns, check_mapped, uniform_sources
+from crosstune.data.read.columns import Columns, check_columns, uniform_sources
 from crosstune.data.read.dataset_list import parse_dataset, unweighted
 from crosstune.data.read.formats import has_empty_answer, to_conversation
 from crosstune.data.read.sources import Source, open_source
@@ -115,56 +115,33 @@ def _last_token(tokenizer: Tokenizer) -> int | None:
     return int(learned[-1]) if len(learned) else None
 
 
+_WARNINGS = {
+    "empty_answers": "{empty_answers:,} rows have an empty answer and are skipped",
+    "without_answer": "{without_answer:,} rows have no answer within the context and are skipped",
+    "unlocated_answers": "{unlocated_answers:,} answers cannot be located because the chat template changes them; "
+    "they carry no loss",
+    "cut_examples": "{cut_examples:,} of {examples:,} examples are cut, by {cut_tokens:,} tokens in all",
+    "dropped_examples": "{dropped_examples:,} examples are longer than the context and are skipped",
+    "duplicates": "{duplicates:,} of {examples:,} examples are duplicates",
+    "unused_columns": "columns that are not read: {unused_columns}",
+    "ignored_by_template": "this model's chat template ignores {ignored_by_template}: nothing is learned from it",
+    "num_shared": "{num_shared:,} held-out examples are also in the training data",
+}
+
+
 def warnings_of(train: dict[str, Any], *, num_shared: int) -> Sequence[str]:
     """Return the warnings that the statistics of the training data call for."""
-    examples = train["examples"]
-    rows = (
-        (train["empty_answers"], f"{train['empty_answers']:,} rows have an empty answer and are skipped"),
-        (
-            train["without_answer"],
-            f"{train['without_answer']:,} rows have no answer within the context and are skipped",
-        ),
-        (
-            train["unlocated_answers"],
-            f"{train['unlocated_answers']:,} answers cannot be located because the chat template changes them; "
-            "they carry no loss",
-        ),
-        (
-            train["cut_examples"],
-            f"{train['cut_examples']:,} of {examples:,} examples are cut, by {train['cut_tokens']:,} tokens in all",
-        ),
-        (
-            train["dropped_examples"],
-            f"{train['dropped_examples']:,} examples are longer than the context and are skipped",
-        ),
-        (
-            train["duplicates"],
-            f"{train['duplicates']:,} of {examples:,} examples are duplicates",
-        ),
-        (
-            train["unused_columns"],
-            f"columns that are not read: {', '.join(train['unused_columns'])}",
-        ),
-        (
-            train["ignored_by_template"],
-            f"this model's chat template ignores {', '.join(train['ignored_by_template'])}: nothing is learned "
-            "from it",
-        ),
-        (num_shared, f"{num_shared:,} held-out examples are also in the training data"),
-        (
-            train["supervised_share"] < LOW_SUPERVISED_SHARE,
-            f"only {train['supervised_share']:.2%} of the tokens are supervised",
-        ),
-    )
-    return [f"{sentence}." for holds, sentence in rows if holds]
+    shown = {name: ", ".join(value) if isinstance(value, list) else value for name, value in train.items()}
+    shown["num_shared"] = num_shared
+    found = [f"{sentence.format_map(shown)}." for name, sentence in _WARNINGS.items() if shown[name]]
+    if train["supervised_share"] < LOW_SUPERVISED_SHARE:
+        found.append(f"only {train['supervised_share']:.2%} of the tokens are supervised.")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowChecker:
-    """Check rows as a run would read them.
-
-    Without a tokenizer, rows are not rendered. `whole` skips locating the answers.
-    """
+    """Check rows as a run would read them. Without a tokenizer, rows are not rendered; `whole` skips locating answers."""
 
     asked_format: str
     columns: Columns
@@ -173,9 +150,7 @@ class RowChecker:
 
     def check(self, name: str, *, limit: int, training: bool = True) -> list[str]:
         """Raise a UserError for a row that does not match the format or cannot be rendered; return the skipped checks.
-
-        At most `limit` rows of each source are read, all if it is -1. `training` is false for evaluation data.
-        """
+        At most `limit` rows of each source are read, all if it is -1. `training` is false for evaluation data."""
         entries = parse_dataset(name) if training else unweighted(name, option="eval_dataset")
         names = [entry.name for entry in entries]
         # Bundled rows are valid, but the model's template may reject them.
@@ -183,7 +158,7 @@ class RowChecker:
         local = [one for one in names if _is_here(one) and one not in known]
         sources = [open_source(one, needs_training=training) for one in local]
         if training and len(sources) == len(names):
-            check_mapped(sources, self.columns)
+            check_columns(sources, self.columns)
         left: list[str] = []
         for source in sources:
             if not training and source.held_out:
@@ -216,7 +191,7 @@ class RowChecker:
 
 
 def is_here(name: str) -> bool:
-    """Return whether all sources of a dataset can be opened without a download."""
+    """Return True if all sources of a dataset can be opened without a download."""
     return all(_is_here(entry.name) for entry in parse_dataset(name))
 
 

@@ -1,4 +1,4 @@
-"""Find the format of each part of a source, and map its columns to those of the format: by --columns or by common names."""
+"""Detect the format of each part of a source, and map its columns to the format: by --columns or by common names."""
 
 from __future__ import annotations
 
@@ -27,51 +27,36 @@ Columns = Mapping[str, str]
 
 
 def parse_columns(text: str | None, *, targets: Sequence[str] = TARGETS) -> dict[str, str]:
-    """Parse `query=prompt,reply=completion`. Column names may contain commas and equals signs.
-
-    `targets` are the columns that a recipe reads.
-    """
+    """Parse `query=prompt,reply=completion`; `targets` are the columns that a recipe reads. Names may contain , and =."""
     found: dict[str, str] = {}
     held = ""
     for piece in text.split(",") if text else ():
-        source, equals, target = f"{held}{piece}".rpartition("=")
-        if not equals:
-            held += f"{piece},"
-            continue
-        held, source, target = "", source.strip(), target.strip()
-        if target not in targets and source in targets:
+        source, equals, target = (part.strip() for part in f"{held}{piece}".rpartition("="))
+        held = "" if equals else f"{held}{piece},"
+        if equals and target not in targets:
+            hint = f"write {target}={source}; " if source in targets else did_you_mean(target, targets)
             raise UserError(
                 f"--columns cannot map {source} to '{target}'.",
-                why=f"the file's column comes first, and {source} is a crosstune column.",
-                do=f"write it the other way round: {target}={source}",
+                why="the data's column comes first, then a column that a format reads.",
+                do=f"{hint}map it to one of: {', '.join(targets)}",
             )
-        if target not in targets:
-            raise UserError(
-                f"--columns cannot map {source} to '{target}'.",
-                why="no format reads such a column.",
-                do=f"{did_you_mean(target, targets)}map it to one of: {', '.join(targets)}",
-            )
-        if not source or source in found or target in found.values():
-            raise UserError(
-                f"--columns cannot be '{text}'.",
-                why=f"{source} or {target} occurs twice." if source else "a column has no name.",
-                do="list each column once, as in --columns query=prompt,reply=completion",
-            )
-        found[source] = target
+        if equals and source and source not in found and target not in found.values():
+            found[source] = target
+        elif equals:
+            held = piece
+            break
     if held:
         raise UserError(
             f"--columns cannot be '{text}'.",
-            why=f"'{held.rstrip(',')}' has no target.",
-            do="write --columns query=prompt,reply=completion",
+            why=f"in '{held.rstrip(',')}', a name is missing or occurs twice.",
+            do="list each column once, as in --columns query=prompt,reply=completion",
         )
     return found
 
 
 def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Source]:
-    """Divide a source into sources of one format each, in the order of their first parts, and set the columns to rename.
-
-    The format is as requested, or follows from the source's name or each part's first row.
-    """
+    """Divide a source into sources of one format each, in order, and set the columns to rename. The format is as requested,
+    or follows from the source's name or each part's first row."""
     if asked == "auto":
         asked = source.form
     groups: dict[tuple[str, Sequence[tuple[str, str]], bool], list[Part]] = {}
@@ -93,16 +78,8 @@ def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Sou
 def pick_rows(sources: Sequence[Source], indices: Collection[int]) -> list[tuple[FileRow, str]]:
     """Return the rows with these indices, counted across all sources, and their formats. Stop after the last."""
     wanted, last = set(indices), max(indices, default=-1)
-    picked: list[tuple[FileRow, str]] = []
-    index = 0
-    for source in sources:
-        for _, found, _ in source.rows():
-            if index > last:
-                return picked
-            if index in wanted:
-                picked.append((found.row, source.form))
-            index += 1
-    return picked
+    rows = ((found.row, source.form) for source in sources for _, found, _ in source.rows())
+    return [row for index, row in enumerate(islice(rows, last + 1)) if index in wanted]
 
 
 def renamed_columns(sources: Sequence[Source], asked: Columns) -> list[str]:
@@ -117,24 +94,20 @@ def renamed_columns(sources: Sequence[Source], asked: Columns) -> list[str]:
     return list(dict.fromkeys(sentences))
 
 
-def check_columns(parts: list[Part], columns: Columns, *, source: str) -> None:
-    """Raise a UserError for a column of --columns that is in none of the parts."""
+def check_columns(sources: Sequence[Source], columns: Columns) -> None:
+    """Raise a UserError for a column of --columns that no source has."""
     if not columns:
         return
+    parts = [part for source in sources for part in source.parts]
     rows = (found.row for part in parts for found in islice(part.rows(), _ROWS_LOOKED_AT))
     present = dict.fromkeys(str(name) for row in rows for name in row)
     for name in columns:
         if name not in present:
+            names = " and ".join(source.name for source in sources)
             raise UserError(
-                f"{source} has no column '{name}', which --columns maps to {columns[name]}.",
+                f"{names} has no column '{name}', which --columns maps to {columns[name]}.",
                 do=f"{did_you_mean(name, present)}its columns are: {', '.join(present)}",
             )
-
-
-def check_mapped(sources: Sequence[Source], columns: Columns) -> None:
-    """Raise a UserError for a column of --columns that no source has."""
-    parts = [part for source in sources for part in source.parts]
-    check_columns(parts, columns, source=" and ".join(source.name for source in sources))
 
 
 def _read_part(part: Part, *, asked: str, columns: Columns, source: str) -> tuple[str, Columns] | None:
@@ -144,17 +117,14 @@ def _read_part(part: Part, *, asked: str, columns: Columns, source: str) -> tupl
     if not rows:
         return None
     present = {name for row in rows for name in row}
-    used = {name: target for name, target in columns.items() if name in present}
+    used: Columns = {name: target for name, target in columns.items() if name in present}
     first = rename(rows[0], used)
-    if asked == "auto" and part.form != "auto" and not used:
-        return recognise(first, asked=part.form, source=source), used
-    if asked != "auto":
-        return recognise(first, asked=asked, source=source), used
-    if used:
+    if asked == "auto" and used:
         return _format_of_targets(first, used, source=source), used
-    if not fitting_formats(first) and (aliases := _well_known(first)):
-        return recognise(rename(first, aliases), asked="auto", source=source), aliases
-    return recognise(first, asked="auto", source=source), used
+    if asked == "auto" and part.form == "auto" and not fitting_formats(first):
+        used = _well_known(first)
+        first = rename(first, used)
+    return recognise(first, asked=part.form if asked == "auto" else asked, source=source), used
 
 
 def _describe_columns(columns: Columns) -> str:

@@ -23,10 +23,7 @@ class DatasetEntry:
 
 
 def parse_dataset(text: str) -> list[DatasetEntry]:
-    """Parse `a.jsonl`, `a.jsonl,b.jsonl` or `a.jsonl:0.7,b.jsonl:0.3`.
-
-    An existing path is never split at its commas and colons.
-    """
+    """Parse `a.jsonl`, `a.jsonl,b.jsonl` or `a.jsonl:0.7,b.jsonl:0.3`. Existing paths may contain commas and colons."""
     pieces = text.split(",")
     entries: list[DatasetEntry] = []
     while pieces:
@@ -65,17 +62,15 @@ def _longest_name(pieces: Sequence[str]) -> int:
 
 def _entry(text: str) -> DatasetEntry:
     name = text.strip()
-    front, colon, end = name.rpartition(":")
-    if _exists(name) or not colon or not front:
-        return DatasetEntry(name=name)
-    if _is_number(end):
-        weight = float(end)
-        if not math.isfinite(weight) or weight <= 0:
-            raise _bad_weight(front, end)
-        return DatasetEntry(name=front, weight=weight)
-    if _exists(front):
-        raise _bad_weight(front, end)
-    return DatasetEntry(name=name)  # such as C:\\data\\a.jsonl
+    front, _, end = name.rpartition(":")
+    if _exists(name) or not front or not (_is_number(end) or _exists(front)):
+        return DatasetEntry(name=name)  # such as C:\\data\\a.jsonl
+    if not _is_number(end) or not 0 < float(end) < math.inf:
+        raise UserError(
+            f"The weight of {front} in --dataset cannot be '{end}'.",
+            do=f"use a number above 0, as in --dataset {front}:0.7,OTHER:0.3",
+        )
+    return DatasetEntry(name=front, weight=float(end))
 
 
 def _is_number(text: str) -> bool:
@@ -87,20 +82,16 @@ def _is_number(text: str) -> bool:
 
 
 def _check_weights(entries: Sequence[DatasetEntry], text: str) -> None:
-    if len(entries) == 1:
-        return
-    if empty := [entry for entry in entries if not entry.name]:
-        raise UserError(
-            f"The dataset '{text}' contains an empty name.", do=f"remove one of the {len(empty)} commas"
-        )
+    names = [entry.name for entry in entries]
+    if len(entries) > 1 and not all(names):
+        raise UserError(f"The dataset '{text}' contains an empty name.", do="remove a comma")
     missing = [entry.name for entry in entries if entry.weight is None]
     if missing and len(missing) < len(entries):
         raise UserError(
             f"{', '.join(missing)} in --dataset has no weight, but others do.",
             do="specify a weight for every source, or for none",
         )
-    names = [entry.name for entry in entries]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(
             f"--dataset lists {twice[0]} twice.",
             do="list it once, with a larger weight if it should count more",
@@ -114,10 +105,3 @@ def _exists(name: str) -> bool:
         return Path(name).expanduser().exists()
     except OSError:  # a list of several sources may be longer than a path can be
         return False
-
-
-def _bad_weight(name: str, weight: str) -> UserError:
-    return UserError(
-        f"The weight of {name} in --dataset cannot be '{weight}'.",
-        do=f"use a number above 0, as in --dataset {name}:0.7,OTHER:0.3",
-    )

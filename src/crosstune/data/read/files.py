@@ -25,6 +25,7 @@ INSTALL_DATA = 'pip install "crosstune[data]"'
 
 _CHUNK_BYTES = 1 << 20
 _QUOTED = re.compile(rb'"(?:[^"]|"")*"')
+_SEPARATORS = re.compile(r"[\s,]*")
 _PARQUET_ROWS = 512
 TEXT_CHARACTERS = 1 << 20
 """A longer text file is read as multiple documents of about this size, so that it need not fit into memory."""
@@ -118,22 +119,11 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[Found]:
         try:
             row = parse_json(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, foreign=True)
         except ValueError as error:
-            raise UserError(
-                f"{path}, line {number} is not JSON.", why=str(error), do=_hint(path, number)
-            ) from error
+            hint = "write one row per line, or an array of rows in a .json file"
+            raise UserError(f"{path}, line {number} is not JSON.", why=str(error), do=hint) from error
         if not isinstance(row, dict):
             raise UserError(f"{path}, line {number} is not a row.", why="each line must be a JSON object.")
         yield Found(row, number, end_byte)
-
-
-def _hint(path: Path, number: int) -> str:
-    if path.suffix.lower() == ".json":
-        return "a .json file contains an array of rows, or one row per line"
-    return (
-        "a .jsonl file contains one row per line; an array of rows belongs in a .json file"
-        if number == 1
-        else ""
-    )
 
 
 def _read_json(path: Path, file: BinaryIO) -> Iterator[Found]:
@@ -149,25 +139,20 @@ def _read_json(path: Path, file: BinaryIO) -> Iterator[Found]:
 
 def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
     file = io.TextIOWrapper(raw, encoding="utf-8-sig")
-    text, number, place = "", 0, 0
-    opened = ended = False
+    text, number, ended = _read_text(path, file, _CHUNK_BYTES), 0, False
+    place = text.index("[") + 1
     while True:
-        place = _skip(text, place, ",[" if not opened else ",")
-        opened = opened or place > 0
+        place = _SEPARATORS.match(text, place).end()  # type: ignore[union-attr]
         if place < len(text) and text[place] == "]":
             if rest := text[place + 1 :].strip():
-                raise UserError(
-                    f"{path} is not JSON.", why=f"text follows the end of the list: {rest[:40]!r}"
-                )
+                raise UserError(f"{path} is not JSON.", why=f"text follows the array: {rest[:40]!r}")
             return
         try:
             row, end = FOREIGN.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
             if ended:
                 raise UserError(
-                    f"{path} is not JSON: row {number + 1} cannot be read.",
-                    why=str(error),
-                    do="lines of JSON belong in a .jsonl file",
+                    f"{path} is not JSON: row {number + 1} cannot be read.", why=str(error)
                 ) from error
             text, place = text[place:], 0
             if len(text) > LARGEST_ROW_BYTES:
@@ -178,22 +163,14 @@ def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
             text += more
             continue
         number += 1
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{path} is not a list of rows.", why=f"row {number} is not a JSON object: {shown(row)}."
-            )
         try:
+            if not isinstance(row, dict):
+                raise ValueError(f"it is not a JSON object: {shown(row)}")
             check_parsed(row, text[place:end], foreign=True)
         except ValueError as error:
             raise UserError(f"Row {number} of {path} cannot be read.", why=f"{error}.") from error
         yield Found(row, number, raw.tell())
         place = end
-
-
-def _skip(text: str, place: int, also: str) -> int:
-    while place < len(text) and (text[place].isspace() or text[place] in also):
-        place += 1
-    return place
 
 
 def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:
@@ -206,10 +183,8 @@ def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:
 def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
     csv.field_size_limit(LARGEST_ROW_BYTES)  # the default of 128 KiB is too small for long answers
     lines = _decoded_lines(path, file)
-    if delimiter == "\t" and _has_bare_quotes(path):
-        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
-    else:
-        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    quoting: Any = csv.QUOTE_NONE if delimiter == "\t" and _has_bare_quotes(path) else csv.QUOTE_MINIMAL
+    reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     header: list[str] | None = None
     line = 1
     try:
@@ -218,7 +193,12 @@ def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
             if not values:
                 continue
             if header is None:
-                header = _check_header(path, values)
+                header = [name.strip() for name in values]
+                if not all(header) or len(set(header)) < len(header):
+                    raise UserError(
+                        f"{path}, line 1 does not list the columns.",
+                        why=f"every column needs a unique name; found {', '.join(map(repr, header))}.",
+                    )
                 continue
             if len(values) != len(header):
                 raise UserError(
@@ -232,14 +212,14 @@ def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
 
 
 def _has_bare_quotes(path: Path) -> bool:
-    """Return whether quotes in a .tsv file are text: some field begins with a quote but is not quoted, and every line has
+    """Return True if quotes in a .tsv file are text: some field begins with a quote but is not quoted, and every line has
     as many tabs as the first."""
-    found, num_tabs = False, None
+    found, num_fields = False, 0
     with _open(path) as file:
         for line in file:
             fields = line.rstrip(b"\r\n").split(b"\t")
-            num_tabs = num_tabs if num_tabs is not None else len(fields)
-            if len(fields) != num_tabs and line.strip():
+            num_fields = num_fields or len(fields)
+            if len(fields) != num_fields and line.strip():
                 return False
             found = found or any(field[:1] == b'"' and not _QUOTED.fullmatch(field) for field in fields)
     return found
@@ -273,16 +253,6 @@ def _decoded_lines(path: Path, file: BinaryIO) -> Iterator[str]:
                 do="save the file as UTF-8",
             ) from error
         yield line
-
-
-def _check_header(path: Path, names: list[str]) -> list[str]:
-    names = [name.strip() for name in names]
-    if not all(names) or len(set(names)) < len(names):
-        raise UserError(
-            f"{path}, line 1 does not list the columns.",
-            why=f"every column needs a unique name; found {', '.join(map(repr, names))}.",
-        )
-    return names
 
 
 def _read_parquet(path: Path) -> Iterator[Found]:

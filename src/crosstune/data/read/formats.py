@@ -84,10 +84,8 @@ def to_conversation(row: Row, form: str) -> Conversation:
 
 def tools_of(row: Row) -> list[Any] | None:
     """Return the tools that the model may call in this conversation, in the form that chat templates expect."""
-    tools = _parsed(row.get(TOOLS_COLUMN) or None)
-    if tools is not None and not isinstance(tools, list):
-        raise UserError(f"The {TOOLS_COLUMN} column must contain a list.", why=f"found {_short(tools)}")
-    return tools
+    tools = row.get(TOOLS_COLUMN)
+    return _parsed_list(tools, f"The {TOOLS_COLUMN} column") if tools else None
 
 
 def unused_columns(row: Row, form: str) -> set[str]:
@@ -106,20 +104,18 @@ def turn_keys(conversation: Conversation) -> set[str]:
 def _turns(row: Row, form: str) -> list[Turn]:
     if form in ("messages", "sharegpt"):
         return as_messages(row[_needed(form)[0]])
-    if form == "alpaca":
-        parts = [_text(row, "instruction"), _text(row, "input") if row.get("input") else ""]
-        return _one_turn("\n\n".join(part for part in parts if part), _answer(row, "output"))
     if form == "prompt_completion":
         return _prompt_and_completion(row)
-    if form == "question_answer":
-        parts = [_text(row, "context") if row.get("context") else "", _text(row, "question")]
-        return _one_turn("\n\n".join(part for part in parts if part), _answer(row, "answer"))
+    if form in ("alpaca", "question_answer"):
+        names = ("instruction", "input") if form == "alpaca" else ("context", "question")
+        parts = [_text(row, name) for name in names if name in _needed(form) or row.get(name)]
+        return _one_turn("\n\n".join(filter(None, parts)), _answer(row, _needed(form)[1]))
     assert form == "guanaco", form
     return as_messages(_guanaco_turns(_text(row, "text")))
 
 
 def has_empty_answer(conversation: Conversation) -> bool:
-    """Return whether an answer, or the whole text, is empty."""
+    """Return True if an answer, or the whole text, is empty."""
     if isinstance(conversation, str):
         return not conversation.strip()
     return any(
@@ -130,19 +126,25 @@ def has_empty_answer(conversation: Conversation) -> bool:
 
 def as_messages(value: Any) -> list[Turn]:
     """Return a conversation as messages with role, content and `TURN_KEYS`; raise a UserError when it is not valid."""
-    value = _parsed(value)
-    if not isinstance(value, list) or not value:
-        raise UserError("A conversation must be a non-empty list of messages.")
-    messages = [_message(item) for item in value]
+    messages = [_message(item) for item in _parsed_list(value, "A conversation")]
+    if not messages:
+        raise UserError("A conversation must contain messages.")
     _check_order([message["role"] for message in messages])
     return messages
 
 
 def _message(item: Any) -> Turn:
     """Return a message. The role may be under `from`, and the content under `value`, as in ShareGPT."""
-    item = _renamed_keys(item) if isinstance(item, Mapping) else item
-    calls = isinstance(item, Mapping) and bool(item.get("tool_calls"))
-    if not isinstance(item, Mapping) or "role" not in item or not ("content" in item or calls):
+    if isinstance(item, Mapping):
+        item = dict(item)
+        for key, other in (("role", "from"), ("content", "value")):
+            if item.get(key) is None and item.get(other) is not None:  # Parquet fills missing keys with None
+                item[key] = item[other]
+    if (
+        not isinstance(item, Mapping)
+        or "role" not in item
+        or not ("content" in item or item.get("tool_calls"))
+    ):
         raise UserError(
             "Every message needs role and content, or from and value.", why=f"found {_short(item)}"
         )
@@ -159,40 +161,23 @@ def _message(item: Any) -> Turn:
         raise UserError("The content of a message must be text.", why=f"found {_short(content)}")
     more = {key: item[key] for key in TURN_KEYS if item.get(key) not in (None, "", [])}
     if "tool_calls" in more:
-        more["tool_calls"] = _parsed(more["tool_calls"])
-    if not isinstance(more.get("tool_calls", []), list):
-        raise UserError("tool_calls must be a list.", why=f"found {_short(more['tool_calls'])}")
+        more["tool_calls"] = _parsed_list(more["tool_calls"], "tool_calls")
     return {"role": role, "content": content, **more}
-
-
-def _renamed_keys(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with `role` and `content`; Parquet fills the keys that a message lacks with None."""
-    found = dict(item)
-    for key, other in (("role", "from"), ("content", "value")):
-        if found.get(key) is None and found.get(other) is not None:
-            found[key] = found[other]
-    return found
 
 
 def _text_part(part: Any) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    what = f"a part of type {kind}" if kind else _short(part)
-    raise UserError("The content of a message must be text.", why=f"found {what}")
+    raise UserError("The content of a message must be text.", why=f"found {_short(part)}")
 
 
 def _check_order(roles: list[str]) -> None:
     for place, role in enumerate(roles):
-        if role in ("system", "developer") and place > 0:
+        late = role in ("system", "developer") and place > 0
+        if late or (role == "assistant" and "user" not in roles[:place]):
             raise UserError(
                 f"The roles are out of order: {role} is turn {place + 1}.",
-                why="system instructions come first.",
-            )
-        if role == "assistant" and "user" not in roles[:place]:
-            raise UserError(
-                f"The roles are out of order: the assistant answers in turn {place + 1} before any question.",
-                do="begin the conversation with a user turn",
+                why="system instructions come first." if late else "it is an answer before any question.",
             )
 
 
@@ -229,24 +214,17 @@ def _check_media(row: Row, *, what: str) -> None:
 
 
 def _how_to_read(row: Row) -> dict[str, str]:
-    """Return why no format matches a row's columns, if known, and what to do."""
-    names = [str(name) for name in row]
-    if len(names) == 1 and any(mark in names[0] for mark in ";|\t"):
-        return {
-            "why": "the only column name looks like several names with a separator other than a comma.",
-            "do": "save the file with commas, or with tabs as .tsv",
-        }
+    """Return what to do about columns that match no format, and why they do not, if known."""
     if {"chosen", "rejected"} <= row.keys():
         return {
             "why": "these are preferences, and crosstune does not support preference training.",
             "do": "train on the chosen answers with --columns chosen=completion",
         }
-    lower = {name.lower(): name for name in names}
-    close = next((cs for cs in COLUMNS.values() if all(column in lower for column in cs)), ())
-    if close:
+    lower = {str(name).lower(): str(name) for name in row}
+    if close := next((cs for cs in COLUMNS.values() if all(column in lower for column in cs)), ()):
         return {"do": f"--columns {','.join(f'{lower[column]}={column}' for column in close)}"}
     known = "; ".join(f"{' + '.join(columns)} ({name})" for name, columns in COLUMNS.items())
-    return {"do": f"{_NAME_COLUMNS}; the formats are: {known}"}
+    return {"do": f"{_NAME_COLUMNS}; the formats are: {known}; a CSV file needs commas, a .tsv file tabs"}
 
 
 def fitting_formats(row: Row) -> list[str]:
@@ -302,13 +280,15 @@ def _guanaco_turns(text: str) -> list[Turn]:
     return turns
 
 
-def _parsed(value: Any) -> Any:
-    """Parse a list given as JSON text, since CSV does not support lists."""
+def _parsed_list(value: Any, what: str) -> list[Any]:
+    """Return a list, parsed if it is JSON text, since CSV does not support lists."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
-            return parse_json(value, foreign=True)
+            value = parse_json(value, foreign=True)
         except ValueError as error:
-            raise UserError("A conversation stored as a string must be JSON.", why=str(error)) from error
+            raise UserError(f"{what} must contain a list, as JSON in a string.", why=str(error)) from error
+    if not isinstance(value, list):
+        raise UserError(f"{what} must contain a list.", why=f"found {_short(value)}")
     return value
 
 

@@ -55,11 +55,14 @@ class HubPart:
 def open_hub(repo: str, *, known: str) -> dict[str, HubPart]:
     """Return split name -> rows. `known` lists the known names, for the error about an unknown id."""
     data = _load(repo, known=known)
-    parts = {}
-    for split, rows in data.items():
-        _refuse_media(repo, rows)
-        parts[str(split)] = HubPart(repo=repo, split=str(split), data=rows)
-    return parts
+    features = {name: type(kind).__name__ for rows in data.values() for name, kind in rows.features.items()}
+    if media := [name for name, kind in features.items() if kind in ("Image", "Audio", "Video")]:
+        raise UserError(
+            f"The dataset '{repo}' has columns that are not text: {', '.join(media)}.",
+            why="this recipe reads text only.",
+            do="use a text dataset, or save it without these columns",
+        )
+    return {str(split): HubPart(repo=repo, split=str(split), data=rows) for split, rows in data.items()}
 
 
 def _load(repo: str, *, known: str) -> DatasetDict:
@@ -80,7 +83,16 @@ def _load(repo: str, *, known: str) -> DatasetDict:
         with _offline_if_unreachable() as unreached:
             return datasets.load_dataset(repo)
     except DatasetNotFoundError as error:
-        raise _missing(repo, error, known=known) from error
+        gated = "gated" in str(error).lower()
+        raise UserError(
+            f"The dataset '{repo}' is gated." if gated else f"No dataset '{repo}'.",
+            why=_line(error)
+            if gated
+            else f"it is neither a local file nor on the hub, or it is private: {_line(error)}",
+            do=f"accept its terms at https://huggingface.co/datasets/{repo}, then run: hf auth login"
+            if gated
+            else f"pass the path of a file or folder, a hub id, or a known name: {known}",
+        ) from error
     except (OfflineModeIsEnabled, ConnectionError, OSError) as error:
         raise UserError(
             f"The dataset '{repo}' cannot be fetched from the hub, and it is not available locally.",
@@ -106,33 +118,6 @@ def _offline_if_unreachable() -> Iterator[str | None]:
             yield reason
         finally:
             datasets.config.HF_HUB_OFFLINE = before
-
-
-def _missing(repo: str, error: Exception, *, known: str) -> UserError:
-    message = str(error).lower()
-    if "gated" in message:
-        return UserError(
-            f"The dataset '{repo}' is gated.",
-            why=_line(error),
-            do=f"accept its terms at https://huggingface.co/datasets/{repo}, then run: hf auth login",
-        )
-    return UserError(
-        f"No dataset '{repo}'.",
-        why=f"it is neither a local file nor on the hub, or it is private: {_line(error)}",
-        do=f"pass the path of a file or folder, a hub id, or a known name: {known}",
-    )
-
-
-def _refuse_media(repo: str, rows: Dataset) -> None:
-    media = [
-        name for name, kind in rows.features.items() if type(kind).__name__ in ("Image", "Audio", "Video")
-    ]
-    if media:
-        raise UserError(
-            f"The dataset '{repo}' has columns that are not text: {', '.join(media)}.",
-            why="this recipe reads text only.",
-            do="use a text dataset, or save it without these columns",
-        )
 
 
 def _line(error: Any) -> str:

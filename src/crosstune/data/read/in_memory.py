@@ -17,16 +17,14 @@ from crosstune.files.atomic_files import put_in_place, staging_folder
 
 _NAME_CHARS = 16
 _SHAPES = (
-    "pass a list of rows, each a dict with the columns of a data file; a datasets.Dataset or DatasetDict; "
-    "or the path or name of a dataset"
+    "pass a list of rows, each a dict with the columns of a data file; a datasets.Dataset or DatasetDict; or the path or "
+    "name of a dataset. Others become one with list(rows), list(rows.take(1000)) for a streamed dataset, "
+    "frame.to_dict('records') for a data frame, or datasets.Dataset.from_dict(columns)"
 )
 
 
 def write_in_memory(data: object, *, option: str, cache: Path | None) -> Path:
-    """Write a list of rows, a `datasets.Dataset`, or a mapping of splits to such; return the file or the folder.
-
-    `option` is the name of the argument, for errors.
-    """
+    """Write a list of rows, a `datasets.Dataset`, or a mapping of splits to such; return the file or the folder."""
     root = cache_folder(cache)
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -51,8 +49,10 @@ def _write_splits(splits: Mapping[Any, Any], root: Path, staging: Path, *, optio
     folder, digest = staging / "splits", hashlib.sha256()
     folder.mkdir()
     for name, data in splits.items():
-        if not isinstance(name, str) or not name.isidentifier() or not _is_split(data):
-            raise _refused(splits, option=option)
+        # A dict of columns has values that are not rows.
+        is_split = _are_rows(data) and isinstance(next(iter(data), {}), Mapping)
+        if not isinstance(name, str) or not name.isidentifier() or not is_split:
+            raise _unsupported(splits, option=option)
         written = _write(_check_rows(data, option=option), folder / f"{name}.jsonl", option=option)
         digest.update(f"{name}\0{written}\0".encode())
     target = root / f"rows-{digest.hexdigest()[:_NAME_CHARS]}"
@@ -99,34 +99,20 @@ def _plain(value: Any) -> Any:
 
 
 def _are_rows(data: object) -> bool:
-    """Return whether `data` is a sequence or a `datasets.Dataset`: it has a length and can be read again."""
+    """Return True for a sequence or a `datasets.Dataset`: it has a length and can be read again."""
     if isinstance(data, Sequence):
         return not isinstance(data, (str, bytes))
     return isinstance(getattr(data, "column_names", None), list) and hasattr(data, "__len__")
 
 
-def _is_split(data: Any) -> bool:
-    """Return whether `data` are rows, not the values of a column."""
-    return _are_rows(data) and isinstance(next(iter(data), {}), Mapping)
-
-
 def _check_rows(data: Any, *, option: str) -> Iterable[Any]:
     if not _are_rows(data):
-        raise _refused(data, option=option)
+        raise _unsupported(data, option=option)
     if not len(data):
         raise UserError(f"{option} has no rows.", do=_SHAPES)
     return data
 
 
-def _refused(data: object, *, option: str) -> UserError:
+def _unsupported(data: object, *, option: str) -> UserError:
     kind = f"{type(data).__module__}.{type(data).__qualname__}".removeprefix("builtins.")
-    why, do = f"it is a {kind}.", _SHAPES
-    if isinstance(data, Mapping):
-        why = "it is a dict, whose values are not splits of rows."
-        do = f"{_SHAPES}; a dict of columns becomes one with datasets.Dataset.from_dict(...)"
-    elif hasattr(data, "to_dict") and hasattr(data, "columns"):
-        do = f"pass its rows: {option}=frame.to_dict('records')"
-    elif hasattr(data, "__iter__") or hasattr(data, "__getitem__"):
-        why = f"it is a {kind}, and only a list is sure to have the same rows in the same order each time."
-        do = f"pass its rows as a list: {option}=list(rows), for a streamed dataset list(rows.take(1000))"
-    return UserError(f"{option} cannot be used as a dataset.", why=why, do=do)
+    return UserError(f"{option} cannot be used as a dataset.", why=f"it is a {kind}.", do=_SHAPES)

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from crosstune.core.errors import UserError, naming
 from crosstune.core.names import nearest
-from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY, HUB_NAMES, RowsPart, known_names
+from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY, HUB_NAMES, HubName, RowsPart, known_names
 from crosstune.data.read.files import SUFFIXES, FilePart, Found, file_part
 from crosstune.data.read.hub import HELD_OUT_SPLITS, HubPart, open_hub
 from crosstune.files.paths import near_paths
@@ -28,25 +28,8 @@ MOST_FILES = 50_000
 """Maximum number of files and folders below a data folder."""
 
 
-class Part(Protocol):
-    """One file or split of a source, read sequentially."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def form(self) -> str:
-        """The row format if known without reading the rows, otherwise auto."""
-        ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    def place(self, number: int) -> str: ...
-
-    def digest(self) -> str: ...
-
-    def rows(self) -> Iterator[Found]: ...
+Part = FilePart | HubPart | RowsPart
+"""One file or split of a source, read sequentially."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +76,7 @@ class Source:
 
 
 def open_source(name: str, *, needs_training: bool = True) -> Source:
-    """Open one source of --dataset; raise a UserError with the known names when it is unknown.
-
-    A folder needs files to train on, unless it is opened only for evaluation.
-    """
+    """Open one source of --dataset. A folder needs files to train on, unless it is opened only for evaluation."""
     with naming("dataset" if needs_training else "eval_dataset"):
         try:
             return _open(name, needs_training=needs_training)
@@ -119,19 +99,16 @@ def _open(name: str, *, needs_training: bool) -> Source:
         return Source(name=name, parts=(file_part(path),))
     if path.is_dir():
         return _open_folder(name, path, needs_training=needs_training)
-    if name in HUB_NAMES:
-        known = HUB_NAMES[name]
-        found = _of_splits(name, open_hub(known.repo, known=", ".join(known_names())))
-        return replace(found, form=known.form, samples=known.samples)
-    if _may_be_hub_id(name):
-        return _of_splits(name, open_hub(name, known=", ".join(known_names())))
-    raise _unknown(name)
+    if name not in HUB_NAMES and not _may_be_hub_id(name):
+        raise _unknown(name)
+    known = HUB_NAMES.get(name, HubName(repo=name, form="auto"))
+    splits = open_hub(known.repo, known=", ".join(known_names()))
+    return replace(_of_splits(name, splits), form=known.form, samples=known.samples)
 
 
 def check_name(name: str) -> None:
-    """Raise a UserError when a name cannot be a dataset, without opening it. Runs before a model is downloaded."""
-    path = Path(name).expanduser()
-    if not (is_known(name) or path.exists() or _may_be_hub_id(name)):
+    """Raise a UserError when a name cannot be a dataset, without opening it."""
+    if not (is_known(name) or Path(name).expanduser().exists() or _may_be_hub_id(name)):
         raise _unknown(name)
 
 
@@ -140,7 +117,7 @@ def is_known(name: str) -> bool:
 
 
 def _may_be_hub_id(name: str) -> bool:
-    """Return whether a name has the form `org/name` and is not a file path."""
+    """Return True if a name has the form `org/name` and is not a file path."""
     parts = name.split("/")
     return len(parts) == 2 and all(parts) and parts[0][0].isalnum() and Path(name).suffix not in SUFFIXES
 
@@ -153,29 +130,30 @@ def _of_splits(name: str, splits: dict[str, HubPart]) -> Source:
     return Source(name=name, parts=(train,), held_out=tuple(held_out[:1]))
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder. Raise a UserError if there are too many, as in a home folder, and an OSError for a
-    folder that cannot be read, since its data would be missed."""
+def _data_files(folder: Path) -> list[Path]:
+    """Return the data files below a folder, sorted. Raise a UserError if there are too many files, as in a home folder, and
+    an OSError for a folder that cannot be read, since its data would be missed."""
 
-    def refuse(error: OSError) -> None:
-        place = Path(error.filename)
-        if not _is_hidden(place, folder) and place.name != _SYSTEM_FOLDER:
-            raise error
+    def fail(error: OSError) -> None:
+        raise error
 
-    num_found = 0
-    for place, folders, names in os.walk(folder, onerror=refuse):
-        num_found += len(folders) + len(names)
-        if num_found > MOST_FILES:
+    found: list[Path] = []
+    num_seen = 0
+    for place, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith((".", "_")) and name != _SYSTEM_FOLDER]
+        num_seen += len(folders) + len(names)
+        if num_seen > MOST_FILES:
             raise UserError(
                 f"The folder {folder} contains more than {MOST_FILES:,} files and folders.",
                 do="pass a folder that contains only data files, or one file",
             )
-        yield from (Path(place) / name for name in names)
+        found += [Path(place, name) for name in names if _is_data(Path(name))]
+    return sorted(path for path in found if path.is_file())
 
 
 def _open_folder(name: str, folder: Path, *, needs_training: bool) -> Source:
     """Open all data files of a folder, sorted by name; files named after a held-out split are never trained on."""
-    files = sorted(path for path in _files_below(folder) if _is_data(path, folder) and path.is_file())
+    files = _data_files(folder)
     if not files:
         raise UserError(
             f"The folder {folder} contains no data.",
@@ -200,8 +178,8 @@ def _open_folder(name: str, folder: Path, *, needs_training: bool) -> Source:
 
 
 def split_of(path: Path) -> str:
-    """Return the split that a folder or file name begins or ends with, as in `test.jsonl`, `my_val.jsonl`,
-    `validation/0.json` or `judge_test-00000-of-00002.parquet`; train by default."""
+    """Return the split that a folder or file name begins or ends with, as in `validation/0.json` or
+    `judge_test-00000-of-00002.parquet`; train by default."""
     for name in (*path.parts[:-1], path.stem):
         words = [word for word in _NAME_ENDS.split(_SHARD.sub("", name.lower())) if word]
         named = [word for word in (words[:1] + words[-1:]) if word in (*HELD_OUT_SPLITS, *_TRAINING_WORDS)]
@@ -210,17 +188,10 @@ def split_of(path: Path) -> str:
     return "train"
 
 
-def _is_data(path: Path, folder: Path) -> bool:
-    """Return whether a file of a folder is data: neither hidden nor documentation."""
-    if _is_hidden(path, folder):
-        return False
-    if path.suffix.lower() == ".txt" and _NAME_ENDS.split(path.stem.lower())[0] in _ABOUT_DATA:
-        return False
-    return path.suffix.lower() in SUFFIXES
-
-
-def _is_hidden(path: Path, folder: Path) -> bool:
-    return any(name.startswith((".", "_")) for name in path.relative_to(folder).parts)
+def _is_data(name: Path) -> bool:
+    """Return True for the name of a data file: neither hidden nor documentation."""
+    about = name.suffix.lower() == ".txt" and _NAME_ENDS.split(name.stem.lower())[0] in _ABOUT_DATA
+    return name.suffix.lower() in SUFFIXES and not name.name.startswith((".", "_")) and not about
 
 
 def _unknown(name: str) -> UserError:

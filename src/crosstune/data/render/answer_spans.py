@@ -8,23 +8,9 @@ from functools import lru_cache
 from itertools import count, takewhile
 
 from crosstune.core.errors import UserError
-from crosstune.data.render.template import (
-    FAULTS,
-    REASONING_KEYS,
-    ChatTemplate,
-    OverLimit,
-    Refused,
-    load_template,
-)
+from crosstune.data.render.template import REASONING_KEYS, ChatTemplate, Rejected, load_template
 from crosstune.data.render.template_marks import Marks
-from crosstune.data.render.types import (
-    NO_LOSS,
-    PLAIN_TEMPLATE,
-    ChatTokens,
-    Message,
-    Span,
-    Tools,
-)
+from crosstune.data.render.types import NO_LOSS, PLAIN_TEMPLATE, ChatTokens, Message, Span, Tools
 
 # Where a generation prompt opens or skips the reasoning. Both carry loss, as in TRL.
 _OPENED_REASONING = re.compile(
@@ -50,7 +36,7 @@ def render_text(
             documents=None,
             **dict(tokenizer.named_tokens),
         )
-    except (*FAULTS, Refused, OverLimit) as error:
+    except Exception as error:  # of jinja or of the code in the template
         raise _template_error(tokenizer, "render this conversation", error) from error
 
 
@@ -89,7 +75,7 @@ def effective_extras(
 
 
 def _is_answer(message: Message) -> bool:
-    """Return whether a message is an answer to learn, not part of a prompt."""
+    """Return True if a message is an answer to learn, not part of a prompt."""
     return message["role"] == "assistant" and not message.get(NO_LOSS)
 
 
@@ -109,12 +95,12 @@ def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> list[Span
 def _template(tokenizer: ChatTokens) -> ChatTemplate:
     try:
         return load_template(tokenizer.chat_template or PLAIN_TEMPLATE)
-    except (*FAULTS, OverLimit) as error:
+    except Exception as error:
         raise _template_error(tokenizer, "be read", error) from error
 
 
 def _template_error(tokenizer: ChatTokens, verb: str, error: Exception) -> UserError:
-    kind = "" if isinstance(error, (Refused, OverLimit)) else f"{type(error).__name__}: "
+    kind = "" if isinstance(error, Rejected) else f"{type(error).__name__}: "
     return UserError(
         f"The chat template {tokenizer.template_file or 'of this model'} cannot {verb}.",
         why=f"{kind}{' '.join(str(error).split())[:300]}",
@@ -125,12 +111,8 @@ def _template_error(tokenizer: ChatTokens, verb: str, error: Exception) -> UserE
 def _locate(
     messages: Sequence[Message], place: int, text: str, marks: Marks, tokenizer: ChatTokens, tools: Tools
 ) -> list[Span]:
-    """Return the spans of an answer: the text of its message, without the header that the prompt already has, up to the
-    end token.
-
-    There are several spans if the template writes other messages in between. If the loops of a template cannot be marked,
-    it is rendered again with a placeholder, and the text that changes is the answer.
-    """
+    """Return the spans of an answer: the text of its message after the prompt's header, up to the end token. If the loops
+    of the template cannot be marked, it is rendered again with a placeholder, and the text that changes is the answer."""
     if place not in marks.turns or not _writes_answers(tokenizer):
         around = _around(messages, place, text, tokenizer, tools)
         spans = [] if around is None else [(around[0], _with_end_token(text, around[1], tokenizer))]
@@ -170,7 +152,7 @@ def _usual_header(tokenizer: ChatTokens) -> str | None:
 
 @lru_cache(maxsize=8)
 def _writes_answers(tokenizer: ChatTokens) -> bool:
-    """Return whether the template writes an answer inside the turn of its message, or has no marked loop."""
+    """Return True if the template writes an answer inside the turn of its message, or has no marked loop."""
     text, turn = _probe(tokenizer)
     return turn is None or _placeholder([]) in text[turn[0] : turn[1]]
 
@@ -229,11 +211,8 @@ def _placeholder(messages: Sequence[Message]) -> str:
 
 
 def _end_of(text: str, span: Span, tokenizer: ChatTokens, *, is_last: bool) -> int:
-    """Return the end of an answer, without white space that the template writes after the end token.
-
-    In some templates an answer has no end token, and the model stops at the token that begins the next turn. Some write
-    one more end token after the last message.
-    """
+    """Return the end of an answer, without white space after the end token. In some templates the model stops at the token
+    that begins the next turn; some write one more end token after the last message."""
     start, end = span
     if is_last and text[end:].strip() in _end_tokens(tokenizer):
         return len(text.rstrip())

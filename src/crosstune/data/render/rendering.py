@@ -39,10 +39,8 @@ def render_conversation(
     tools: Tools = None,
     extras: Sequence[str] = (),
 ) -> Rendered:
-    """Render a conversation with the spans of its answers and their end tokens, or with one span if `whole`.
-
-    The result names the `extras`, keys of the messages or `tools`, that change the text.
-    """
+    """Render a conversation with the spans of its answers and their end tokens, or with one span if `whole`, and find the
+    `extras` (keys of the messages, or `tools`) that change the text."""
     messages, tools = _plain([messages, tools])
     tokens = tokenizer.chat_tokens
     text, marks = render_text(messages, tokens, add_generation_prompt=False, tools=tools)

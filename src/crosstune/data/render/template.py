@@ -8,10 +8,9 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from crosstune.data.render.template_marks import Generation, Marks
+from crosstune.data.render.template_marks import Generation, Marks, take_marks
 from crosstune.data.render.types import Message
 
 LONGEST_TEMPLATE = 256 << 10
@@ -20,28 +19,10 @@ DAY = datetime(2025, 1, 1)
 """The date for templates: the tokens of a run must not depend on the day."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """The names under which datasets store an answer's reasoning; most templates read the first."""
-# Errors of jinja and of the code in a template.
-FAULTS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    AssertionError,
-    NotImplementedError,
-    MemoryError,
-)
 
 
-class OverLimit(Exception):
-    """A template is too long, or writes too much text."""
-
-
-class Refused(Exception):
-    """A template rejected a conversation with `raise_exception`."""
+class Rejected(Exception):
+    """A template rejected a conversation with `raise_exception`, is too long, or writes too much text."""
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
@@ -62,7 +43,7 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         if len(source) > LONGEST_TEMPLATE:
-            raise OverLimit(f"it is longer than {LONGEST_TEMPLATE >> 10} KiB")
+            raise Rejected(f"it is longer than {LONGEST_TEMPLATE >> 10} KiB")
         environment = make_environment()
         generation = environment.extensions[Generation.identifier]
         assert isinstance(generation, Generation)
@@ -74,24 +55,21 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], **variables: Any) -> tuple[str, Marks]:
         """Return the text, with its marked spans and the spans of each message."""
         shown = [_with_reasoning(message) for message in messages]
-        tools = repr(variables.get("tools"))
-        size = len(tools) + sum(len(str(value)) for message in shown for value in message.values())
+        size = len(repr(variables.get("tools")))
+        size += sum(len(str(value)) for message in shown for value in message.values())
         most = (64 << 10) + 16 * size + 4 * self._num_characters
-        self._marker.start(shown, tools)
+        self._marker.start(shown)
         pieces = []
         total = 0
         for piece in self._template.generate(messages=shown, **variables):
             total += len(piece)
             if total > most:
-                raise OverLimit(f"it writes more than {most:,} characters for a conversation of {size:,}")
+                raise Rejected(f"it writes more than {most:,} characters for a conversation of {size:,}")
             pieces.append(piece)
-        return self._marker.take("".join(pieces))
+        return take_marks("".join(pieces))
 
 
-@lru_cache(maxsize=16)
-def load_template(source: str) -> ChatTemplate:
-    """Compile a template, or return it as compiled before."""
-    return ChatTemplate(source)
+load_template = lru_cache(maxsize=16)(ChatTemplate)
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
@@ -102,18 +80,10 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Write JSON as transformers' `tojson` does: without HTML escapes."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> None:
-    raise Refused(message)
+    raise Rejected(message)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from jinja2 import Environment, nodes
@@ -16,17 +16,10 @@ from jinja2.visitor import NodeTransformer
 
 from crosstune.data.render.types import Span
 
-# Unicode noncharacters, reserved for internal use; text that contains some of them gets different marks.
-_FIRST_NONCHARACTER, _NUM_SETS = 0xFDD0, 8
+_MARK = f"\ufdd0{secrets.token_hex(4)}"
+"""Begins a mark. Random, so that no conversation contains it."""
+_MARKS = re.compile(f"{_MARK}(<|>|[0-9]+:[0-9]*);")
 _TURN, _CLOSE = "_mark_turn", "_mark_close"
-
-
-class _Signs:
-    """The characters that marks are made of."""
-
-    def __init__(self, begin: str, end: str, opening: str, closing: str) -> None:
-        self.begin, self.end, self.opening, self.closing = begin, end, opening, closing
-        self.pattern = re.compile(f"({begin}|{end}|{opening}[0-9]+:[0-9]*{closing})")
 
 
 @dataclass(frozen=True)
@@ -45,20 +38,16 @@ class Marks:
 
 
 class Marker(threading.local):
-    """Write the marks of one rendering, and remove them from its text. Each thread has its own state."""
+    """Write the marks of one rendering. Each thread has its own state."""
 
     def __init__(self) -> None:
         self._place_of: dict[int, int] = {}
         self._loops: set[int] = set()
-        self._signs = _signs(0)
 
-    def start(self, messages: Sequence[Mapping[str, Any]], others: str) -> None:
-        """Prepare for messages, each a distinct object. `others` is the repr of the other variables."""
+    def start(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Prepare for messages, each a distinct object."""
         self._place_of = {id(message): place for place, message in enumerate(messages)}
-        self._loops.clear()
-        self._signs = _signs(0)
-        if _has_noncharacter(messages) or "\\ufd" in others:
-            self._signs = _unused_signs(repr(messages) + others)
+        self._loops = set()
 
     def turn(self, item: Any, loop: int) -> str:
         """Return the mark for the start of a loop's body, or nothing if the loop is not over messages."""
@@ -66,60 +55,38 @@ class Marker(threading.local):
         if place is None:
             return ""
         self._loops.add(loop)
-        return f"{self._signs.opening}{loop}:{place}{self._signs.closing}"
+        return f"{_MARK}{loop}:{place};"
 
     def close(self, _: Any, loop: int) -> str:
         """Return the mark for the end of a loop."""
-        return f"{self._signs.opening}{loop}:{self._signs.closing}" if loop in self._loops else ""
-
-    def generated(self, text: str) -> str:
-        return f"{self._signs.begin}{text}{self._signs.end}"
-
-    def take(self, marked: str) -> tuple[str, Marks]:
-        """Return the text without its marks, and the marked spans."""
-        pieces = self._signs.pattern.split(marked)
-        generated: list[Span] = []
-        turns = _Turns()
-        length, begun = 0, -1
-        for number, piece in enumerate(pieces):
-            if number % 2 == 0:
-                if piece:
-                    turns.add(length, length + len(piece))
-                    length += len(piece)
-            elif piece == self._signs.begin:
-                begun = length
-            elif piece == self._signs.end:
-                if 0 <= begun < length:
-                    generated.append((begun, length))
-                begun = -1
-            else:
-                turns.move(*piece[1:-1].split(":"))
-        return "".join(pieces[::2]), Marks(generated, turns.spans)
+        return f"{_MARK}{loop}:;" if loop in self._loops else ""
 
 
-class _Turns:
-    """Assign text to messages. Loops can be nested, and text belongs to the message of the innermost loop."""
-
-    def __init__(self) -> None:
-        self.spans: dict[int, list[Span]] = {}
-        self._stack: list[tuple[str, int]] = []
-
-    def add(self, start: int, end: int) -> None:
-        if not self._stack:
-            return
-        spans = self.spans.setdefault(self._stack[-1][1], [])
-        if spans and spans[-1][1] == start:
-            start = spans.pop()[0]
-        spans.append((start, end))
-
-    def move(self, loop: str, place: str) -> None:
-        """Begin an iteration, or end the loop. Either ends the iteration before, even one left by `continue`."""
-        for depth, (other, _) in enumerate(self._stack):
-            if other == loop:
-                del self._stack[depth:]
-                break
-        if place:
-            self._stack.append((loop, int(place)))
+def take_marks(marked: str) -> tuple[str, Marks]:
+    """Return the text without its marks, and the marked spans."""
+    pieces = _MARKS.split(marked)
+    generated: list[Span] = []
+    turns: dict[int, list[Span]] = {}
+    stack: list[tuple[str, int]] = []  # nested loops and their messages; text belongs to the innermost
+    length, begun = 0, -1
+    for text, mark in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+        if text and stack:
+            spans = turns.setdefault(stack[-1][1], [])
+            start = spans.pop()[0] if spans and spans[-1][1] == length else length
+            spans.append((start, length + len(text)))
+        length += len(text)
+        if mark == "<":
+            begun = length
+        elif mark == ">":
+            if 0 <= begun < length:
+                generated.append((begun, length))
+            begun = -1
+        elif mark:
+            # A new iteration or the end of the loop ends the iteration before, even one left by `continue`.
+            loop, _, place = mark.partition(":")
+            depth = next((depth for depth, (other, _) in enumerate(stack) if other == loop), len(stack))
+            stack[depth:] = [(loop, int(place))] if place else []
+    return "".join(pieces[::2]), Marks(generated, turns)
 
 
 class Generation(Extension):
@@ -137,7 +104,7 @@ class Generation(Extension):
         return nodes.CallBlock(self.call_method("_mark", []), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
-        return self.marker.generated(caller())
+        return f"{_MARK}<;{caller()}{_MARK}>;"
 
     def mark_loops(self, tree: nodes.Template) -> nodes.Template:
         """Return the template with marks at every iteration of its loops."""
@@ -149,10 +116,7 @@ class Generation(Extension):
 
 
 class _MarkLoops(NodeTransformer):
-    """Insert marks into loops that write to the output.
-
-    Loops whose text is captured are not marked: the template could measure, trim or split the marks with the text.
-    """
+    """Insert marks into loops that write to the output, not into captured text: the template could trim or split it."""
 
     def __init__(self) -> None:
         self.num_loops = 0
@@ -197,25 +161,3 @@ def _item_of(loop: nodes.For) -> nodes.Expr | None:
         if index.name == name and values.name not in made:
             return nodes.Getitem(nodes.Name(values.name, "load"), nodes.Name(name, "load"), "load")
     return None
-
-
-@cache
-def _signs(number: int) -> _Signs:
-    return _Signs(*(chr(_FIRST_NONCHARACTER + 4 * number + place) for place in range(4)))
-
-
-def _has_noncharacter(messages: Sequence[Mapping[str, Any]]) -> bool:
-    return any(
-        "\\ufd" in repr(value)
-        for message in messages
-        for value in message.values()
-        if not (isinstance(value, str) and value.isascii())
-    )
-
-
-def _unused_signs(shown: str) -> _Signs:
-    """Return signs that the input does not contain. `repr` writes noncharacters as escapes."""
-    for number in range(_NUM_SETS):
-        if not any(f"\\u{_FIRST_NONCHARACTER + 4 * number + place:04x}" in shown for place in range(4)):
-            return _signs(number)
-    return _signs(0)

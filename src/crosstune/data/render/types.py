@@ -27,7 +27,6 @@ class ChatTokens:
 
     chat_template: str | None
     template_file: str = ""
-    """The file of the template, for error messages."""
     named_tokens: tuple[tuple[str, str], ...] = ()
     """The special tokens that templates know by name: (name, text)."""
     leading_bos: str = ""

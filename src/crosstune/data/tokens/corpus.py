@@ -121,11 +121,7 @@ def open_corpus(
     in_memory_bytes: int = IN_MEMORY_BYTES,
     progress: OnProgress | None = None,
 ) -> Corpus:
-    """Tokenize a source, or its first `limit` rows unless that is -1. `cache` is crosstune's cache folder.
-
-    The files of a source may have different formats; `model_limit` is the model's context, for the error about a
-    long example.
-    """
+    """Tokenize a source, or its first `limit` rows unless that is -1. Its files may have different formats."""
     corpora: list[Corpus] = []
     for uniform in uniform_sources(source, asked=asked_format, columns=columns or {}):
         remaining = limit - sum(corpus.store.facts["rows"] for corpus in corpora) if limit != -1 else -1

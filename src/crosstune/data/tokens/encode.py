@@ -96,7 +96,7 @@ def located(error: UserError, part: Part, number: int) -> UserError:
     return UserError(f"{part.place(number)}: {error.message}", why=error.why, do=error.do)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Pass:
     """One pass over a source. While a batch is tokenized, the next batch's rows are read and rendered."""
 
@@ -227,11 +227,11 @@ def tokenize_source(
     }
     if source.size_bytes <= in_memory_bytes:
         memory = MemoryWriter()
-        return memory.to_store(
-            encode_source(source, encoder, memory, limit=limit, progress=progress)
-        ), decides
-    key = digest(decides)
-    return _cached_store(source, encoder, key=key, limit=limit, cache=cache, progress=progress), decides
+        store = memory.to_store(encode_source(source, encoder, memory, limit=limit, progress=progress))
+    else:
+        key = digest(decides)
+        store = _cached_store(source, encoder, key=key, limit=limit, cache=cache, progress=progress)
+    return store, decides
 
 
 def cache_folder(cache: Path | None) -> Path:
@@ -256,7 +256,10 @@ def _cached_store(
                 with staging_folder(folder) as staging:
                     store = staging / "store"
                     store.mkdir()
-                    facts = _write_store(source, encoder, store, limit=limit, progress=progress)
+                    with write_store(store) as writer:
+                        facts = encode_source(source, encoder, writer, limit=limit, progress=progress)
+                    about = {"layout": LAYOUT, "source": source.name, "facts": facts}
+                    write_json(store / MARKER, about | {"bytes": store_sizes(store)})
                     put_in_place(store, folder, aside=staging / "damaged")
     except OSError as error:
         if error.errno not in NO_ROOM | {errno.EACCES, errno.EROFS}:
@@ -269,16 +272,6 @@ def _cached_store(
     return open_store(folder, facts)
 
 
-def _write_store(
-    source: Source, encoder: Encoder, folder: Path, *, limit: int, progress: OnProgress | None
-) -> dict[str, Any]:
-    with write_store(folder) as writer:
-        facts = encode_source(source, encoder, writer, limit=limit, progress=progress)
-    marker = {"layout": LAYOUT, "source": source.name, "facts": facts, "bytes": store_sizes(folder)}
-    write_json(folder / MARKER, marker)
-    return facts
-
-
 def _read_facts(folder: Path) -> dict[str, Any] | None:
     """Return the facts of a complete store; None when it is missing or damaged."""
     try:
@@ -286,8 +279,7 @@ def _read_facts(folder: Path) -> dict[str, Any] | None:
         sizes = store_sizes(folder)
     except (OSError, UnreadableFile):
         return None
-    is_valid = marker.get("layout") == LAYOUT and marker.get("bytes") == sizes
-    return dict(marker["facts"]) if is_valid and isinstance(marker.get("facts"), dict) else None
+    return marker["facts"] if marker.get("layout") == LAYOUT and marker.get("bytes") == sizes else None
 
 
 def digest(value: Any) -> str:

@@ -62,7 +62,6 @@ class Tokenizer:
     stop_ids: frozenset[int]
     """Tokens that end an answer."""
     special: tuple[str, ...] = ()
-    """The special tokens as strings."""
     adds_bos: bool = False
     """True if the tokenizer prepends the BOS token to plain text."""
     other_named: tuple[tuple[str, str], ...] = ()
@@ -70,7 +69,6 @@ class Tokenizer:
     digest: str = ""
     """sha256 of tokenizer.json."""
     template_file: str = ""
-    """The file that contains the chat template."""
     num_rows: int | None = None
     """The model's number of embeddings, if its config.json is in the same folder."""
 
@@ -88,11 +86,12 @@ class Tokenizer:
         eos = _token_text(tokens.get("eos_token"))
         pad = _token_text(tokens.get("pad_token")) or eos
         bos = _token_text(tokens.get("bos_token"))
+        template, template_file = _chat_template(folder, settings)
         with _readable_panics(str(path)):
             starts_with = rust.encode("a").ids[:1]
         return cls(
             rust=rust,
-            chat_template=_chat_template(folder, settings),
+            chat_template=template,
             bos_token=bos,
             eos_token=eos,
             pad_id=(rust.token_to_id(pad) if pad else None) or 0,
@@ -103,7 +102,7 @@ class Tokenizer:
             adds_bos=bos is not None and starts_with == [rust.token_to_id(bos)],
             other_named=tuple((name, text) for name in _NAMES if (text := _token_text(tokens.get(name)))),
             digest=hashlib.sha256(written).hexdigest(),
-            template_file=str(_template_file(folder)),
+            template_file=str(template_file),
             num_rows=_num_rows(folder / "config.json"),
         )
 
@@ -155,10 +154,7 @@ class Tokenizer:
 
     def encode_plain_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of plain-text documents, each with one BOS token if the tokenizer adds it, and one EOS token.
-
-        The library adds the BOS token: some tokenizers mark the first word, and a BOS token written as text would move it
-        from the first place.
-        """
+        The library adds the BOS token: as text, it would take the place of the first word, which some tokenizers mark."""
         bos, eos = (
             self.rust.token_to_id(text) if text else None for text in (self.bos_token, self.eos_token)
         )
@@ -213,7 +209,7 @@ def _read_tokenizer(folder: Path) -> bytes:
 
 
 def _may_be_slow(value: Any) -> bool:
-    """Return whether a stage has a regex, a table or a replacement that lengthens text."""
+    """Return True if a stage has a regex, a table or a replacement that lengthens text."""
     if isinstance(value, list):
         return any(map(_may_be_slow, value))
     if not isinstance(value, dict):
@@ -260,20 +256,16 @@ def _token_text(entry: Any) -> str | None:
     return entry.get("content") if isinstance(entry, dict) else entry
 
 
-def _template_file(folder: Path) -> Path:
+def _chat_template(folder: Path, settings: dict[str, Any]) -> tuple[str | None, Path]:
+    """Return the chat template and its file."""
     file = folder / "chat_template.jinja"
-    return file if file.exists() else folder / "tokenizer_config.json"
-
-
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     try:
-        return read_plain_text(folder / "chat_template.jinja", limit=TEMPLATE_LIMIT)
+        return read_plain_text(file, limit=TEMPLATE_LIMIT), file
     except MissingFile:
         template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template, folder / "tokenizer_config.json"
 
 
 def _num_rows(path: Path) -> int | None:

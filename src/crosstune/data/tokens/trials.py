@@ -38,7 +38,7 @@ def _try(
         __name__,
         f"{kind}\n".encode() + raw,
         what=f"{path} cannot be used.",
-        do=f"download or copy the file again, or use another of the {kind}",
+        do=f"download or copy the file again, or use different {kind}",
         cpu_seconds=cpu_seconds,
         memory_bytes=memory_bytes,
     )

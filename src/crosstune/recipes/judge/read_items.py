@@ -62,8 +62,7 @@ class ItemReader:
 
     def read(self, source: Source) -> list[Item]:
         """Return the items of a source; raise for a bad row."""
-        if self.columns:
-            check_columns(list(source.parts), self.columns, source=source.name)
+        check_columns([source], self.columns)
         items: list[Item] = []
         for part, found, _ in replace(source, columns=tuple(self.columns.items())).rows():
             try:
