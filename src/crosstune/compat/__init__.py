@@ -1,1 +1,1 @@
-"""The original guides' interfaces (BackendManager, quantization adapters, MPSFSDPWrapper), built on this package."""
+"""The original interfaces (BackendManager, quantization adapters, MPSFSDPWrapper), built on this package."""

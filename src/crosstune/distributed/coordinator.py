@@ -103,20 +103,14 @@ class Coordinator:
         """Run all attempts. A bug must end the run too: the launchers would wait forever."""
         outcome = Outcome(code=EXIT_OUR_FAULT, lines=("the launcher of node 0 failed; its output says how.",))
         try:
-            outcome = self._lead()
-        except _RunEnded as ended:
-            outcome = ended.outcome
+            policy = RestartPolicy(size=self._join(), max_restarts=self.max_restarts)
+            while (ended := policy.decide(self._run(policy.attempt, size=policy.size))).again:
+                self._tell({"again": ended.restarts, "lines": list(ended.lines)})
+            outcome = ended
+        except _RunEnded as error:
+            outcome = error.outcome
         finally:
             self._finish(outcome)
-
-    def _lead(self) -> Outcome:
-        """Run attempts until the restart policy ends the run."""
-        policy = RestartPolicy(size=self._join(), max_restarts=self.max_restarts)
-        while True:
-            outcome = policy.decide(self._run(policy.attempt, size=policy.size))
-            if not outcome.again:
-                return outcome
-            self._tell({"again": outcome.restarts, "lines": list(outcome.lines)})
 
     def _finish(self, outcome: Outcome) -> None:
         """Tell the other nodes first and let them hang up: this process exits once our own launcher is told."""

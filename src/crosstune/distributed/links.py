@@ -173,7 +173,7 @@ class Channel:
             threading.Thread(target=act, daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Send a message. A lost connection raises nothing here; see `silent_s`."""
+        """Send a message. A lost connection does not raise; see `silent_s`."""
         line = json.dumps(message).encode() + b"\n"
         assert len(line) <= LONGEST_LINE, f"a message of {len(line):,} bytes"
         with self._sending:

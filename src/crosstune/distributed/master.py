@@ -1,7 +1,6 @@
 """Listen on node 0, connect to it from the others, and find free ports.
 
-Debian's installer maps a host's own name to 127.0.1.1: if node 0 listened there, it would be unreachable, and a
-node with a copied /etc/hosts would connect to itself.
+Debian maps a host's own name to 127.0.1.1, where node 0 would be unreachable for the others.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _RETRY_S = 0.2
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether the address is loopback: numeric, or the name localhost."""
+    """True if the address is loopback: numeric, or the name localhost."""
     if address == "localhost":
         return True
     try:
@@ -43,8 +42,7 @@ def resolve(name: str, port: int) -> list[tuple[Any, ...]]:
 
 
 def listen(name: str, port: int, *, several: bool, backlog: int = 1024) -> socket.socket:
-    """Listen at the address of node 0. With `several` nodes and a name that resolves to loopback here,
-    listen on all interfaces: the others resolve the name to one of them."""
+    """Listen at the address of node 0; on all interfaces if `several` nodes use a name that is loopback on this one."""
     problem = OSError(f"{name} has no address")
     for family, kind, protocol, _, address in resolve(name, port):
         if several and is_loopback(str(address[0])) and not is_loopback(name):
@@ -70,7 +68,7 @@ def check_master(name: str, *, node_rank: int) -> None:
     if (address := leads_back(name)) is not None:
         raise UserError(
             f"{name} is node 0 of the run (MASTER_ADDR), but it leads back to {own}.",
-            why=f"the name resolves to {address} here, so {own} would connect to itself.",
+            why=f"the name resolves to {address} on this node, so {own} would connect to itself.",
             do=f"set MASTER_ADDR to an address of {name} that the other nodes reach, such as 10.0.0.1, or remove the "
             f"line with {address} from /etc/hosts",
         )

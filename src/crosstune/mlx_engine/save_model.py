@@ -37,9 +37,8 @@ def save_arrays(
     types = Counter(tensor.dtype for tensor in tensors.values())
     dtype = _DTYPE_NAMES[types.most_common(1)[0][0]]
     _save_shards(folder, tensors, on_write)
-    config = {
-        key: value for key, value in read_config_json(base).items() if not key.startswith("quantization")
-    }
+    read = read_config_json(base).items()
+    config = {key: value for key, value in read if not key.startswith("quantization")}
     write_json(folder / CONFIG, spell_config(config) | {"dtype": dtype, "torch_dtype": dtype})
     copy_tokenizer(base, folder)
 

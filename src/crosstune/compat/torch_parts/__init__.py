@@ -1,1 +1,1 @@
-"""The parts of the guides' interfaces that need torch."""
+"""The parts of the original interfaces that need torch."""

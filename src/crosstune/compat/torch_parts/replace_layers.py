@@ -202,7 +202,7 @@ class QuantizedLinear(QuantLinear, nn.Linear):
         return self.stored.dequantize(dtype or self.dense_dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Follow the model to another device or dtype; a change of dtype does not change the stored weight."""
+        """Follow the model to a different device or dtype; a change of dtype does not change the stored weight."""
         tried = fn(torch.empty(0, dtype=self.dense_dtype, device=self.stored.packed.device))
         if tried.device.type == "meta":
             raise UserError(
@@ -241,7 +241,7 @@ class HalfLinear(nn.Linear):
 
 
 def new_layer(recipe: LayerStorage, *sizes: int, **options: Any) -> QuantizedLinear | HalfLinear:
-    """Return a layer with the sizes, options and initialization of nn.Linear, stored as the recipe says."""
+    """Return a newly initialized layer with the arguments of nn.Linear, stored as the recipe says."""
     return make_layer(nn.Linear(*sizes, **options), recipe)
 
 

@@ -1,7 +1,7 @@
 """Run a command for a program on another node: forward the signals it requests, and stop when it exits.
 
-`python -m crosstune.distributed.jobs.attached COMMAND...` reads signal names from standard input, one per line. The input
-ends with the program or the connection to it. `AttachedProcess` is the program's side.
+`python -m crosstune.distributed.jobs.attached COMMAND...` reads signal names from standard input, one per line, until
+the program exits or the connection breaks. `AttachedProcess` is the program's side.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GRACE_S = 60.0
 
 
 class AttachedProcess:
-    """A process that runs `main`, here or over ssh. Its output is kept in `lines` unless `shown`."""
+    """A process that runs `main`, on this node or over ssh. Its output is kept in `lines` unless `shown`."""
 
     def __init__(
         self, command: Sequence[str], *, shown: bool = False, max_lines: int, **options: Any
