@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Which tests judge a module: the cheapest that are meant to.
 JUDGES: dict[str, Sequence[str]] = {
     "core/schedule.py": ["tests/unit/test_schedule.py"],
-    "process/ranks.py": ["tests/unit/test_ranks.py", "tests/unit/test_launch.py"],
+    "process/ranks.py": ["tests/unit/test_launch.py", "tests/unit/test_environment.py"],
     "core/logit_distance.py": ["tests/unit/test_logit_distance.py"],
     "core/quantization.py": ["tests/unit/test_quantization_identity.py"],
     "files/atomic_files.py": ["tests/unit/test_atomic_files.py"],
@@ -52,6 +52,9 @@ JUDGES: dict[str, Sequence[str]] = {
         "tests/engine/test_causal_lm.py",
         "tests/engine/test_cross_entropy.py",
     ],
+    "data/batches/packing.py": ["tests/unit/test_data.py", "tests/unit/test_data_corpus.py"],
+    "checkpoint/read.py": ["tests/unit/test_checkpoint.py"],
+    "core/safe_text.py": ["tests/unit/test_secrets.py"],
     "mlx_engine/causal_loss.py": ["tests/engine/test_mlx_losses.py"],
 }
 SLOWDOWN, LEAST_CPU_S, LEAST_WALL_S = 5.0, 4, 20.0

@@ -80,9 +80,9 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
     """Write JSON as transformers' `tojson` does: without HTML escapes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _raise_exception(message: str) -> None:
