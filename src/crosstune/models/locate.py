@@ -50,7 +50,15 @@ def locate(name: str, *, cache: Path | None = None, progress: Progress | None = 
     elif source == "gguf":
         path = _convert(_path(name), cache=cache, progress=report)
     else:
-        path = _fetch(name, progress=report)
+        from crosstune.models.hub import fetch_from_hub
+
+        path = fetch_from_hub(name, progress=report)
+        if not weight_files(path):
+            raise UserError(
+                f"The hub model {name} has no safetensors weights.",
+                do="choose a version with safetensors, or download a GGUF file and specify its path",
+            )
+        check_folder(path)
     return ModelFolder(name=name, path=path, source=source)
 
 
@@ -158,19 +166,6 @@ def _convert(path: Path, *, cache: Path | None, progress: Progress) -> Path:
         cache=cache,
         progress=progress,
     )
-
-
-def _fetch(repo: str, *, progress: Progress) -> Path:
-    from crosstune.models.hub import fetch_from_hub
-
-    folder = fetch_from_hub(repo, progress=progress)
-    if not weight_files(folder):
-        raise UserError(
-            f"The hub model {repo} has no safetensors weights.",
-            do="choose a version with safetensors, or download a GGUF file and specify its path",
-        )
-    check_folder(folder)
-    return folder
 
 
 def _path(name: str) -> Path:
