@@ -14,6 +14,7 @@ DATA = Path(__file__).parent / "chats.jsonl"
 def stop_when_learned(metrics):
     if metrics["loss"] is not None and metrics["loss"] < 0.05:
         return crosstune.STOP
+    return None
 
 
 def main(model_name="smollm2-135m"):
