@@ -1,4 +1,4 @@
-"""Write verdicts and their prompts in each format, read verdicts from text, and store a judge's format."""
+"""Write verdicts and prompts in each format, read verdicts from text, and store a judge's format."""
 
 from __future__ import annotations
 
