@@ -25,7 +25,7 @@ from judge_runs import (
 
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judgement
-from crosstune.recipes.judge.metrics import all_once, draw_weights, interval, pearson, spearman
+from crosstune.recipes.judge.metrics import bootstrap_draws, intervals, pearson, spearman
 
 
 def main() -> None:
@@ -61,16 +61,16 @@ def main() -> None:
 def _row(name: str, items: list[Item], found: list[Judgement]) -> dict[str, Any]:
     expected = np.array([float(item.extra["z_mean"]) for item in items])
     scores = np.array([one.score for one in found], dtype=np.float64)
-    once = all_once(len(items))
-    bounds = interval(lambda w: pearson(w, expected, scores), draw_weights(len(items)))
+    measures = {"pearson": lambda at: pearson(expected[at], scores[at])}
+    bounds = intervals(measures, bootstrap_draws(len(items))).get("pearson")
     row = {
         "name": name,
-        "pearson": float(pearson(once, expected, scores)[0]),
+        "pearson": pearson(expected, scores),
         "interval": bounds,
-        "spearman": float(spearman(once, expected, scores)[0]),
+        "spearman": spearman(expected, scores),
         "num_items": len(items),
     }
-    shown = f"[{bounds.low:.3f}, {bounds.high:.3f}]" if bounds else ""
+    shown = f"[{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else ""
     print(f"{name:<20} Pearson {row['pearson']:.3f} {shown}  Spearman {row['spearman']:.3f}", flush=True)
     return row
 

@@ -26,7 +26,7 @@ from judge_runs import (
 from crosstune.recipes.judge.examples import common_length
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.judge import Judge
-from crosstune.recipes.judge.metrics import all_once, are_within, pearson
+from crosstune.recipes.judge.metrics import are_within, pearson
 from crosstune.recipes.judge.predictions import prediction_row
 
 RUBRIC = " ".join(
@@ -93,7 +93,7 @@ def _compare_generation(
             "unreadable": len(items) - len(readable),
             "most_probable_is_generated": float((likeliest == second).mean()),
             "agreement_within_1": float(are_within(first, second, distance=1.0).mean()),
-            "agreement_pearson": float(pearson(all_once(len(first)), first, second)[0]),
+            "agreement_pearson": pearson(first, second),
         }
     ) | {"example": prediction_row(items[0], generated[0])}
 

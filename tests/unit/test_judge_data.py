@@ -131,7 +131,7 @@ def test_pairs_with_every_name_of_a_winner(write_jsonl: Any) -> None:
         (point(answer=" "), "answer is missing"),
         ({"task": "t", "answer_a": "x", "answer_b": "y", "winner": "left"}, "Invalid winner: 'left'"),
         ({"task": "t", "answer_a": "x", "winner": "A"}, "answer_b is missing"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "no conversation with a verdict"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "does not end with"),
         (
             {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "fine"}]},
             "no score",

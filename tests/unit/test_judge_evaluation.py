@@ -29,6 +29,7 @@ from crosstune.recipes.judge.judge import Judgement
 from crosstune.recipes.judge.predictions import read_predictions, write_predictions
 from crosstune.recipes.judge.presets import choose_preset
 from crosstune.recipes.judge.verdicts import JudgeSettings, read_judge_settings
+from crosstune.report.judge_section import TITLES
 
 TEN = Scale(low=0, high=10)
 
@@ -101,6 +102,7 @@ def test_calibration_and_feedback_are_measured() -> None:
         Judgement(score=1.0, confidence=0.9, text="t", feedback=""),
     ]
     metrics = evaluate_items(items, found, scale=TEN, intervals=False)["metrics"]
+    assert set(metrics) <= set(TITLES), "the page and the table show every metric"
     assert metrics["ece"] == pytest.approx(0.4) and metrics["rouge_l"] == pytest.approx((2 * 2 / 5) / 2)
 
 
@@ -128,7 +130,7 @@ def test_predictions_read_back_with_the_same_metrics(tmp_path: Path, pairs: bool
     assert again.scale == TEN, "the file names its scale"
     first = evaluate_with_baselines(items, found, scale=TEN, others=others)
     second = evaluate_with_baselines(again.items, again.found, scale=again.scale, others=again.others)
-    assert to_json(first) == to_json(second)
+    assert to_json(first) == to_json(second) and set(first["metrics"]) <= set(TITLES)
 
 
 def test_a_file_of_predictions_alone_gives_the_table_of_the_test(tmp_path: Path, capsys: Any) -> None:

@@ -253,12 +253,14 @@ def length_chart(data: Mapping[str, Any]) -> Chart | None:
     high = first + width * len(known)
     most = max(points, key=lambda point: point[1])[0]
     context = number(data.get("context_length"))
-    marked = context is not None and first < context <= high
+    marks = list[Mark]()
+    if context is not None and first < context <= high:
+        marks.append(Mark(at=context, label=f"context {context:,.0f}"))
     return Chart(
         title="Example lengths",
         unit="tokens",
         series=[Series(label="examples", points=points, look="bars")],
-        marks=[Mark(at=context, label=f"context {context:,.0f}")] if context is not None and marked else [],
+        marks=marks,
         show=show_count,
         x_label="tokens",
         shape="single",

@@ -159,16 +159,14 @@ def _square(title: str, points: list[tuple[float, float]], radii: list[float], *
 
 
 def _worst(row: Mapping[str, Any]) -> dict[str, str]:
-    answer = row.get("answer") or f"A: {row.get('answer_a', '')}\nB: {row.get('answer_b', '')}"
-    verdicts = {}
+    """Return the verdicts and the shortened texts of a disagreement."""
+    found = {"task": row.get("task"), "reference": row.get("reference")}
+    found["answer"] = row.get("answer") or f"A: {row.get('answer_a', '')}\nB: {row.get('answer_b', '')}"
+    found["feedback"] = row.get("text") or row.get("feedback")
     for name in ("expected", "predicted"):
-        verdict = row.get(name)
-        shown = f"{verdict:.1f}" if isinstance(verdict, float) else str(verdict)
-        verdicts[name] = "unreadable" if verdict is None else shown
-    texts = {"task": row.get("task"), "reference": row.get("reference"), "answer": answer}
-    texts["feedback"] = row.get("text") or row.get("feedback")
-    return verdicts | {name: _cut(str(text or "")) for name, text in texts.items()}
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"
+        verdict = "unreadable" if row.get(name) is None else row[name]
+        found[name] = f"{verdict:.1f}" if isinstance(verdict, float) else verdict
+    texts = {name: "" if text is None else str(text) for name, text in found.items()}
+    return {
+        name: text[:MOST_CHARACTERS] + "…" * (len(text) > MOST_CHARACTERS) for name, text in texts.items()
+    }

@@ -1,4 +1,4 @@
-"""Determine the outcome of a run: status, metrics before and after training, totals, and a summary in sentences."""
+"""Determine a run's status, its metrics before and after training, its totals, and a summary in sentences."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _last(run: RunFiles, event: type[Event]) -> Mapping[str, Any]:
 
 
 def evaluations(run: RunFiles) -> list[MetricChange]:
-    """Return every evaluated metric before training and for the result: at the result's step, or the last evaluation."""
+    """Return every evaluated metric before training and at the result's step, or else at the last evaluation."""
     before = mapping(run.summary.get("eval_before")) or _metrics_when(run, "before")
     after, after_label = _result_evaluation(run) or _last_evaluation(run)
     names = ordered(dict.fromkeys([*before, *after]))
@@ -207,14 +207,11 @@ def summed(run: RunFiles, key: str) -> float | None:
 
 
 def duration(run: RunFiles) -> Shown | None:
-    seconds = number(run.summary.get("seconds"))
-    if seconds is not None:
-        return show_seconds(seconds)
-    spent = summed(run, "step_s")
-    if spent is None:
-        return None
-    shown = show_seconds(spent)
-    return shown._replace(text=f"{shown.text} in steps")
+    """Return the run's duration, or else the time spent in steps."""
+    seconds, spent = number(run.summary.get("seconds")), summed(run, "step_s")
+    if seconds is None and spent is not None:
+        return Shown(f"{show_seconds(spent).text} in steps")
+    return None if seconds is None else show_seconds(seconds)
 
 
 def devices(run: RunFiles) -> list[Mapping[str, Any]]:
@@ -294,8 +291,5 @@ def _result(run: RunFiles) -> str:
         return ""
     if run.summary.get("result_step") == best.step:
         return f"The result has the weights of step {best.step:,.0f}, the step with the best evaluation."
-    return (
-        f"The evaluation loss was lowest at step {best.step:,.0f}; the model overfits after it."
-        if best.overfits
-        else ""
-    )
+    lowest = f"The evaluation loss was lowest at step {best.step:,.0f}; the model overfits after it."
+    return lowest if best.overfits else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,11 @@ import numpy as np
 from crosstune.recipes.judge import metrics
 from crosstune.recipes.judge.items import WINNERS, Item, Scale, number_labels
 from crosstune.recipes.judge.judge import Judgement
-from crosstune.recipes.judge.metrics import Floats, are_within
+from crosstune.recipes.judge.metrics import Places, are_within, confusion_matrix
 
 Report = dict[str, Any]
-Metric = Callable[[Floats], Floats]
-"""Return the value in each bootstrap draw, from the weights of the items."""
+Metric = Callable[[Places], float]
+"""Return the value for the items at these indices."""
 UNREADABLE = "unreadable"
 CONSTANT, LONGER, UNTRAINED = "constant", "longer answer", "untrained model"
 
@@ -30,8 +29,7 @@ def evaluate_items(
     """
     is_pair = items[0].is_pair
     computed, confusion = (_compare_winners if is_pair else _compare_scores)(items, found, scale)
-    once = metrics.all_once(len(items))
-    values = {name: float(metric(once)[0]) for name, metric in computed.items()}
+    values = {name: float(metric(np.arange(len(items)))) for name, metric in computed.items()}
     report: Report = {
         "kind": "pairs" if is_pair else "scores",
         "num_items": len(items),
@@ -42,9 +40,8 @@ def evaluate_items(
         "confusion": confusion,
     }
     if intervals:
-        weights = metrics.draw_weights(len(items), groups=[item.group for item in items])
-        bounds = {name: metrics.interval(metric, weights) for name, metric in computed.items()}
-        report["intervals"] = {name: each for name, each in bounds.items() if each and len(items) > 1}
+        draws = metrics.bootstrap_draws(len(items), groups=[item.group for item in items])
+        report["intervals"] = metrics.intervals(computed, draws) if len(items) > 1 else {}
     _add_calibration(report, items, found, scale)
     explained = [(item, one) for item, one in zip(items, found, strict=True) if item.critique and one.text]
     if explained:
@@ -89,7 +86,7 @@ def worst_items(items: Sequence[Item], found: Sequence[Judgement], *, most: int 
 
 
 def is_right(item: Item, one: Judgement, scale: Scale) -> bool:
-    """Return whether a verdict is right: the same winner, or a score at most a point off."""
+    """Return True for the same winner, or a score at most a point off."""
     if item.is_pair:
         return item.winner == one.winner
     assert item.score is not None
@@ -109,17 +106,21 @@ def _compare_scores(
     values, size = np.array(labels.values), len(labels)
     first, second = (np.abs(values[None] - each[:, None]).argmin(axis=1) for each in (expected, scores))
     error, near = scores - expected, are_within(expected, scores, distance=scale.point)
-    kappa = partial(metrics.cohen_kappa, quadratic=True)
     columns = np.where([one.score is None for one in found], size, second)
-    table = metrics.confusion_matrix(first, columns, num_classes=size + 1)
+    table = confusion_matrix(first, columns, num_classes=size + 1)
+
+    def qwk(at: Places) -> float:
+        counts = confusion_matrix(first[at], second[at], num_classes=size)
+        return metrics.cohen_kappa(counts, quadratic=True)
+
     return {
-        "mae": lambda w: metrics.mean(w, np.abs(error)),
-        "rmse": lambda w: np.sqrt(metrics.mean(w, error**2)),
-        "pearson": lambda w: metrics.pearson(w, expected, scores),
-        "spearman": lambda w: metrics.spearman(w, expected, scores),
-        "kendall": lambda w: metrics.kendall(w, expected, scores),
-        "qwk": lambda w: metrics.of_counts(w, first, second, kappa, num_classes=size),
-        "within_1": lambda w: metrics.mean(w, near.astype(np.float64)),
+        "mae": lambda at: np.abs(error[at]).mean(),
+        "rmse": lambda at: math.sqrt((error[at] ** 2).mean()),
+        "pearson": lambda at: metrics.pearson(expected[at], scores[at]),
+        "spearman": lambda at: metrics.spearman(expected[at], scores[at]),
+        "kendall": lambda at: metrics.kendall(expected[at], scores[at]),
+        "qwk": qwk,
+        "within_1": lambda at: near[at].mean(),
     }, {"labels": [*labels.texts, UNREADABLE], "counts": table.tolist()}
 
 
@@ -134,30 +135,29 @@ def _compare_winners(
     consistent = np.array([float(bool(one.consistent)) if asked else math.nan for one in found])
 
     def counted(metric: Callable[[metrics.Counts], float]) -> Metric:
-        return lambda w: metrics.of_counts(w, expected, winners, metric, num_classes=len(classes))
+        return lambda at: metric(confusion_matrix(expected[at], winners[at], num_classes=len(classes)))
 
-    table = metrics.confusion_matrix(expected, winners, num_classes=len(classes))
+    table = confusion_matrix(expected, winners, num_classes=len(classes))
     return {
         "accuracy": counted(metrics.accuracy),
         "macro_f1": counted(metrics.macro_f1),
         "kappa": counted(metrics.cohen_kappa),
-        "swap_consistency": lambda w: metrics.mean(w, consistent),
+        "swap_consistency": lambda at: consistent[at].mean(),
     }, {"labels": classes, "counts": table.tolist()}
 
 
 def _notes(items: Sequence[Item], values: Mapping[str, float]) -> list[str]:
+    """Explain the undefined metrics."""
     undefined = [name for name, value in values.items() if not math.isfinite(value)]
+    notes = list[str]()
     if "swap_consistency" in undefined:  # not a matter of labels
         undefined.remove("swap_consistency")
-        notes = ["swap_consistency undefined: pairs were not judged in both orders"]
-    else:
-        notes = []
-    if not undefined:
-        return notes
-    labels = {item.winner if item.is_pair else item.score for item in items}
-    same_label = f"every item has the same label, {labels.pop()}" if len(labels) == 1 else ""
-    why = same_label or "every verdict is the same"
-    return [*notes, f"{', '.join(undefined)} undefined: {why}"]
+        notes.append("swap_consistency undefined: pairs were not judged in both orders")
+    if undefined:
+        labels = {item.winner if item.is_pair else item.score for item in items}
+        same_label = f"every item has the same label, {labels.pop()}" if len(labels) == 1 else ""
+        notes.append(f"{', '.join(undefined)} undefined: {same_label or 'every verdict is the same'}")
+    return notes
 
 
 def _add_calibration(report: Report, items: Sequence[Item], found: Sequence[Judgement], scale: Scale) -> None:
@@ -172,31 +172,27 @@ def _add_calibration(report: Report, items: Sequence[Item], found: Sequence[Judg
 def baseline_verdicts(
     items: Sequence[Item], *, scale: Scale, train: Sequence[Item] = ()
 ) -> dict[str, list[Judgement]]:
-    """Return the verdicts of two trivial judges: a constant, and one that uses only the answer's length.
+    """Return the verdicts of two trivial judges, fitted on the training items, or else on the test items.
 
-    They are fitted on the training items. Without training items they are fitted on the test items and look too good.
+    One is constant: the mean score, or the most frequent winner. The other uses only the answers' lengths: a linear fit
+    for scores, the longer answer of a pair.
     """
     known = [item for item in train if item.is_labelled] or list(items)
-    return {CONSTANT: _constant(items, known), LONGER: _longer(items, known, scale)}
-
-
-def _constant(items: Sequence[Item], known: Sequence[Item]) -> list[Judgement]:
-    """Return the mean score, or the most frequent winner, for every item."""
     if items[0].is_pair:
         winners = [item.winner for item in known]
-        return [Judgement(winner=max(WINNERS, key=winners.count))] * len(items)
-    mean = float(np.mean([item.score for item in known if item.score is not None]))
-    return [Judgement(score=mean)] * len(items)
-
-
-def _longer(items: Sequence[Item], known: Sequence[Item], scale: Scale) -> list[Judgement]:
-    """Prefer the longer answer; for scores, fit a line to the length of the answers."""
-    if items[0].is_pair:
-        lengths = [tuple(map(len, item.answers)) for item in items]
-        return [Judgement(winner="tie" if a == b else "A" if a > b else "B") for a, b in lengths]
-    sizes = np.array([len(item.answers[0]) for item in known], dtype=np.float64)
+        constant = Judgement(winner=max(WINNERS, key=winners.count))
+        sizes = [tuple(map(len, item.answers)) for item in items]
+        longer = [Judgement(winner="tie" if a == b else "A" if a > b else "B") for a, b in sizes]
+        return {CONSTANT: [constant] * len(items), LONGER: longer}
     scores = np.array([item.score for item in known], dtype=np.float64)
-    spread = float(((sizes - sizes.mean()) ** 2).sum())
-    slope = float(((sizes - sizes.mean()) * (scores - scores.mean())).sum()) / spread if spread else 0.0
-    guesses = [scores.mean() + slope * (len(item.answers[0]) - sizes.mean()) for item in items]
-    return [Judgement(score=float(np.clip(guess, scale.low, scale.high))) for guess in guesses]
+    lengths, asked = (
+        np.array([len(item.answers[0]) for item in each], np.float64) for each in (known, items)
+    )
+    away = lengths - lengths.mean()
+    slope = (away * (scores - scores.mean())).sum() / ((away**2).sum() or 1.0)
+    fitted = np.clip(scores.mean() + slope * (asked - lengths.mean()), scale.low, scale.high)
+    constant = Judgement(score=float(scores.mean()))
+    return {
+        CONSTANT: [constant] * len(items),
+        LONGER: [Judgement(score=float(guess)) for guess in fitted],
+    }

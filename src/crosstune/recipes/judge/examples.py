@@ -118,8 +118,7 @@ def _corpus(
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeBatch(TokenBatch):
-    """Rows with soft targets: at position t, `targets[:, t]` has the probability 1 - `shares[:, t]` and `others[:, t]`
-    the rest."""
+    """Rows with soft targets: `targets` have the probability 1 - `shares`, and `others` the rest."""
 
     others: IntArray
     shares: NDArray[np.float32]
@@ -196,11 +195,7 @@ class ItemCorpus:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelTokens:
-    """The labels as token sequences, each up to the token that makes it unique.
-
-    Labels of several tokens, such as 1 and 10, differ at a later token: `paths` are the token prefixes after which labels
-    differ, the empty one first.
-    """
+    """The labels as token sequences. Labels of several tokens, such as 1 and 10, may differ at a later token."""
 
     before: tuple[int, ...]
     """The tokens of a verdict before its label."""
@@ -244,13 +239,9 @@ class LabelTokens:
         return log_softmax(found)
 
     def place_in(self, tokens: IntArray, supervised: NDArray[np.bool_]) -> int:
-        """Return the index of the first label token of an example: after the last `before` in its verdict. -1 if the
-        verdict has a different format."""
-        [own] = supervised.nonzero()
-        if not len(own):
-            return -1
-        first, length = int(own[0]), len(self.before)
-        verdict = tokens[first:].tolist()
+        """Return the index of the label's first token, after the last `before` in the verdict; -1 if there is none."""
+        first, length = int(supervised.argmax()), len(self.before)
+        verdict = tokens[first:].tolist() if supervised.any() else []
         for start in range(len(verdict) - length - 1, -1, -1):
             if tuple(verdict[start : start + length]) == self.before and (length or start == 0):
                 return first + start + length

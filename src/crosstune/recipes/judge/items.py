@@ -15,7 +15,7 @@ from crosstune.core.errors import UserError, shown
 
 WINNERS = ("A", "B", "tie")
 MOST_POINTS = 11
-"""Maximum number of score labels of a scale. A scale with more whole numbers gets this many evenly spaced labels."""
+"""Maximum number of score labels; on a longer scale they are evenly spaced."""
 _RANGE = re.compile(r"(-?\d+(?:\.\d+)?)\s*(?:-|\.\.|to|,)\s*(-?\d+(?:\.\d+)?)")
 _OTHER_SIDE = {"A": "B", "B": "A"}
 
@@ -101,8 +101,8 @@ def read_scale(text: str) -> Scale:
     low, high = (float(match[1]), float(match[2])) if match else (0.0, 0.0)
     if not low < high or not math.isfinite(high - low):
         raise UserError(
-            f"--score_scale cannot be {shown(text)}.",
-            why="it is the lowest and the highest score, in this order.",
+            f"Invalid score_scale: {shown(text)}.",
+            why="it needs the lowest and the highest score, in this order.",
             do="write it as 0-10 or 1-5",
         )
     return Scale(low=low, high=high)
@@ -135,9 +135,9 @@ class Labels:
         return len(self.texts)
 
     def neighbours(self, score: float) -> tuple[int, int, float]:
-        """Return the label nearest to a score, the label on the score's other side, and that label's probability.
+        """Return the nearest label, the label on the score's other side, and its probability.
 
-        With these probabilities, the expected value equals the score.
+        The expected value of the two labels is the score.
         """
         values = self.values
         upper = int(np.clip(np.searchsorted(values, score), 1, len(values) - 1))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,8 +41,7 @@ class JudgeData:
 
 
 def open_judge_data(config: Config) -> JudgeData:
-    """Read the items of --dataset, --eval_dataset and --test_dataset; hold out a tenth of the groups for each missing
-    split."""
+    """Read the items of all splits; hold out a tenth of the groups for each missing split."""
     reader = item_reader(config)
     sources = [by_split(entry.name) for entry in unweighted(config.dataset, option="dataset")]
     found = {
@@ -70,10 +70,8 @@ def open_judge_data(config: Config) -> JudgeData:
     held_out = {split: found[split] for split in ("val", "test") if found[split]}
     check_ids(held_out)
     train, num_leaking = without_leaks(found["train"], held_out, policy=config.leaks)
-    if config.dataset_samples != -1:
-        train = train[: config.dataset_samples]
     return JudgeData(
-        train=train,
+        train=train if config.dataset_samples == -1 else train[: config.dataset_samples],
         val=[] if config.skip_eval else found["val"][: config.eval_samples],
         test=found["test"][: config.eval_samples] if "eval_samples" in config.sources else found["test"],
         num_leaking=num_leaking,
@@ -158,16 +156,14 @@ def check_ids(splits: Splits) -> None:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Leak:
-    """Training items that are also in a held-out split."""
+class Leak(NamedTuple):
+    """A training item that is also in a held-out split."""
 
-    split: str
+    place: int
     kind: str
     """`group`, `id` or `text`."""
     example: str
-    places: tuple[int, ...]
-    """Their indices in the training split."""
+    split: str
 
 
 def without_leaks(train: Sequence[Item], held_out: Splits, *, policy: str) -> tuple[list[Item], int]:
@@ -178,7 +174,7 @@ def without_leaks(train: Sequence[Item], held_out: Splits, *, policy: str) -> tu
     leaks = find_leaks(train, held_out) if policy != "allow" else []
     if not leaks:
         return list(train), 0
-    leaking = {place for leak in leaks for place in leak.places}
+    leaking = {leak.place for leak in leaks}
     if policy == "error":
         first = leaks[0]
         raise UserError(
@@ -200,24 +196,22 @@ def without_leaks(train: Sequence[Item], held_out: Splits, *, policy: str) -> tu
 
 def find_leaks(train: Sequence[Item], held_out: Splits) -> list[Leak]:
     """Return the training items whose group, id or text is also in a held-out split."""
-    kinds: dict[str, tuple[Callable[[Item], Hashable], Callable[[Item], str]]] = {
-        "group": (lambda item: _normal(item.group), lambda item: item.group),
-        "text": (lambda item: tuple(map(_normal, (item.task, *item.answers))), lambda item: item.task),
-        "id": (lambda item: item.id, lambda item: item.id),
-    }
     leaks = []
     for split, items in held_out.items():
-        for kind, (key, text) in kinds.items():
-            if kind == "id" and not (_has_own_ids(train) and _has_own_ids(items)):
-                continue
-            known = {key(item) for item in items}
-            if places := tuple(place for place, item in enumerate(train) if key(item) in known):
-                leaks.append(Leak(split=split, kind=kind, example=text(train[places[0]]), places=places))
+        own_ids = _has_own_ids(train) and _has_own_ids(items)
+        known = {key for item in items for key in _keys(item, own_ids)}
+        for place, item in enumerate(train):
+            leaks += [Leak(place, key[0], key[1], split) for key in _keys(item, own_ids) if key in known]
     return leaks
 
 
+def _keys(item: Item, own_ids: bool) -> list[tuple[str, ...]]:
+    keys = [("group", _normal(item.group)), ("text", *map(_normal, (item.task, *item.answers)))]
+    return [*keys, ("id", item.id)] if own_ids else keys
+
+
 def _has_own_ids(items: Sequence[Item]) -> bool:
-    """Return whether ids identify items across splits, rather than number the rows of each split."""
+    """Return True if ids identify items across splits, rather than number the rows of each split."""
     return not any(
         all(item.id == str(place) for place, item in enumerate(items, start=start)) for start in (0, 1)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from crosstune.files.json_files import parse_json, write_json
 from crosstune.files.plain_files import UnreadableFile, read_plain_text
 from crosstune.recipes.judge.items import WINNERS, Item, Scale, common_scale, read_scale
 from crosstune.recipes.judge.judge import Judgement
+from crosstune.recipes.judge.verdicts import is_number
 
 _LIMIT_BYTES = 1 << 30
 
@@ -83,33 +83,31 @@ def read_predictions(path: Path, *, scale: Scale, scale_asked: bool = False) -> 
     try:
         text = read_plain_text(path, limit=_LIMIT_BYTES)
         rows = parse_json(text) if text.strip() else []
+        why = (
+            "it is not a list." if rows and not isinstance(rows, list) else "it is empty." if not rows else ""
+        )
     except UnreadableFile as error:
         raise UserError(f"Cannot read the predictions {path}.", why=error.why, do=error.do) from error
     except ValueError as error:
-        raise UserError(
-            f"The predictions {path} are not JSON.",
-            why=f"{error}.",
-            do="pass a file like a run's test_predictions.json: a list of rows with `expected` and `predicted`",
-        ) from error
-    if not isinstance(rows, list) or not rows:
+        why = f"it is not JSON: {error}."
+    if why:
         raise UserError(
             f"There are no predictions in {path}.",
-            why="it is empty." if rows in ([], None) else "it is not a list.",
-            do="write one with `crosstune judge eval RUN`",
+            why=why,
+            do="pass a file like a run's test_predictions.json: a list of rows with `expected` and `predicted`",
         )
     pairs = [_read_row(row, f"Row {number} of {path}") for number, row in enumerate(rows, start=1)]
     if len({item.is_pair for item, _ in pairs}) > 1:
         raise UserError(f"{path} mixes scores with winners.", do="put them into two files")
-    items = [item for item, _ in pairs]
+    items, found = [item for item, _ in pairs], [one for _, one in pairs]
     scale = scale if scale_asked else common_scale(items, default=scale)
     for item, one in pairs:
-        outside = [score for score in (item.score, one.score) if score is not None and not scale.holds(score)]
-        if outside:
-            raise UserError(
-                f"The score {outside[0]:g} of the item {item.id} is outside the scale {scale}.",
-                do="set the scale of the predictions with --score_scale LOW-HIGH",
-            )
-    found = [one for _, one in pairs]
+        for score in (item.score, one.score):
+            if score is not None and not scale.holds(score):
+                raise UserError(
+                    f"The score {score:g} of the item {item.id} is outside the scale {scale}.",
+                    do="set the scale of the predictions with --score_scale LOW-HIGH",
+                )
     return Predictions(items=items, found=found, others=_read_others(rows, path), scale=scale)
 
 
@@ -130,7 +128,7 @@ def _read_row(row: Any, place: str) -> tuple[Item, Judgement]:
     if not isinstance(row, dict) or "predicted" not in row or row.get("expected") is None:
         raise UserError(f"{place} is not a prediction.", why="it needs `expected` and `predicted`.")
     expected, is_pair = row["expected"], row["expected"] in WINNERS
-    if not (is_pair or _is_number(expected)):
+    if not (is_pair or is_number(expected)):
         raise UserError(
             f"{place} is not a prediction.",
             why=f"expected is {expected!r:.40}, neither a score nor a winner.",
@@ -152,7 +150,7 @@ def _read_row(row: Any, place: str) -> tuple[Item, Judgement]:
 
 def _read_verdict(row: Mapping[str, Any], is_pair: bool, place: str) -> Judgement:
     predicted, confidence = row.get("predicted"), row.get("confidence")
-    if predicted is not None and not (predicted in WINNERS if is_pair else _is_number(predicted)):
+    if predicted is not None and not (predicted in WINNERS if is_pair else is_number(predicted)):
         raise UserError(
             f"{place} is not a prediction.",
             why=f"predicted is {predicted!r:.40}, and expected is a {'winner' if is_pair else 'score'}.",
@@ -161,11 +159,7 @@ def _read_verdict(row: Mapping[str, Any], is_pair: bool, place: str) -> Judgemen
         score=None if is_pair or predicted is None else float(predicted),
         winner=predicted if is_pair else None,
         consistent=row.get("consistent") if is_pair else None,
-        confidence=float(confidence) if confidence is not None and _is_number(confidence) else None,
+        confidence=float(confidence) if is_number(confidence) else None,
         text=str(row.get("text") or ""),
         feedback=str(row.get("feedback") or ""),
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

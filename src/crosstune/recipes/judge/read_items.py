@@ -120,11 +120,9 @@ class ItemReader:
         """Read a conversation that ends with the verdict."""
         messages = fields["messages"]
         is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-        if not is_list or len(messages) < 2:
-            raise UserError("`messages` contains no conversation with a verdict.", do=_SHAPES)
+        if not is_list or len(messages) < 2 or messages[-1].get("role") != "assistant":
+            raise UserError("`messages` does not end with the assistant's verdict.", do=_SHAPES)
         verdict = str(messages[-1].get("content", ""))
-        if messages[-1].get("role") != "assistant":
-            raise UserError("The last message is not the assistant's verdict.", do=_SHAPES)
         found = parse_text_verdict(verdict)
         if found.score is None:
             raise UserError(
@@ -163,10 +161,7 @@ class ItemReader:
         text = _text(fields.get("score_scale")).strip()
         if not text:
             return None
-        try:
-            scale = read_scale(text)
-        except UserError as error:
-            raise UserError(f"Invalid score_scale: {shown(text)}.", why=error.why, do=error.do) from error
+        scale = read_scale(text)
         if self.scale_asked and scale != self.scale:
             raise UserError(
                 f"score_scale is {scale}, but --score_scale is {self.scale}.",
@@ -174,11 +169,16 @@ class ItemReader:
             )
         return scale
 
+    def _label(self, fields: Mapping[str, Any], name: str) -> Any:
+        value = fields.get(name)
+        if value is not None and str(value).strip():
+            return value
+        if self.labelled:
+            raise UserError(f"The {name} is missing.", do=_SHAPES)
+        return None
+
     def _score(self, fields: Mapping[str, Any], scale: Scale) -> float | None:
-        value = fields.get("score")
-        if value is None or (isinstance(value, str) and not value.strip()):
-            if self.labelled:
-                raise UserError("The score is missing.", do=_SHAPES)
+        if (value := self._label(fields, "score")) is None:
             return None
         try:
             score = math.nan if isinstance(value, bool) or "_" in str(value) else float(value)
@@ -190,10 +190,7 @@ class ItemReader:
         return score
 
     def _winner(self, fields: Mapping[str, Any]) -> str | None:
-        value = fields.get("winner")
-        if value is None or (isinstance(value, str) and not value.strip()):
-            if self.labelled:
-                raise UserError("The winner is missing.", do=_SHAPES)
+        if (value := self._label(fields, "winner")) is None:
             return None
         name = _WINNER_NAMES.get(_text(value).strip().lower())
         if name is None:
@@ -254,7 +251,5 @@ def _text(value: Any) -> str:
 
 
 def _issues(value: Any) -> tuple[str, ...]:
-    if isinstance(value, (list, tuple)):
-        return tuple(str(each) for each in value)
-    text = _text(value).strip()
-    return tuple(part.strip() for part in text.split(";") if part.strip()) if text else ()
+    parts = map(str, value) if isinstance(value, (list, tuple)) else map(str.strip, _text(value).split(";"))
+    return tuple(part for part in parts if part)

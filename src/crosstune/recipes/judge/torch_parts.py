@@ -215,8 +215,8 @@ class ScalarHead:
         return (error**2).sum(), {"absolute_error": (error.abs().sum(), len(error))}
 
     def base_record(self) -> dict[str, Any]:
-        opening = self._opened()
-        assert opening.folder is not None
+        opening = self.opening
+        assert opening is not None and opening.folder is not None, "the model is not built yet"
         return {
             "base": {"name": opening.plan.config.model_name, "identity": identity(opening.folder)},
             "quantization": None,
@@ -225,20 +225,17 @@ class ScalarHead:
 
     def write_model(self, model: nn.Module, folder: Path, *, trained: Tensors) -> None:
         """Write a folder that AutoModelForSequenceClassification loads, with adapters merged."""
-        base = self._opened().folder
-        assert base is not None
+        assert self.opening is not None and self.opening.folder is not None, "the model is not built yet"
         adapters = {
             name: module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)
         }
         # Found by the config, since FSDP2 changes the class of a sharded model.
         kind = AutoModelForSequenceClassification._model_mapping[type(model.config)]
         model.config.architectures = [kind.__name__]
-        export.save_model(folder, model.config, export.merged_tensors(model, adapters), base=base)
+        export.save_model(
+            folder, model.config, export.merged_tensors(model, adapters), base=self.opening.folder
+        )
         write_json(folder / RECORD, self.base_record())
-
-    def _opened(self) -> BuildContext:
-        assert self.opening is not None, "the model is not built yet"
-        return self.opening
 
 
 def _forward(model: Any, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -251,13 +248,11 @@ def _forward(model: Any, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
     """Return the score of each prompt as a fraction of the scale."""
-    width = max(map(len, prompts))
-    ids = np.zeros((len(prompts), width), dtype=np.int64)
-    for number, prompt in enumerate(prompts):
-        ids[number, : len(prompt)] = prompt
+    rows = [torch.tensor(list(prompt)) for prompt in prompts]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(session.device)
     ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=session.device)
     with _inference(session):
-        found = session.model(torch.from_numpy(ids).to(session.device), ends)
+        found = session.model(ids, ends)
     values: NDArray[np.float64] = found.double().cpu().numpy()
     return values
 

@@ -1,4 +1,4 @@
-"""Write verdicts and their prompts in each format, read verdicts from text, and store a judge's format."""
+"""Write verdicts and prompts in each format, read verdicts from text, and store a judge's format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from crosstune.core.errors import UserError
 from crosstune.files.json_fields import FLAG, TEXT, Rule, check_fields, real
@@ -226,6 +226,10 @@ def parse_text_verdict(text: str) -> TextVerdict:
     return TextVerdict(**explained)
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _read_json(text: str) -> TextVerdict:
     start, end = text.find("{"), text.rfind("}")
     try:
@@ -234,11 +238,9 @@ def _read_json(text: str) -> TextVerdict:
         fields = None
     if not isinstance(fields, dict):
         return TextVerdict()
-    value = fields.get("score")
-    is_score = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    issues = fields.get("issues")
+    score, issues = fields.get("score"), fields.get("issues")
     return TextVerdict(
-        score=float(value) if is_score and value is not None else None,
+        score=float(score) if is_number(score) else None,
         winner=_winner_name(str(fields.get("winner", ""))),
         issues=tuple(map(str, issues)) if isinstance(issues, list) else (),
         feedback=str(fields.get("feedback") or ""),
