@@ -47,7 +47,7 @@ class Decoding:
         tuning, test = held_out.part(0, half), held_out.part(half, len(held_out))
         best = self.tune(tuning.part(0, min(len(tuning), TUNING_TEXTS)))
         vectors = np.asarray(test.latents, np.float32)
-        self.one_pass(vectors, self.trained.vocabulary.normalise(test.texts), best)
+        self.one_pass(vectors, self.trained.vocabulary.normalize(test.texts), best)
         self.correct(vectors, replace(best, steps=CORRECTION_STEPS, num_lengths=1))
         score(self.file)
 
@@ -62,7 +62,7 @@ class Decoding:
 
         began = time.monotonic()
         vectors = np.asarray(tuning.latents, np.float32)
-        expected = self.trained.vocabulary.normalise(tuning.texts)
+        expected = self.trained.vocabulary.normalize(tuning.texts)
         tried: list[dict[str, Any]] = []
 
         def better(known: DecodeOptions, *changes: dict[str, Any]) -> DecodeOptions:

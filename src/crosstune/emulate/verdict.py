@@ -1,4 +1,4 @@
-"""Plan a run for another device, run a few steps of it on this CPU, and report what the device does not support."""
+"""Plan a run for a different device, run a few steps of it on this CPU, and report what the device does not support."""
 
 from __future__ import annotations
 

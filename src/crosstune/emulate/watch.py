@@ -1,4 +1,4 @@
-"""Record the operators that a session runs on the CPU, and their support on another device."""
+"""Record the operators that a session runs on the CPU, and their support on a different device."""
 
 from __future__ import annotations
 

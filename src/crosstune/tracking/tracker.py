@@ -63,11 +63,11 @@ class Tracker(Protocol):
     """True if steps repeated after a resume are logged again, because the tracker replaces the old values."""
 
     def start(self, run: TrackedRun) -> Place:
-        """Open or continue the run and return where its values go; raise `Unavailable` if it cannot run here."""
+        """Open or continue the run and return where its values go; raise `Unavailable` if the tracker cannot run."""
         ...
 
     def log(self, values: Values, *, step: int) -> None:
-        """Log numbers of a step; a step may come several times: train, eval, test."""
+        """Log numbers of a step; a step may be logged repeatedly: train, eval, test."""
         ...
 
     def log_rows(self, name: str, rows: Rows, *, step: int) -> None:
@@ -80,15 +80,15 @@ class Tracker(Protocol):
 
 
 class Unavailable(Exception):
-    """The tracker cannot run here; the message says why and what to do."""
+    """The tracker cannot run on this machine; the message says why and what to do."""
 
 
 TRACKER_THREAD = "tracker "
-"""The prefix of the names of tracker threads."""
+"""Prefix of tracker thread names."""
 
 
 def in_tracker_thread() -> bool:
-    """Return whether this is the thread of a tracker; its output is dropped, and it has no input."""
+    """True in the thread of a tracker, whose output is dropped and whose input is empty."""
     return threading.current_thread().name.startswith(TRACKER_THREAD)
 
 

@@ -34,7 +34,7 @@ CONDITIONS = {torch.bfloat16: "bf16 needs macOS 14 or later"}
 FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 """If set, torch runs an operator without a kernel on the CPU."""
 NEVER_FALL_BACK = ("c10d::",)
-"""Collectives: ATen/mps/MPSFallback.mm refuses to run them on the CPU."""
+"""Collectives: ATen/mps/MPSFallback.mm rejects them on the CPU."""
 
 ATTENTION = SDPBackend.MATH
 """On MPS, scaled_dot_product_attention has no fused kernel when gradients are required."""
@@ -47,7 +47,7 @@ PARTS = {
 
 
 def is_here() -> bool:
-    """Return whether this computer has the device; its kernels then reject CPU tensors."""
+    """True if this computer has the device; its kernels then reject CPU tensors."""
     return torch.backends.mps.is_available()
 
 

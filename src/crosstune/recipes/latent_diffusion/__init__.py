@@ -63,20 +63,20 @@ def check_dataset(name: str) -> None:
 
 def check_options(config: Config) -> list[UserError]:
     """Return the problems of options that do not work with this recipe."""
-    refused = "The latent_diffusion recipe does not train with"
+    message = "The latent_diffusion recipe does not support"
     problems = []
     if config.backend == "mlx":
         why, do = "its model is written for torch.", "use --backend mps on a Mac, or cpu"
-        problems.append(UserError(f"{refused} --backend mlx.", why=why, do=do))
+        problems.append(UserError(f"{message} --backend mlx.", why=why, do=do))
     if config.train_type != "full":
         why = "its model starts from random weights, so there is no base for an adapter."
         do = "use --train_type full, or remove it"
-        problems.append(UserError(f"{refused} --train_type {config.train_type}.", why=why, do=do))
+        problems.append(UserError(f"{message} --train_type {config.train_type}.", why=why, do=do))
     for why, options in _MEANINGLESS.items():
         if found := [f"--{option}" for option in options.split() if option in config.sources]:
             have, them = ("have", "them") if len(found) > 1 else ("has", "it")
-            message = f"{' and '.join(found)} {have} no effect with --recipe latent_diffusion."
-            problems.append(UserError(message, why=f"{why}.", do=f"remove {them}"))
+            useless = f"{' and '.join(found)} {have} no effect with --recipe latent_diffusion."
+            problems.append(UserError(useless, why=f"{why}.", do=f"remove {them}"))
     return problems
 
 

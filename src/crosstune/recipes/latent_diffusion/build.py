@@ -17,18 +17,8 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.paths import cache_base
 from crosstune.files.plain_files import open_plain
 from crosstune.models.staged import Progress, silent
-from crosstune.recipes.latent_diffusion.corpora import (
-    GRAMMAR,
-    GRAMMAR_EDITION,
-    GRAMMAR_MAX_TOKENS,
-    GRAMMAR_TEXTS,
-    WORDNET,
-    GrammarEncoder,
-    fetch_wordnet,
-    make_grammar_texts,
-    read_wordnet,
-    write_grammar_tokenizer,
-)
+from crosstune.recipes.latent_diffusion import corpora
+from crosstune.recipes.latent_diffusion.corpora import GRAMMAR, WORDNET
 from crosstune.recipes.latent_diffusion.encoders import (
     MINILM,
     encoder_record,
@@ -106,9 +96,9 @@ def build(request: BuildRequest) -> dict[str, Any]:
 
 def grammar_pairs(cache: Path | None = None) -> Path:
     """Return the cached folder of the grammar's pairs; build it on first use."""
-    folder = cache_base(cache) / "pairs" / f"{GRAMMAR}-{GRAMMAR_EDITION}"
+    folder = cache_base(cache) / "pairs" / f"{GRAMMAR}-{corpora.GRAMMAR_EDITION}"
     if not is_pair_folder(folder):
-        options = WriteOptions(max_tokens=GRAMMAR_MAX_TOKENS)
+        options = WriteOptions(max_tokens=corpora.GRAMMAR_MAX_TOKENS)
         build(BuildRequest(source=GRAMMAR, out=folder, options=options))
     return folder
 
@@ -170,9 +160,11 @@ def _check_use(request: BuildRequest, *, has_layout: bool) -> None:
 
 
 def _make_grammar(request: BuildRequest, folder: Path) -> Made:
-    texts = make_grammar_texts(request.most_texts if request.most_texts > 0 else GRAMMAR_TEXTS)
-    write_grammar_tokenizer(folder)
-    encoder = GrammarEncoder()
+    texts = corpora.make_grammar_texts(
+        request.most_texts if request.most_texts > 0 else corpora.GRAMMAR_TEXTS
+    )
+    corpora.write_grammar_tokenizer(folder)
+    encoder = corpora.GrammarEncoder()
     texts, chosen = _choose(request, texts, folder)
     return Made(texts, encoder.encode(texts), chosen, folder, encoder.record(), GRAMMAR)
 
@@ -223,8 +215,8 @@ def _embed(request: BuildRequest) -> Made:
 def _read_texts(request: BuildRequest) -> list[str]:
     limit = request.most_texts if request.most_texts > 0 else _MOST_TEXTS
     if request.source == WORDNET:
-        file = fetch_wordnet(cache=request.cache, file=request.file, progress=request.progress)
-        return read_wordnet(file)[:limit]
+        file = corpora.fetch_wordnet(cache=request.cache, file=request.file, progress=request.progress)
+        return corpora.read_wordnet(file)[:limit]
     path = Path(request.source).expanduser()
     if path.suffix.lower() in (".txt", ""):
         return _read_lines(path, limit)

@@ -76,28 +76,29 @@ def make_grammar_texts(count: int = GRAMMAR_TEXTS, *, seed: int = 0) -> list[str
 class GrammarEncoder:
     """Embed texts as the normalized sum of one random vector for each content word."""
 
-    def __init__(self, *, dim: int = GRAMMAR_DIM, seed: int = 0) -> None:
-        self.dim = dim
+    def __init__(self) -> None:
         words = [word for choices in _SLOTS.values() for word in choices]
         self._places = {word: place for place, word in enumerate(words)}
-        self._vectors = np.random.default_rng(seed).normal(0, 1, (len(words) + 1, dim)).astype(np.float32)
+        self._vectors = (
+            np.random.default_rng(0).normal(0, 1, (len(words) + 1, GRAMMAR_DIM)).astype(np.float32)
+        )
 
     def record(self) -> dict[str, Any]:
         """Return the encoder's identity for the manifest."""
         return {
             "name": GRAMMAR,
             "kind": GRAMMAR,
-            "dim": self.dim,
+            "dim": GRAMMAR_DIM,
             "sha256": hashlib.sha256(self._vectors.tobytes()).hexdigest(),
         }
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        rows = np.zeros((len(texts), self.dim), np.float32)
+        rows = np.zeros((len(texts), GRAMMAR_DIM), np.float32)
         for row, text in enumerate(texts):
             known = [self._places[word] for word in text.split() if word in self._places]
             rows[row] = self._vectors[known].sum(axis=0) if known else self._vectors[-1]
-        normalised: NDArray[np.float32] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-        return normalised
+        vectors: NDArray[np.float32] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        return vectors
 
 
 def write_grammar_tokenizer(folder: Path) -> None:

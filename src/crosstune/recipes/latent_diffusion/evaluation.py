@@ -56,7 +56,7 @@ def evaluate(
     result: dict[str, Any] = {"samples": len(latents)}
     if modes != {"t2l"}:
         on_stage("decoding")
-        texts = trained.vocabulary.normalise(pairs.texts)
+        texts = trained.vocabulary.normalize(pairs.texts)
         result |= _decoded(trained, pairs, latents, texts, encoder=opened, options=options)
         if rounds and opened is not None:
             on_stage("correcting")

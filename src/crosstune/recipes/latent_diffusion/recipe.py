@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,11 @@ class LatentDiffusionRecipe:
         if not len(self.held_out):
             return Evaluation(metrics={})
         with averaged(session):
-            result = session.evaluate(self._held_out_batches())
+            # The rows are divided equally among all trained modes.
+            shares = dict.fromkeys(self.modes.all(), 1.0)
+            batch = self._batch(self.held_out, np.arange(len(self.held_out)), _EVALUATION, shares=shares)
+            size = rows_per_evaluation(self.config, at_least=64)
+            result = session.evaluate(divide_batch(batch, size=size))
             # A metric is NaN if no row has its mode.
             metrics = {"loss": result.loss} | {k: v for k, v in result.metrics.items() if v == v}
             sampler = self._task.sampler()
@@ -171,12 +175,6 @@ class LatentDiffusionRecipe:
             if self.modes.all() != {"l2t"}:
                 self._encode(sampler, metrics)
         return Evaluation(metrics=metrics, samples=samples)
-
-    def _held_out_batches(self) -> Iterator[PairBatch]:
-        """Yield the held-out rows divided equally among all trained modes."""
-        shares = dict.fromkeys(self.modes.all(), 1.0)
-        batch = self._batch(self.held_out, np.arange(len(self.held_out)), _EVALUATION, shares=shares)
-        yield from divide_batch(batch, size=rows_per_evaluation(self.config, at_least=64))
 
     def _decode(self, sampler: Any, metrics: dict[str, float]) -> list[Sample]:
         pairs, vocabulary = self.held_out, self.pairs.vocabulary
@@ -193,7 +191,7 @@ class LatentDiffusionRecipe:
                 states.append(tokens[: self.config.num_samples])
 
         texts = vocabulary.decode_batch(sampler.decode(latents, options=options, on_step=keep).tokens)
-        references = vocabulary.normalise(pairs.texts)
+        references = vocabulary.normalize(pairs.texts)
         metrics["exact_match"] = exact_match(texts, references)
         if has_sacrebleu():
             metrics |= text_scores(texts, references)

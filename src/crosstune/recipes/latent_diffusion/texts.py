@@ -1,4 +1,4 @@
-"""Choose the texts of a pairs folder: split them, add texts made from spans, drop those that are too long."""
+"""Choose the texts of a pairs folder: split them, add texts made from spans, drop texts that are too long."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(kw_only=True)
 class Divided:
-    """The indices of the texts of each split, and the number of texts dropped for each reason."""
+    """The text indices of each split, and the number of texts dropped for each reason."""
 
     splits: dict[str, list[int]]
     left_out: dict[str, int] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class WriteOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The indices of the texts of each split, their tokenizer ids, and the vocabulary."""
+    """The text indices and tokenizer ids of each split, and the vocabulary."""
 
     splits: Mapping[str, Rows]
     tokens: Mapping[str, TokenRows]
@@ -188,14 +188,14 @@ def choose_rows(
     rows = {split: np.asarray(found, np.int64) for split, found in divided.splits.items()}
     everything = np.concatenate(list(rows.values()))
     long = everything[lengths[everything] > limit]
-    refused = long if divided.num_given is None else long[long < divided.num_given]
-    if len(refused) and options.too_long == "error":
-        first = int(refused.min())
+    rejected = long if divided.num_given is None else long[long < divided.num_given]
+    if len(rejected) and options.too_long == "error":
+        first = int(rejected.min())
         raise UserError(
-            f"{len(refused):,} texts are longer than {limit} tokens.",
+            f"{len(rejected):,} texts are longer than {limit} tokens.",
             why=f"the first is row {first}, counted from 0, with {lengths[first]} tokens; "
             "a truncated text would not match its vector.",
-            do=f"use --max_tokens {lengths[refused].max()}, or drop them with --too_long drop",
+            do=f"use --max_tokens {lengths[rejected].max()}, or drop them with --too_long drop",
         )
     fitting = {
         split: found[(lengths[found] > 0) & (lengths[found] <= limit)] for split, found in rows.items()

@@ -242,7 +242,7 @@ def _load_encoder(folder: Path) -> nn.Module:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the named device, by default the GPU if there is one; raise if it does not exist."""
+    """Return a torch device by name, by default the GPU if there is one; raise if it does not exist."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     counts = {

@@ -63,11 +63,10 @@ class Linear(nn.Linear):
     """A linear layer that computes in the dtype of its input."""
 
     def reset_parameters(self) -> None:
-        """Do nothing: `initialise` draws all weights, and drawing a billion numbers twice costs seconds."""
+        """Do nothing: `initialize` draws all weights, and drawing a billion numbers twice costs seconds."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        bias = self.bias.to(x.dtype) if self.bias is not None else None
-        return functional.linear(x, self.weight.to(x.dtype), bias)
+        return functional.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
 class TimeEmbedding(nn.Module):
@@ -152,7 +151,7 @@ class Block(nn.Module):
         text: torch.Tensor,
         latent: torch.Tensor,
         cond: torch.Tensor,
-        mask: torch.Tensor | None,
+        mask: torch.Tensor,
         keep_text: bool = True,
         keep_latent: bool = True,
         layout: Layout | None = None,
@@ -206,10 +205,10 @@ class LatentDiffusionModel(nn.Module):
         self.text_bias = nn.Parameter(torch.empty(settings.vocabulary))
         self.latent_head = Linear(many * hidden, settings.latent_dim)
         self.length_in, self.length_out = Linear(many * hidden, hidden), Linear(hidden, settings.max_tokens)
-        self.initialise()
+        self.initialize()
 
     @torch.no_grad()
-    def initialise(self) -> None:
+    def initialize(self) -> None:
         """Draw the weights. Blocks start as the identity: their gates are zero."""
         zero = {self.text_modulation, self.latent_modulation}
         for block in self.blocks:
@@ -237,7 +236,7 @@ class LatentDiffusionModel(nn.Module):
         places: torch.Tensor | None = None,
         real: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Output:
-        """Predict the clean tokens and the clean vector from noisy ones.
+        """Predict the clean tokens and the clean vector from noisy inputs.
 
         Logits are computed for the tokens at the flat indices `places`. With `real`, the row and the flat index of each
         real token, the layers skip padding, and `places` are indices into the real tokens.
@@ -320,13 +319,10 @@ class LatentDiffusionModel(nn.Module):
         """Do nothing: the embeddings are trained, so the first block's input requires gradients already."""
 
 
-def attend_plainly(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-) -> torch.Tensor:
+def attend_plainly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Compute attention without a fused kernel, keeping the scores for the backward pass."""
     scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+    scores = scores.masked_fill(~mask, -torch.inf)
     return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 

@@ -91,7 +91,7 @@ class Trained:
                 raise UserError(
                     f"The text {text[:60]!r} has {length} tokens.",
                     why=f"the model reads 1 to {self.settings.max_tokens}.",
-                    do="use a shorter text" if length else "give a text",
+                    do="use a shorter text" if length else "pass a text",
                 )
         return rows.stack(width=self.settings.max_tokens), rows.lengths
 
@@ -109,7 +109,7 @@ class Trained:
         return open_encoder_of(self.facts, encoder=name, cache=cache_override(), device=device)
 
     def can_embed(self, name: str | None = None) -> bool:
-        """Return whether the encoder is known, so that decoded texts can be embedded."""
+        """True if the encoder is known, so that decoded texts can be embedded."""
         return name is not None or self.facts["encoder"].get("kind") not in UNRECORDED
 
     def check_data(self, pairs: PairFolder) -> None:

@@ -137,11 +137,11 @@ class Vocabulary:
                 words.append(piece)
         return " ".join(words)
 
-    def normalise(self, texts: Sequence[str]) -> list[str]:
+    def normalize(self, texts: Sequence[str]) -> list[str]:
         """Tokenize and decode texts: the output of a perfect model."""
         rows = tokenize(self.tokenizer, texts)
-        normalised: list[str] = self.tokenizer.rust.decode_batch(rows.tolists())
-        return normalised
+        found: list[str] = self.tokenizer.rust.decode_batch(rows.tolists())
+        return found
 
     def save(self, folder: Path, *, tokenizer_folder: Path) -> None:
         shutil.copyfile(tokenizer_folder / TOKENIZER, folder / TOKENIZER)

@@ -71,7 +71,7 @@ class Tracker:
         remove_variables(self._added)
         files = Path(self._run.settings.sync_dir)
         if files.is_dir() and free_space(files) < NO_ROOM_BYTES:  # wandb does not report it
-            raise Unavailable(f"the disk of {files} is full; values are missing there")
+            raise Unavailable(f"the disk of {files} is full; values are missing")
 
 
 def _settings() -> Any:
