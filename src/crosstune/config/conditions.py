@@ -135,7 +135,9 @@ STREAMED_LOADING = Condition(
 )
 TORCH_ENGINE = Condition("the torch engine", lambda now: now["engine"] == "torch", "on the MLX engine")
 MLX_ENGINE = Condition(
-    "", lambda now: now["engine"] == "mlx", "outside the MLX engine, except for the options of train in it"
+    "",
+    lambda now: now["engine"] == "mlx",
+    "on memory or compilation outside the MLX engine; its other settings apply",
 )
 LATENT_DIFFUSION = _with_recipe("latent_diffusion")
 SEVERAL_DEVICES = Condition("several devices", lambda now: now["world_size"] > 1, "with one device")
