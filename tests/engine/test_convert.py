@@ -203,7 +203,7 @@ def test_a_folder_is_trained_only_as_what_it_holds(hf_bnb: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--from", "hqq", "--to", "bnb"], "it holds bnb weights of 4 bits"),
+        (["--from", "hqq", "--to", "bnb"], "it has 4-bit bnb weights"),
         (["--from", "none", "--to", "bnb"], "does not match --from none"),
         (["--to", "bnb", "--quant_type", "nf4"], "already quantized in exactly this way"),
         (["--to", "hqq", "--group_size", "100"], "does not divide"),

@@ -122,7 +122,7 @@ def test_an_adapter_is_not_used_over_a_changed_base(bench: Bench, tmp_path: Path
         ):
             assert main(words) == 2, words
             said = capsys.readouterr().err
-            assert "another base" in said or "is not the model" in said
+            assert "different base" in said or "is not the model" in said
             assert not (tmp_path / "out").exists()
 
 

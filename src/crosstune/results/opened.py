@@ -215,7 +215,8 @@ def check_base(trained: Trained, model: ModelFolder, *, force: bool = False) -> 
     if recorded_sha256(trained.record) is None:
         return [f"{trained.adapter} does not record the identity of its base model; the base was not checked"]
     do = "pass the right base with --base, or use this one with --force"
-    error = different_base(trained.adapter, trained.record, identity(model.path)["sha256"], do=do)
+    found = identity(model.path)["sha256"]
+    error = different_base(trained.adapter, trained.record, found, do=do, base=str(model.path))
     if error is not None and not force:
         raise error
     return [f"{error.message} {error.why}"] if error is not None else []

@@ -193,14 +193,16 @@ def check_base(adapter: Path, *, identity: str, quantization: QuantSpec | None) 
     return [f"base_adapter: its base was {descriptions[0]} in training and is {descriptions[1]} now"]
 
 
-def different_base(adapter: Path, record: Mapping[str, Any], identity: str, *, do: str) -> UserError | None:
+def different_base(
+    adapter: Path, record: Mapping[str, Any], identity: str, *, do: str, base: str = "this base"
+) -> UserError | None:
     """Return the error for an adapter whose record has a different base; None if it matches or is not recorded."""
     recorded = recorded_sha256(record)
     if recorded in (None, identity):
         return None
     return UserError(
         f"The adapter {adapter} was trained on a different base.",
-        why=f"it was trained on {record['base'].get('name')} ({recorded[:12]}); this base is {identity[:12]}.",
+        why=f"it was trained on {record['base'].get('name')} ({recorded[:12]}); {base} has the identity {identity[:12]}.",
         do=do,
     )
 
