@@ -18,8 +18,7 @@ from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine.kernels import torch_operations as plain
 from crosstune.torch_engine.kernels import triton_operations as fused
 from crosstune.torch_engine.kernels.decoder import FastDecoder
-from crosstune.torch_engine.kernels.fp8_adapters import Fp8Adapter, Fp8Adapters
-from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights
+from crosstune.torch_engine.kernels.fp8_weights import Fp8Adapter, Fp8Adapters, Fp8Weights
 from crosstune.torch_engine.kernels.operations import Heads, Norm, Quantize, Rows
 from crosstune.torch_engine.loading.adapters import add_adapters
 from crosstune.torch_engine.quantized import QuantLinear, quantize_weight

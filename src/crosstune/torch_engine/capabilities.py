@@ -148,29 +148,29 @@ def _try_triton(device: str) -> None:
     )
 
 
-def _attention_inputs(device: str, dtype: torch.dtype, *shape: int) -> list[torch.Tensor]:
-    return [_random(*shape, seed=seed).to(device, dtype).requires_grad_() for seed in range(3)]
-
-
 def _try_attention(device: str, dtype: torch.dtype, label: str, kernel: SDPBackend) -> None:
-    inputs = _attention_inputs(device, dtype, 1, 4, 64, 64)
     with sdpa_kernel(kernel):
-        output = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
-        output.float().square().sum().backward()
+        attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+        output = _attend(attend, device, dtype, 1, 4, 64, 64)
     # MPS ignores the chosen kernel; the name of the backward function shows which one ran.
     ran = output.grad_fn.name() if output.grad_fn is not None else ""
     if label != "math" and label.capitalize() not in ran:
         raise RuntimeError("torch uses a different kernel on this device")
-    _check_finite(output, *(tensor.grad for tensor in inputs))
 
 
 def _try_flash_package(device: str, dtype: torch.dtype) -> None:
     from flash_attn import flash_attn_func
 
-    inputs = _attention_inputs(device, dtype, 1, 64, 4, 64)
-    output = flash_attn_func(*inputs, causal=True)
+    _attend(partial(flash_attn_func, causal=True), device, dtype, 1, 64, 4, 64)
+
+
+def _attend(attend: Callable[..., Any], device: str, dtype: torch.dtype, *shape: int) -> Any:
+    """Return the output of attention with finite gradients."""
+    inputs = [_random(*shape, seed=seed).to(device, dtype).requires_grad_() for seed in range(3)]
+    output = attend(*inputs)
     output.float().square().sum().backward()
     _check_finite(output, *(tensor.grad for tensor in inputs))
+    return output
 
 
 def working_collectives(device: str, *, notes: Notes) -> tuple[str, ...]:

@@ -69,7 +69,9 @@ def open_session(
             adapters = adapt(model, plan, autocast=precision.autocast)
         else:
             adapters = shard_on_load.finish_all(model)
-        load_base_adapter(adapters, plan)
+        if adapters and plan.config.base_adapter:
+            settings = AdapterSettings.from_config(plan.config, method=plan.method)
+            export.load_adapter(Path(plan.config.base_adapter).expanduser(), adapters, settings=settings)
         recompute_activations(model, plan)
         notes: list[str] = []
         if trained and shard_on_load is None and isinstance(task, CausalLM):
@@ -113,13 +115,6 @@ def open_session(
         parallel=parallel,
         notes=notes,
     )
-
-
-def load_base_adapter(adapters: Mapping[str, Adapted], plan: Plan) -> None:
-    """Load the weights of --base_adapter."""
-    if adapters and plan.config.base_adapter:
-        settings = AdapterSettings.from_config(plan.config, method=plan.method)
-        export.load_adapter(Path(plan.config.base_adapter).expanduser(), adapters, settings=settings)
 
 
 def recompute_activations(model: nn.Module, plan: Plan) -> None:

@@ -10,8 +10,13 @@ import torch
 from torch import nn
 
 from crosstune.estimate.fast_layers import MOST_COLUMNS, adapter_columns
-from crosstune.torch_engine.kernels.fp8_adapters import Fp8Adapter, Fp8Adapters
-from crosstune.torch_engine.kernels.fp8_weights import Fp8Weights, fits_fp8, fp8_weights
+from crosstune.torch_engine.kernels.fp8_weights import (
+    Fp8Adapter,
+    Fp8Adapters,
+    Fp8Weights,
+    fits_fp8,
+    fp8_weights,
+)
 from crosstune.torch_engine.kernels.frozen_weights import (
     DenseWeights,
     QuantizedWeights,

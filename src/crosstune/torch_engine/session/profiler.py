@@ -115,7 +115,10 @@ class TorchProfiler:
             times.write_text(json.dumps({"seconds_and_bytes": timeline}), encoding="utf-8")
             files.append(times)
         if self.settings.trace:
-            files.insert(0, _compress(plain))
+            # A gzip copy for trace viewers; torch's own compression is several times slower.
+            files.insert(0, plain.with_suffix(".json.gz"))
+            with plain.open("rb") as source, gzip.open(files[0], "wb", compresslevel=3) as file:
+                shutil.copyfileobj(source, file, 1 << 20)
         plain.unlink(missing_ok=True)
         if self.settings.memory and self.device.type == "cuda":
             snapshot = folder / f"memory-step-{step:08d}.pickle"
@@ -138,16 +141,14 @@ def _operators(recording: profile, *, by_shape: bool) -> list[Operator]:
             name=each.key,
             calls=each.count,
             seconds=_MICROSECOND * (each.self_device_time_total if on_device else each.self_cpu_time_total),
-            shapes=_shapes(each.input_shapes) if by_shape else "",
+            shapes=" ".join("x".join(map(str, shape)) for shape in each.input_shapes or () if shape)
+            if by_shape
+            else "",
             memory_bytes=int(each.self_device_memory_usage if on_device else each.self_cpu_memory_usage),
         )
         for each in averages
     ]
     return [each for each in found if each.seconds > 0]
-
-
-def _shapes(shapes: Any) -> str:
-    return " ".join("x".join(map(str, shape)) for shape in shapes or () if shape)
 
 
 def _busy_s(events: Iterable[Any]) -> float:
@@ -163,14 +164,6 @@ def _busy_s(events: Iterable[Any]) -> float:
         covered += max(0.0, end - max(start, last))
         last = max(last, end)
     return covered * _MICROSECOND
-
-
-def _compress(path: Path) -> Path:
-    """Write a gzip copy for trace viewers; torch's own compression is several times slower."""
-    target = path.with_suffix(".json.gz")
-    with path.open("rb") as source, gzip.open(target, "wb", compresslevel=3) as file:
-        shutil.copyfileobj(source, file, 1 << 20)
-    return target
 
 
 def memory_timeline(trace: Path, device: torch.device) -> list[tuple[float, int]]:

@@ -396,7 +396,7 @@ class TorchSession:
         """Raise if the model cannot train on a batch. Called on every rank, since it may need a forward pass."""
         if self.parallel is not None and isinstance(self.task, CausalLM):
             for batch in batches:
-                self.task.check_batch(self.model, self._to_device(batch))
+                self.task.check_packed(self.model, self._to_device(batch).get("positions"))
 
     def _to_device(self, batch: PreparedBatch) -> Tensors:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.arrays.items()}

@@ -173,7 +173,7 @@ class CausalLM:
             return self.decoder.logits(fast_hidden(self.decoder, given))
         options: dict[str, Any] = {"input_ids": given.input_ids, "use_cache": False}
         if given.positions is not None:
-            self._check_packed(model, device=given.input_ids.device)
+            self.check_packed(model, given.positions)
             options["position_ids"] = given.positions
         if takes_logits_to_keep(model):
             logits = model(**options, logits_to_keep=given.columns).logits
@@ -182,14 +182,10 @@ class CausalLM:
         logits = logits.reshape(-1, logits.shape[-1])
         return logits if given.places is None else logits.index_select(0, given.places)
 
-    def check_batch(self, model: nn.Module, tensors: Tensors) -> None:
-        """Check that the model can train on packed rows."""
-        if "positions" in tensors:
-            self._check_packed(model, device=tensors["input_ids"].device)
-
-    def _check_packed(self, model: nn.Module, *, device: torch.device) -> None:
-        if self.decoder is None:  # the fast layers separate documents themselves
-            ensure_separates_documents(model, device=device)
+    def check_packed(self, model: nn.Module, positions: torch.Tensor | None) -> None:
+        """Raise if the model cannot train on packed rows; only those have positions."""
+        if positions is not None and self.decoder is None:  # the fast layers separate documents themselves
+            ensure_separates_documents(model, device=positions.device)
 
     @contextlib.contextmanager
     def general_layers(self) -> Iterator[None]:
@@ -216,7 +212,14 @@ class CausalLM:
         base = self.context.folder
         assert base is not None
         export.save_model(folder, model.config, self._result_tensors(model, base, trained), base=base)
-        write_json(folder / RECORD, self.base_record() | self._expansion_record())
+        record = self.base_record()
+        if self.expansion is not None:
+            record["new_blocks"] = sorted(self.expansion.new)
+        if (
+            self._against_trained is not None
+        ):  # how far the saved original base deviates from the quantized base
+            record["against_trained"] = self._against_trained
+        write_json(folder / RECORD, record)
 
     def _result_tensors(
         self, model: nn.Module, base: Path, trained: Tensors
@@ -230,13 +233,6 @@ class CausalLM:
             for target, _ in self.expansion.names(name):
                 is_new = self.expansion.is_new(target)
                 yield target, trained[target].to(place.dtype) if is_new else read_tensor(place)
-
-    def _expansion_record(self) -> dict[str, Any]:
-        """Return the new blocks and, after training on a quantized base, how far the saved original base deviates."""
-        if self.expansion is None:
-            return {}
-        measured = {"against_trained": self._against_trained} if self._against_trained is not None else {}
-        return {"new_blocks": sorted(self.expansion.new)} | measured
 
     def measure_result(self, model: nn.Module) -> None:
         """Compare the logits with the quantized base, as trained, and with the original base, as saved."""
