@@ -273,7 +273,7 @@ def test_an_adapter_starts_another_run_where_it_ended(
     folder = first.save_result(tmp_path)
     second = open_session(backend, tiny_model, lora_rank=4, base_adapter=str(folder))
     assert second.evaluate(windows[0]).loss == first.evaluate(windows[0]).loss
-    with pytest.raises(UserError, match="does not fit"):
+    with pytest.raises(UserError, match="does not match the adapter options"):
         open_session(backend, tiny_model, base_adapter=str(folder), lora_rank=3)
     with pytest.raises(UserError, match="not an adapter folder"):
         open_session(backend, tiny_model, base_adapter=str(tmp_path))

@@ -125,7 +125,7 @@ def test_a_result_that_does_not_fit_leaves_a_checkpoint_to_make_it_from(bench: B
     failing = partial(fail, SESSION, "_write_tensors", torch_allocation, call=1)
     ended = bench.start("full", folder, before=failing, save_steps=0).wait()
     assert ended.code == 2 and "Traceback" not in ended.said, ended
-    assert "not enough memory for writing the result" in ended.said
+    assert "not enough memory to save the run" in ended.said
     newest = newest_valid(folder / "checkpoints")
     assert newest is not None and newest.step == 4
 

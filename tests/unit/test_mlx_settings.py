@@ -68,7 +68,7 @@ def test_yaml_and_alpha_are_read_too(tmp_path: Path) -> None:
     [
         ({"itres": 3}, "did you mean max_steps"),
         ({"lora_parameters": {"scale": 2.0}}, "needs a rank"),
-        ({"memory_limit_gb": -1}, "at least 0"),
+        ({"memory_limit_gb": -1}, "0 or more"),
         ({"compile": 3}, "true or false"),
         ({"batch_size": 0}, "batch_size cannot be 0"),
         ({"lora_parameters": [1]}, "expected `key: value` lines"),

@@ -33,7 +33,8 @@ def whole(low: int, high: int = 2**62) -> Rule:
 
 def real(low: float = -math.inf, high: float = math.inf) -> Rule:
     """A finite number from `low` to `high`."""
-    bounds = f" from {low:g} to {high:g}" if (low, high) != (-math.inf, math.inf) else ""
+    bounds = f" of {low:g} or more" if low > -math.inf else ""
+    bounds = f" from {low:g} to {high:g}" if high < math.inf else bounds
     return Rule(
         f"a finite number{bounds}",
         lambda value: type(value) in (int, float) and low <= value <= high and abs(value) < math.inf,
