@@ -38,12 +38,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # Which tests judge a module: the cheapest that are meant to.
 JUDGES: dict[str, Sequence[str]] = {
     "core/schedule.py": ["tests/unit/test_schedule.py"],
-    "process/ranks.py": ["tests/unit/test_launch.py", "tests/unit/test_environment.py"],
+    "process/ranks.py": ["tests/unit/test_save.py", "tests/unit/test_watchdog.py"],
     "core/logit_distance.py": ["tests/unit/test_logit_distance.py"],
     "core/quantization.py": ["tests/unit/test_quantization_identity.py"],
     "files/atomic_files.py": ["tests/unit/test_atomic_files.py"],
     "files/safetensors_header.py": ["tests/unit/test_safetensors_header.py"],
-    "loop/step.py": ["tests/unit/test_step.py", "tests/unit/test_scaling.py"],
+    "loop/step.py": [
+        "tests/unit/test_step.py",
+        "tests/unit/test_scaling.py",
+        "tests/engine/test_recover_memory.py",
+    ],
     "loop/progress.py": ["tests/unit/test_progress.py"],
     "loop/prefetch.py": ["tests/unit/test_prefetch.py"],
     "loop/stop.py": ["tests/unit/test_stop.py"],
@@ -54,7 +58,7 @@ JUDGES: dict[str, Sequence[str]] = {
     ],
     "data/batches/packing.py": ["tests/unit/test_data.py", "tests/unit/test_data_corpus.py"],
     "checkpoint/read.py": ["tests/unit/test_checkpoint.py"],
-    "core/safe_text.py": ["tests/unit/test_secrets.py"],
+    "core/safe_text.py": ["tests/unit/test_secrets.py", "tests/unit/test_escape_controls.py"],
     "mlx_engine/causal_loss.py": ["tests/engine/test_mlx_losses.py"],
 }
 SLOWDOWN, LEAST_CPU_S, LEAST_WALL_S = 5.0, 4, 20.0

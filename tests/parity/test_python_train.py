@@ -108,7 +108,7 @@ def test_continued_without_the_rows_but_not_with_others(bench: Bench, tmp_path: 
     """The run records the file that the rows were written to, so that a shell can continue it too."""
     rows, folder = read_jsonl(bench.data), tmp_path / "stopped"
     train(bench, folder, dataset=rows, callbacks=[stop_at(1)])
-    with pytest.raises(crosstune.UserError, match="belongs to a different run"):
+    with pytest.raises(crosstune.UserError, match="does not match the checkpoint"):
         train(bench, folder, dataset=rows[::-1], resume="auto")
     again = crosstune.train(resume=folder, progress=False)
     assert read_bits(again.folder) == bench.reference("lora")

@@ -192,10 +192,11 @@ def test_another_training_is_refused_unless_allowed(
     change = {name: v.format(home=home) if isinstance(v, str) else v for name, v in change.items()}
     asked = {"resume": str(at_step(straight("lora"), 3)), **change}
     folder = home / f"mismatch-{kind}-{'-'.join(change)}"
-    with pytest.raises(UserError, match="belongs to a different run") as error:
+    with pytest.raises(UserError, match="does not match the checkpoint") as error:
         run(bench, "lora", folder, **asked)
     assert words in error.value.why
-    assert f"--allow_mismatch {kind}" in error.value.do
+    advice = "a different --name" if "lora_rank" in change else f"--allow_mismatch {kind}"
+    assert advice in error.value.do
     assert not folder.exists()
     observer = Listener()
     if "lora_rank" in change:

@@ -30,7 +30,7 @@ Written = dict[str, str]
 
 @contextlib.contextmanager
 def python_words(written: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Rephrase errors raised within the context for a Python program."""
+    """Rephrase errors raised in the `with` block for a Python program."""
     try:
         yield
     except UserError as error:
@@ -50,7 +50,7 @@ def put_into_python(error: UserError, written: Mapping[str, str]) -> None:
 
 
 def _arguments(text: str, written: Mapping[str, str]) -> str:
-    """Replace the path of a written file by its argument, and its line numbers by row numbers."""
+    """Replace the path of a written file with its argument, and its line numbers with row numbers."""
     for path, argument in written.items():
         text = re.sub(rf"{re.escape(path)}/(\w+)\.jsonl", rf'{argument}["\1"]', text)
         text = text.replace(path, argument)

@@ -35,7 +35,7 @@ def leftovers(root: Path) -> list[Path]:
 
 
 def clear_leftovers(root: Path) -> int:
-    """Remove the leftovers and return their number. The caller holds the lock of the run."""
+    """Remove the leftovers and return their number. The caller holds the run lock."""
     return atomic_files.clear_leftovers(root, of=_is_checkpoint)
 
 

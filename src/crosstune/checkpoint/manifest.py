@@ -38,7 +38,7 @@ class DamagedCheckpoint(UserError):
 
 
 class UnknownVersion(UserError):
-    """A checkpoint has a format version that this crosstune cannot read."""
+    """A checkpoint has a format version that this version of crosstune cannot read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ def decode(raw: bytes, *, seal_found: bytes, folder: Any) -> Manifest:
     if type(version) is not int or version != VERSION:
         raise UnknownVersion(
             f"The checkpoint {folder} has format version {shown(version)}.",
-            why=f"this crosstune reads version {VERSION}, and guessing could lose state.",
+            why=f"this version of crosstune reads version {VERSION}, and guessing could lose state.",
             do="use the version of crosstune that wrote it, or a newer one",
         )
     wrong = _wrong_manifest(found)

@@ -100,7 +100,7 @@ def _take_listed(staged: Path, count: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _together(group: Group, target: Path, need: int) -> Iterator[None]:
-    """Raise SaveFailed in every process if one of them fails within the context."""
+    """Raise SaveFailed in every process if one of them fails in the `with` block."""
     problem: SaveFailed | None = None
     try:
         yield

@@ -101,7 +101,7 @@ def failed(target: Path, need: int, error: Exception) -> SaveFailed:
         why = f"the disk is full or a limit was reached ({why}); it needs {readable_bytes(need)}, {free} are free"
     return SaveFailed(
         f"{target} could not be written.",
-        why=f"{why}. Nothing partial remains, and older checkpoints are intact.",
+        why=f"{why}. No partial files were left behind, and older checkpoints are intact.",
         do="free space or repair the disk, then continue with --resume auto",
     )
 

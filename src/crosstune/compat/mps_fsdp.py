@@ -88,7 +88,7 @@ class MPSFSDPWrapper:
     def save_checkpoint(
         self, model: Any, checkpoint_path: str | Path, optimizer: Any = None, **metadata: Any
     ) -> Path:
-        """Write the full model, the optimizer state and plain values to one file. A collective call."""
+        """Write the full model, the optimizer state and plain values to one file. Collective: every rank must call it."""
         path = Path(checkpoint_path).expanduser()
         saved = save_model(model, path, optimizer=optimizer, metadata=metadata)
         if self.config.aggressive_memory_optimization:
@@ -107,7 +107,7 @@ class MPSFSDPWrapper:
 
     @contextmanager
     def profile_memory(self) -> Iterator[fsdp_memory.MemoryProfile]:
-        """Measure memory within the context; print it if config.profile_memory is set."""
+        """Measure memory in the `with` block; print it if config.profile_memory is set."""
         with fsdp_memory.measure(self.device) as profile:
             yield profile
         self.profiles.append(profile)

@@ -15,8 +15,8 @@ _TYPE_NAMES = {bool: "bool", int: "int", float: "number", str: "text"}
 _ON_RESUME = {
     OnResume.ONE_START: "applies to one start; a run does not record it",
     OnResume.OWN_MACHINE: "chosen per machine; a checkpoint from a different machine does not set it",
-    OnResume.MAY_CHANGE_DATA: "rejected if it changes the training examples, unless --allow_mismatch data",
-    OnResume.ADAPTER: "changes the trained weights; rejected unless --allow_mismatch trainable",
+    OnResume.MAY_CHANGE_DATA: "rejected if it changes the training or evaluation examples, unless --allow_mismatch data,eval_data",
+    OnResume.ADAPTER: "changes the trained weights; rejected, unless --allow_mismatch trainable and equal shapes",
     OnResume.NEW_BLOCKS: "changes the trained weights; rejected unless --allow_mismatch trainable",
     OnResume.FREE: "may change; training is unaffected",
 }

@@ -62,7 +62,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_errors(*, doing: str, release: Callable[[], None] | None = None) -> Iterator[None]:
-    """Convert every out-of-memory error within the context to OutOfMemory; call `release` first, to free cached memory."""
+    """Convert every out-of-memory error in the `with` block to OutOfMemory; call `release` first, to free cached memory."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError, ValueError, SystemError, ImportError) as error:

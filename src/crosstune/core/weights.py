@@ -17,7 +17,7 @@ SLOT = "average"
 
 
 def averaged(session: Session) -> contextlib.AbstractContextManager[None]:
-    """Use the session's averaged weights within the context, if it keeps an average."""
+    """Use the session's averaged weights in the `with` block, if it keeps an average."""
     found: contextlib.AbstractContextManager[None] = getattr(session, "averaged", contextlib.nullcontext)()
     return found
 

@@ -272,7 +272,7 @@ def _slurm_master(environment: Environment) -> str:
 
 
 def _has(environment: Environment, name: str) -> bool:
-    """True if the variable is set to more than white space."""
+    """True if the variable is set to more than whitespace."""
     return bool(environment.get(name, "").strip())
 
 

@@ -84,7 +84,7 @@ def leads_back(name: str) -> str | None:
 
 
 def reach(name: str, port: int, *, limit_s: float, node_rank: int) -> socket.socket:
-    """Connect to node 0 once it listens; raise an OSError with the reason after `limit_s`."""
+    """Connect to node 0, retrying for up to `limit_s` seconds; then raise an OSError with the reason."""
     deadline = time.monotonic() + limit_s
     while True:
         try:

@@ -71,7 +71,7 @@ class Watch:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Record the operators within the context; `phase` is its name in the recorded locations."""
+        """Record the operators in the `with` block; `phase` is its name in the recorded locations."""
         with (
             torch.compiler.set_stance("force_eager"),
             sdpa_kernel(self.device.ATTENTION),
@@ -138,7 +138,7 @@ class Watch:
 
 
 class _CurrentLayer:
-    """Track the running layer of every model called within the context.
+    """Track the running layer of every model called in the `with` block.
 
     Autograd does not record the layer of a node. So each layer marks the node of its output, and the last mark passed in
     the backward pass names the nearest layer.

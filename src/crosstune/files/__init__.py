@@ -1,1 +1,1 @@
-"""Files: atomic writing, strict readers of JSON, YAML and safetensors, limits, the record and the lock of a run."""
+"""Files: atomic writing, strict readers of JSON, YAML and safetensors, limits, the record and the run lock."""

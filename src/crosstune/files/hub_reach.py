@@ -42,7 +42,7 @@ def _connect(host: str, port: int, found: list[str]) -> None:
 
 @contextlib.contextmanager
 def offline_if_unreachable() -> Iterator[str | None]:
-    """Restrict the hub's libraries to their caches within the context if the hub cannot be reached; yield why."""
+    """Restrict the hub's libraries to their caches in the `with` block if the hub cannot be reached; yield why."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

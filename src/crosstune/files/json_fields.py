@@ -1,4 +1,4 @@
-"""Check the types and ranges of fields in JSON objects from outside, with errors that name the field."""
+"""Check the types and ranges of fields in untrusted JSON objects, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def real(low: float = -math.inf, high: float = math.inf) -> Rule:
 
 def list_of(rule: Rule) -> Rule:
     return Rule(
-        f"a list with {rule.needs} at each place",
+        f"a list in which every item is {rule.needs}",
         lambda value: isinstance(value, list) and all(map(rule.fits, value)),
     )
 
 
 def map_of(rule: Rule) -> Rule:
     return Rule(
-        f"an object with {rule.needs} at each key",
+        f"an object in which every value is {rule.needs}",
         lambda value: isinstance(value, dict) and all(map(rule.fits, value.values())),
     )
 

@@ -1,4 +1,4 @@
-"""Read JSON and JSON Lines strictly, and write them; convert values to JSON's types."""
+"""Read JSON and JSON Lines strictly, and write them; convert values to JSON types."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def finite(value: Any) -> Any:
-    """Return the value in JSON's types: NaN and infinities as null, paths as strings, sets and tuples as lists,
+    """Return the value in JSON types: NaN and infinities as null, paths as strings, sets and tuples as lists,
     numpy's numbers as plain ones."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

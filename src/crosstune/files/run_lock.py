@@ -22,7 +22,7 @@ _PATIENCE_S = 0.2
 
 
 class InUse(UserError):
-    """Another process holds the lock of a run."""
+    """Another process holds the run lock."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(
@@ -34,7 +34,7 @@ class InUse(UserError):
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn an OSError within the context into a UserError about the run folder."""
+    """Turn an OSError in the `with` block into a UserError about the run folder."""
     try:
         yield
     except OSError as error:
@@ -58,7 +58,7 @@ def _existing(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder, even before it exists; raise InUse when another process holds it. Without a run folder,
+    """Hold a run folder's lock, even before it exists; raise InUse when another process holds it. Without a run folder,
     the lock file is removed at the end."""
     # Lock a link under its own name and its target's: a run may be moved aside under either.
     names = {folder.parent.resolve() / folder.name, folder.resolve()}
@@ -109,7 +109,7 @@ def _remove(lock: Path, folders: Sequence[Path]) -> None:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Return True if a process holds the lock of a run folder; None if the lock is missing or cannot be opened."""
+    """Return True if a process holds a run folder's lock; None if the lock is missing or cannot be opened."""
     from filelock import FileLock, Timeout
 
     run = folder.resolve()

@@ -1,4 +1,4 @@
-"""Read YAML files with PyYAML's safe loader, limited to JSON's types and to the size of a configuration."""
+"""Read YAML files with PyYAML's safe loader, limited to JSON types and to the size of a configuration."""
 
 from __future__ import annotations
 

@@ -129,14 +129,14 @@ Losses = Mapping[int, float]
 
 
 def trained_losses(evaluations: Losses) -> dict[int, float]:
-    """Return the finite evaluation losses after at least one step, in the order of steps."""
+    """Return the finite evaluation losses after at least one step, in step order."""
     return {
         step: evaluations[step] for step in sorted(evaluations) if step and math.isfinite(evaluations[step])
     }
 
 
 def best_step(evaluations: Losses) -> int | None:
-    """Return the step with the lowest evaluation loss, the earliest of equal ones; None without an evaluation."""
+    """Return the step with the lowest evaluation loss, the earliest on a tie; None if no loss after step 0 is finite."""
     return lowest([step for step in evaluations if step], evaluations)
 
 

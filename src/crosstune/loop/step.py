@@ -101,7 +101,7 @@ def prepare_window(session: Session, window: Sequence[Batch]) -> list[PreparedBa
 def check_weight(window: Sequence[PreparedBatch]) -> None:
     if not sum(batch.weight for batch in window):
         raise UserError(
-            "There is nothing to learn in this step.",
+            "This step has no supervised tokens or examples.",
             why="the total weight of its batches is 0: it has no supervised tokens, or no examples that count.",
         )
 

@@ -33,7 +33,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopSignal]:
-        """Handle the stop signals within the context. Python allows this only in the main thread."""
+        """Handle the stop signals in the `with` block. Python allows this only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

@@ -33,7 +33,7 @@ def save_tensors(folder: Path, model: Any) -> None:
 def save_arrays(
     folder: Path, tensors: dict[str, mx.array], *, base: Path, on_write: OnBytes | None = None
 ) -> None:
-    """Write a model folder. Empty `tensors` while writing, so that lazy arrays are never all in memory."""
+    """Write a model folder. Each entry is popped from `tensors` as it is written, so that lazy arrays are never all in memory."""
     types = Counter(tensor.dtype for tensor in tensors.values())
     dtype = _DTYPE_NAMES[types.most_common(1)[0][0]]
     _save_shards(folder, tensors, on_write)

@@ -261,7 +261,7 @@ class MlxSession:
 
     @contextlib.contextmanager
     def _agreeing(self, doing: str) -> Iterator[None]:
-        """Raise OutOfMemory on every process if one runs out of memory within the context. No process may wait in it."""
+        """Raise OutOfMemory on every process if one runs out of memory in the `with` block. No process may wait in it."""
         failure: OutOfMemory | None = None
         try:
             with memory_errors(doing=doing):

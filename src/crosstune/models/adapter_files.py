@@ -247,12 +247,12 @@ def save_template(folder: Path, template: str, *, stop_ids: Collection[int]) -> 
 
 
 def has_trained_template(folder: Path) -> bool:
-    """Return True if a result was trained with a different chat template than its base's."""
+    """Return True if a result was trained with a chat template other than its base model's."""
     return bool(read_record(folder).get("chat_template")) and (folder / CHAT_TEMPLATE).is_file()
 
 
 def replace_tokenizer(source: Path, target: Path) -> None:
-    """Replace the tokenizer files in `target` by those in `source`."""
+    """Replace the tokenizer files in `target` with those in `source`."""
     for name in TOKENIZER_FILES:
         if name != GENERATION:  # it also lists stop tokens
             (target / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Hash files and check the SHA256SUMS of a folder; a hash is cached until size, times or inode of its file change."""
+"""Hash files and check the SHA256SUMS of a folder; a hash is cached until the file's size, timestamps or inode change."""
 
 from __future__ import annotations
 

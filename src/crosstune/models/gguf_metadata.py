@@ -36,7 +36,7 @@ class BadGguf(UnreadableFile):
 
 
 def check_header(path: Path) -> None:
-    """Raise BadGguf if a string or array of the header exceeds the file."""
+    """Raise BadGguf if the header is invalid or declares a string or array that does not fit in the file."""
     with open_plain(path) as file:
         try:
             _check_counts(file, path)

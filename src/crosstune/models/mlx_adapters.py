@@ -38,7 +38,7 @@ Stored = tuple[str, NDArray[Any]]
 
 
 def adapter_form(folder: Path) -> str | None:
-    """Return `peft` or `mlx` by a folder's files; None if it contains no adapter."""
+    """Return `peft` or `mlx`, depending on the folder's weights file; None if it contains no adapter."""
     if (folder / PEFT_WEIGHTS).is_file():
         return "peft"
     return "mlx" if (folder / MLX_WEIGHTS).is_file() else None

@@ -170,7 +170,7 @@ def _read_own(path: Path) -> FolderQuantization:
     if record.get("format") not in _READ_FORMATS:
         raise UserError(
             f"{path} has the format {shown(record.get('format'))}.",
-            why=f"this crosstune reads formats up to {FORMAT}.",
+            why=f"this version of crosstune reads formats up to {FORMAT}.",
         )
     check_fields(
         record, _OWN, required=("spec", "dtype", "layers"), source=path, do="convert the model again"

@@ -45,7 +45,7 @@ class DiskFullError(UserError):
 
 @contextmanager
 def disk_space(folder: Path, need_bytes: int, *, larger: str = LARGER_CACHE) -> Iterator[None]:
-    """Raise DiskFullError if less than `need_bytes` are free, or if the disk fills up within the context."""
+    """Raise DiskFullError if less than `need_bytes` are free, or if the disk fills up in the `with` block."""
     if free_space(folder) < need_bytes:
         raise DiskFullError(folder, need_bytes, larger=larger)
     try:
@@ -95,7 +95,7 @@ def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
 def check_out(out: Path) -> None:
     """Raise a UserError unless `out` is free or an empty folder."""
     if out.exists() and not out.is_dir():
-        raise UserError(f"{out} exists already.", do="choose another --out, or remove the file first")
+        raise UserError(f"{out} already exists.", do="choose another --out, or remove the file first")
     if out.is_dir() and any(out.iterdir()):
         raise UserError(f"{out} is not empty.", do="choose another --out, or remove the folder first")
 

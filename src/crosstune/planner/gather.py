@@ -79,7 +79,7 @@ def may_have_several_devices() -> bool:
 
 
 def with_all_devices(config: Config, *, machine: Machine | None = None) -> Config:
-    """Replace `--world_size -1` by the number of devices, as the command `train` does."""
+    """Replace `--world_size -1` with the number of devices, as the command `train` does."""
     if config.world_size != -1:
         return config
     plan = make_plan(config, machine=machine)

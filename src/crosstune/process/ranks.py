@@ -24,7 +24,7 @@ class Activity:
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Set the activity within the context."""
+        """Set the activity in the `with` block."""
         before, self.name = self.name, name
         try:
             yield

@@ -62,7 +62,7 @@ def taken_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle the stop signals within the context, then restore the former handlers."""
+    """Handle the stop signals in the `with` block, then restore the former handlers."""
     previous = {number: signal.signal(number, handler) for number in taken_signals()}
     try:
         yield
@@ -73,7 +73,7 @@ def handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[Non
 
 @contextlib.contextmanager
 def hide_output() -> Iterator[None]:
-    """Drop standard output and standard error within the context. Errors must be raised."""
+    """Drop standard output and standard error in the `with` block. Errors must be raised."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 

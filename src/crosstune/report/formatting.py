@@ -105,7 +105,7 @@ def show_time(moment: datetime) -> Shown:
 
 
 def read_time(value: Any) -> datetime | None:
-    """Parse an ISO time, UTC without a zone; return None for anything else."""
+    """Parse an ISO 8601 timestamp (UTC if it has no offset); return None if it is invalid."""
     try:
         moment = datetime.fromisoformat(str(value))
     except ValueError:

@@ -263,7 +263,7 @@ def _model(run: RunFiles) -> str:
 
 
 def _changed(run: RunFiles) -> str:
-    """Describe the change of the evaluated metrics; without an evaluation, of the training loss."""
+    """Describe how the evaluated metrics changed, or the training loss if nothing was evaluated."""
     found = [text for row in evaluations(run) if (text := _change_text(row))]
     if found:
         return f"On held-out data {' and '.join(found[:MOST_METRICS])}."

@@ -92,7 +92,7 @@ def check_output(path: Path, *, overwrite: bool = False) -> None:
     """Raise a UserError if a file exists and must not be overwritten."""
     if path.exists() and not overwrite:
         raise UserError(
-            f"{path} exists already.", do="choose a different file name, or remove the file first"
+            f"{path} already exists.", do="choose a different file name, or remove the file first"
         )
 
 

@@ -75,7 +75,7 @@ class RequestCheck:
 
     @contextlib.contextmanager
     def collecting(self, option: str = "") -> Iterator[None]:
-        """Collect an error raised within the context, with the name of its option."""
+        """Collect an error raised in the `with` block, with the name of its option."""
         try:
             with naming(option) if option else contextlib.nullcontext():
                 yield
@@ -84,7 +84,7 @@ class RequestCheck:
                 self.problems.append(error)
 
     def is_missing(self, path: str, *, is_name: bool = True) -> bool:
-        """Return True if a path is missing but may exist on the other machine. It may be a name unless `is_name=False`."""
+        """Return True if a path is missing but may exist on the other machine. Unless `is_name=False`, a string that does not look like a path is taken as a name."""
         looks_like_path = path.startswith((".", "/", "~", "\\")) or Path(path).suffix or path.count("/") > 1
         is_path = bool(looks_like_path) or not is_name
         return self.elsewhere and is_path and not Path(path).expanduser().exists()

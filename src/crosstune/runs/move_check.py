@@ -58,7 +58,7 @@ def compare(there: LossMeasurement, here: LossMeasurement) -> Comparison:
 
 
 def check(compared: Comparison, *, allowed: bool, flag: str = "--allow_mismatch loss") -> None:
-    """Raise if the move changes the loss by more than its bound, unless allowed by `flag`."""
+    """Raise if the move changes the loss by more than the bound, unless `allowed`; the error suggests `flag`."""
     if compared.within or allowed:
         return
     there, here = compared.there, compared.here
@@ -71,7 +71,7 @@ def check(compared: Comparison, *, allowed: bool, flag: str = "--allow_mismatch 
         )
     raise UserError(
         "The move changes the model too much.",
-        why=f"the same batches have the loss {there.loss:.6f} on {there.backend} ({there.terms()}) and "
+        why=f"the same batches have a loss of {there.loss:.6f} on {there.backend} ({there.terms()}) and "
         f"{here.loss:.6f} on {here.backend} ({here.terms()}): {compared.difference:.2%} apart, "
         f"{compared.bound:.0%} at most.",
         do=f"use the same precision and bits on both sides, or add {flag} to continue anyway",

@@ -69,7 +69,8 @@ def train(
     """
     if config.emulate is not None:
         raise UserError(
-            "train does not emulate.", do="call crosstune.emulate.verdict.emulate, or remove --emulate"
+            "train() does not support --emulate.",
+            do="call crosstune.emulate.verdict.emulate, or remove --emulate",
         )
     started = time.monotonic()
     group = group if group is not None else SingleProcess()

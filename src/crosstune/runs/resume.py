@@ -121,7 +121,7 @@ def read_request(
     """Return the request completed with the options of the resumed run, and the point to resume from.
 
     Skip damaged checkpoints with a warning. `hashes=False` reads only options and does not check the weights. To train,
-    hold the lock of the run first.
+    hold the run lock first.
     """
     if request.resume == "none":
         return request, None

@@ -145,13 +145,15 @@ def check_same(
         return
     kinds = {difference.kind for difference in refused}
     why = [difference.sentence() for difference in refused]
-    if "data" in kinds:
+    if kinds & {"data", "eval_data"}:
         causes = changed_options(manifest, config, among=options_on_resume(OnResume.MAY_CHANGE_DATA))
         why.append(
             "possible cause: " + ("; ".join(c.sentence() for c in causes) or "its files or the tokenizer")
         )
+    if "lora_rank" in {difference.name for difference in refused}:  # the weights have another shape
+        do = do or "continue with its rank, or start a new run with a different --name"
     raise UserError(
-        "The checkpoint belongs to a different run.",
+        "The request does not match the checkpoint.",
         why="; ".join(why),
         do=do
         or f"continue with its options, or add --allow_mismatch {','.join(sorted(kinds | allowed))} to continue anyway",

@@ -98,7 +98,7 @@ def best_weights(
 
 
 def _open_first(folders: Sequence[Path]) -> tuple[Checkpoint | None, str]:
-    """Return the first checkpoint that can be opened, or why the first folder cannot."""
+    """Return the first checkpoint that can be opened, or None and the reason the first folder could not be opened."""
     reason = ""
     for folder in folders:
         try:

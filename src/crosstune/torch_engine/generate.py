@@ -114,7 +114,7 @@ class _Streamer:
 
 @contextlib.contextmanager
 def cast_once(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """Cast adapters and head to the compute dtype once, for all passes within the context. Weights must not change there."""
+    """Cast adapters and head to the compute dtype once, for all passes in the `with` block. Weights must not change there."""
     dtype = precision.autocast or precision.weights
     adapters = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()

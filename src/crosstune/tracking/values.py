@@ -37,7 +37,7 @@ _DATA_FIELDS = ("dataset", "format", "context_length", "train", "eval", "identit
 
 
 def numbers(kind: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among the metrics under names such as `train/loss`; omit missing ones."""
+    """Return the numeric metrics with keys such as `train/loss`."""
     return {
         f"{kind}/{name}": int(value) if isinstance(value, bool) else value
         for name, value in metrics.items()

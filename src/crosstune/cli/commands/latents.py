@@ -53,7 +53,7 @@ class _LatentsParser(Parser):
         self.actions_of: dict[str, tuple[str, ...]] = {}
 
     def add_for(self, actions: str, flag: str, *, help: str, **settings: Any) -> None:
-        """Add an option of some actions, separated by spaces."""
+        """Add an option for the given actions (a space-separated list)."""
         names = tuple(actions.split())
         self.actions_of[flag.removeprefix("--")] = names
         default = settings.get("default")

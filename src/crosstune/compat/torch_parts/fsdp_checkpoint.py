@@ -116,7 +116,7 @@ def load_model(
 
 
 def _gather(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Gather tensors one at a time; return them on the host of rank 0. A collective call."""
+    """Gather tensors one at a time; return them on the host of rank 0. Collective: every rank must call it."""
     found: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):

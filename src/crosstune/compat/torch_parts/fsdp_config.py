@@ -22,7 +22,7 @@ _DTYPES = {
 
 @dataclass
 class MPSFSDPConfig:
-    """The settings of sharding. Strategies may be given as torch's enums or by name."""
+    """Sharding settings. Strategies are torch enum members or their names."""
 
     sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD
     min_num_params: int | float = 1_000_000

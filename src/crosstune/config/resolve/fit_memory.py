@@ -143,7 +143,7 @@ class _Fitting:
 
 
 def _choose_batch(draft: Draft, fitting: _Fitting, *, limit: int) -> None:
-    """Set an estimate for `--batch_size auto`; `train` replaces it by a measured value."""
+    """Set an estimate for `--batch_size auto`; `train` replaces it with a measured value."""
     chosen = options_by_name()["batch_size"].default
     if fitting.shape is not None and limit:
         draft.values["batch_size"] = 1

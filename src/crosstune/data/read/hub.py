@@ -109,7 +109,7 @@ def _load(repo: str, *, known: str) -> DatasetDict:
 
 @contextlib.contextmanager
 def _offline_if_unreachable() -> Iterator[str | None]:
-    """Restrict `datasets` to its cache within the context if the hub cannot be reached; yield why."""
+    """Restrict `datasets` to its cache in the `with` block if the hub cannot be reached; yield why."""
     import datasets
 
     with offline_if_unreachable() as reason:

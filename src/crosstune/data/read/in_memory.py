@@ -89,7 +89,7 @@ def _to_json(row: Any, place: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in JSON's types: the contents of arrays and tensors, the ISO form of dates, mappings as dicts."""
+    """Return a value in JSON types: the contents of arrays and tensors, the ISO form of dates, mappings as dicts."""
     if isinstance(value, Mapping):
         return dict(value)
     for method in ("tolist", "isoformat"):

@@ -146,7 +146,7 @@ def _usual_header(tokenizer: ChatTokens) -> str | None:
     if turn is None:
         return None
     header, found, _ = text[turn[0] : turn[1]].partition(_placeholder([]))
-    # The model itself writes white space before the answer.
+    # The model itself writes whitespace before the answer.
     return (header if header.strip() else "") if found else None
 
 
@@ -211,7 +211,7 @@ def _placeholder(messages: Sequence[Message]) -> str:
 
 
 def _end_of(text: str, span: Span, tokenizer: ChatTokens, *, is_last: bool) -> int:
-    """Return the end of an answer, without white space after the end token. In some templates the model stops at the token
+    """Return the end of an answer, without whitespace after the end token. In some templates the model stops at the token
     that begins the next turn; some write one more end token after the last message."""
     start, end = span
     if is_last and text[end:].strip() in _end_tokens(tokenizer):

@@ -104,7 +104,7 @@ def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
 
 
 def _token_at(encoding: Encoding, characters: range) -> int | None:
-    """Return the token of the first of these characters that has one; tokenizers drop some white space."""
+    """Return the token of the first of these characters that has one; tokenizers drop some whitespace."""
     for character in characters:
         token = encoding.char_to_token(character)
         if token is not None:
@@ -118,7 +118,7 @@ def _starts_before(encoding: Encoding, token: int, end: int) -> bool:
 
 
 def _plain(values: list[Any]) -> Any:
-    """Convert values to JSON's types, others (such as dates from Parquet) to strings: a template gets no Python objects."""
+    """Convert values to JSON types, others (such as dates from Parquet) to strings: a template gets no Python objects."""
     try:
         return json.loads(json.dumps(values, ensure_ascii=False, default=str))
     except RecursionError as error:

@@ -283,5 +283,5 @@ def _read_facts(folder: Path) -> dict[str, Any] | None:
 
 
 def digest(value: Any) -> str:
-    """Return the sha256 of a value in JSON's types."""
+    """Return the sha256 of a value in JSON types."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Run a node's launcher inside a Ray actor. Ray imports this module by name on the node; it needs no ray."""
+"""Run a node's launcher inside a Ray actor. Ray imports this module by name on the node; it does not import ray."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _short_row(found: Judgement) -> dict[str, Any]:
 
 
 def read_predictions(path: Path, *, scale: Scale, scale_asked: bool = False) -> Predictions:
-    """Read a file of predictions. `scale` is the default, or with `scale_asked` the scale of every row."""
+    """Read a predictions file. `scale` applies to rows without one, or to every row if `scale_asked`."""
     try:
         text = read_plain_text(path, limit=_LIMIT_BYTES)
         rows = parse_json(text) if text.strip() else []

@@ -127,7 +127,7 @@ class ItemReader:
         if found.score is None:
             raise UserError(
                 f"The verdict has no score: {shown(verdict)}.",
-                do="write it as `Score: N/10`, or as `[RESULT] n`",
+                do="write it as `Score: N/10`, or `[RESULT] N`",
             )
         scale = self._own_scale(fields)
         _check_scale(found.score, scale or self.scale, out_of=found.out_of)

@@ -1,4 +1,4 @@
-"""Find and open sentence encoders: MiniLM, a sentence-transformers folder, or the encoder of the grammar."""
+"""Find and open sentence encoders: MiniLM, a sentence-transformers folder, or the built-in encoder of the `grammar` corpus."""
 
 from __future__ import annotations
 

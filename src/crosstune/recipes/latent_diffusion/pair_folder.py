@@ -281,7 +281,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if manifest["format"] != FORMAT or manifest["version"] != VERSION:
         raise UserError(
             f"{path} has the format {manifest['format']} {manifest['version']}.",
-            why=f"this crosstune reads {FORMAT} {VERSION}.",
+            why=f"this version of crosstune reads {FORMAT} {VERSION}.",
             do="build the folder again",
         )
     if unknown := sorted(set(manifest["splits"]) - set(SPLITS)):

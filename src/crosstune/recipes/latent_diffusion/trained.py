@@ -36,7 +36,7 @@ _CANNOT = {
 
 
 def open_trained(path: Path, *, device: str | None = None) -> Trained:
-    """Open a run of the recipe, or the model folder in it."""
+    """Open a latent-diffusion run, or its model folder."""
     if not path.exists():
         raise missing_run(path)
     folder = path / "model" if (path / "model" / SETTINGS).is_file() else path

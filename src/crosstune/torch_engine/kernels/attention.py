@@ -84,7 +84,7 @@ def attends_by_document(device: torch.device, dtype: torch.dtype, window: int | 
 
 
 def prefer_cudnn(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Prefer cuDNN's attention within the context: on Hopper it is the fastest for equal rows."""
+    """Prefer cuDNN's attention in the `with` block: on Hopper it is the fastest for equal rows."""
     if device.type != "cuda" or torch.version.hip is not None:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel

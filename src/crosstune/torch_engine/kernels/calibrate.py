@@ -151,7 +151,7 @@ class Originals:
         return found.to(self.device, self.dtype)
 
     def put_back(self, base: QuantLinear) -> nn.Module:
-        """Replace a quantized layer by a dense one with its original weight, if the folder has it."""
+        """Replace a quantized layer with a dense one with its original weight, if the folder has it."""
         if self._place(base) is None:
             return base
         dense = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")

@@ -38,7 +38,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def without_compiled(model: nn.Module) -> Iterator[None]:
-    """Run the model uncompiled within the context: evaluation and generation would each need another compilation."""
+    """Run the model uncompiled in the `with` block: evaluation and generation would each need another compilation."""
     if not is_compiled(model):  # otherwise torch's compiler would load, for seconds
         yield
         return
@@ -48,7 +48,7 @@ def without_compiled(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compile_errors(model: nn.Module) -> Iterator[None]:
-    """Convert errors of torch's compiler within the context to a UserError."""
+    """Convert errors of torch's compiler in the `with` block to a UserError."""
     if not is_compiled(model):
         yield
         return

@@ -54,7 +54,7 @@ def stack_shape(stack: Any, *, transposed: bool) -> tuple[int, int, int]:
 
 
 def replace_stack(module: Any, part: str, stack: nn.Module) -> None:
-    """Replace a stack by a module, and make transformers call `experts_forward`."""
+    """Replace a stack with a module, and make transformers call `experts_forward`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     delattr(module, part)

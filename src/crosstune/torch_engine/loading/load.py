@@ -311,7 +311,7 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def readable_errors(folder: Path) -> Iterator[None]:
-    """Convert the errors of transformers within the context to a UserError."""
+    """Re-raise errors from transformers as UserError."""
     from huggingface_hub.errors import StrictDataclassError  # transformers' check of the fields of a config
 
     try:

@@ -67,7 +67,7 @@ class FileWeight(nn.Module):
 
 @contextlib.contextmanager
 def original_weights(model: nn.Module, folder: Path, expansion: Expansion) -> Iterator[None]:
-    """Use the unquantized weights of the base folder within the context, in a model that was expanded from it."""
+    """Use the unquantized weights of the base folder in the `with` block, in a model that was expanded from it."""
     places = {
         target: place for name, place in find_tensors(folder).items() for target, _ in expansion.names(name)
     }

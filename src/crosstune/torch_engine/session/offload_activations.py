@@ -18,7 +18,7 @@ NUM_AHEAD = 2
 
 
 def offload_activations(device: torch.device, *, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-    """Copy tensors that autograd saves within the context to the host, and back for the backward pass.
+    """Copy tensors that autograd saves in the `with` block to the host, and back for the backward pass.
 
     On CUDA both copies run on a separate stream, in parallel with the computation. Parameters are not copied: FSDP2 frees
     and gathers them itself.

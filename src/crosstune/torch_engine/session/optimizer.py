@@ -107,7 +107,7 @@ def averages_of(optimizer: torch.optim.Optimizer | None) -> dict[torch.Tensor, t
 
 @torch.no_grad()
 def swap(averages: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Exchange the values of weights and averages."""
+    """Swap each weight with its moving average, in place."""
     for weight, average in averages.items():
         kept = weight.detach().clone()
         weight.copy_(average)

@@ -109,7 +109,7 @@ class TorchSession:
             return self._backward(window, loss_scale=loss_scale)
 
     def connected(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """Convert errors of collectives within the context; do nothing for a single process."""
+        """Convert errors of collectives in the `with` block; do nothing for a single process."""
         return self.parallel.connected(doing) if self.parallel is not None else contextlib.nullcontext()
 
     def discard(self) -> None:
@@ -242,7 +242,7 @@ class TorchSession:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Use the moving average as the weights within the context, if there is one."""
+        """Swap in the moving average of the weights, if there is one, in the `with` block."""
         averages = averages_of(self.optimizer)
         if not averages or self._is_averaged:
             yield

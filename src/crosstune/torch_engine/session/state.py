@@ -121,7 +121,7 @@ def import_random(device: torch.device, random: Mapping[str, Array]) -> None:
 
 @contextlib.contextmanager
 def separate_random(device: torch.device) -> Iterator[None]:
-    """Restore the random state on exit, so that draws within the context do not change the run."""
+    """Restore the random state on exit, so that draws in the `with` block do not change the run."""
     before = export_random(device)
     try:
         yield

@@ -38,7 +38,7 @@ class Part:
         return slice(start, min(start + self.chunk, self.shape[0]))
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """Gather the whole tensor from all ranks, on the device of the collectives. A collective call."""
+        """Gather the whole tensor from all ranks, on the device of the collectives. Collective: every rank must call it."""
         padded = local.new_zeros((self.chunk, *self.shape[1:]), device=self.device)
         padded[: local.shape[0]] = local
         whole = padded.new_empty((self.num_parts * self.chunk, *self.shape[1:]))
@@ -73,7 +73,7 @@ def part_of(tensor: Any) -> Part | None:
 
 
 def whole(tensor: torch.Tensor, *, of: torch.Tensor | None = None) -> torch.Tensor:
-    """Gather a sharded tensor, or local tensors that are divided like `of`. A collective call."""
+    """Gather a sharded tensor, or local tensors that are divided like `of`. Collective: every rank must call it."""
     part = part_of(tensor if of is None else of)
     local = local_part(tensor.detach())
     return local if part is None else part.gather(local)

@@ -116,7 +116,7 @@ class Parallel:
 
     @contextlib.contextmanager
     def connected(self, doing: str) -> Iterator[None]:
-        """Convert errors of collectives within the context to PeerLost. After any error in it, a rank of a sharded
+        """Convert errors of collectives in the `with` block to PeerLost. After any error in it, a rank of a sharded
         model raises it again instead of starting further collectives."""
         if self.interrupted is not None:
             raise self.interrupted

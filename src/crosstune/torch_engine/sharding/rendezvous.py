@@ -204,7 +204,7 @@ _FROM_A_COLLECTIVE = re.compile(r"gloo|nccl|xccl|c10d|socket|store|process ?grou
 
 @contextlib.contextmanager
 def peer_errors(ranks: Ranks, *, doing: str) -> Iterator[None]:
-    """Convert errors of collectives within the context: PeerLost if another process failed, a UserError if the ranks called
+    """Convert errors of collectives in the `with` block: PeerLost if another process failed, a UserError if the ranks called
     different collectives (torch compares them with --debug_collectives)."""
     try:
         yield

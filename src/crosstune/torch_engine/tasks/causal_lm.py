@@ -189,7 +189,7 @@ class CausalLM:
 
     @contextlib.contextmanager
     def general_layers(self) -> Iterator[None]:
-        """Run the model's own layers, with their hooks, within the context."""
+        """Run the model's own layers, with their hooks, in the `with` block."""
         decoder, self.decoder = self.decoder, None
         try:
             yield
