@@ -150,7 +150,7 @@ def check_same(
         why.append(
             "possible cause: " + ("; ".join(c.sentence() for c in causes) or "its files or the tokenizer")
         )
-    if "lora_rank" in {difference.name for difference in refused}:  # the weights have another shape
+    if "lora_rank" in {difference.what for difference in refused}:  # the shapes differ
         do = do or "continue with its rank, or start a new run with a different --name"
     raise UserError(
         "The request does not match the checkpoint.",
