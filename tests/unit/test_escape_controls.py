@@ -38,6 +38,13 @@ def test_controls_are_escaped_and_text_stays() -> None:
     assert printable(text) == text
 
 
+def test_exactly_these_ranges_are_escaped() -> None:
+    escaped = "\x00\x1f\x7f\x9f\ufeff\U000e0000\U000e007f\u202a\u202e\u2066\u2069\ud800\udfff"
+    assert all(printable(one) != one for one in escaped)
+    text = " ~\xa0\ufefe\U000dffff\U000e0080\u2029\u202f\u2065\u206a\ud7ff\ue000"
+    assert printable(text) == text
+
+
 def test_print_escapes_and_the_streams_stay_usable(capsys: pytest.CaptureFixture[str]) -> None:
     wrap_output()
     wrap_output()  # twice is as once

@@ -12,7 +12,7 @@ from planned import plan_on
 
 from crosstune.checkpoint.manifest import Manifest
 from crosstune.core.errors import UserError
-from crosstune.core.quantization import BaseChoice, QuantSpec, read_spec, same_meaning
+from crosstune.core.quantization import BaseChoice, QuantSpec, read_spec, same_meaning, wrong_spec
 from crosstune.runs.resume_identity import base_fields, check_base, compare, identity_of_options
 
 BNB = {"quantizer": "bnb", "bits": 4, "group_size": 64}
@@ -91,6 +91,21 @@ def test_kept_layers_are_written_only_if_there_are_some() -> None:
         with pytest.raises(UserError, match="cannot be read") as caught:
             QuantSpec.from_json({**FP8, "kept": wrong})
         assert "at kept" in str(caught.value.why)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "readable"),
+    [
+        ("bits", 0, False),
+        ("bits", 1, True),
+        ("bits", 64, True),
+        ("bits", 65, False),
+        ("group_size", -1, False),
+        ("group_size", 0, True),
+    ],
+)
+def test_bits_and_group_sizes_have_bounds(field: str, value: int, readable: bool) -> None:
+    assert (wrong_spec({**FP8, field: value}) is None) == readable
 
 
 def test_a_plan_takes_over_the_base_of_its_own_quantizer_alone() -> None:

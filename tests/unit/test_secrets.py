@@ -58,6 +58,9 @@ def test_plain_data_and_command_lines() -> None:
         "--lr",
         "1",
     ]
+    url = "https://hub.example/data?token=hunter2"
+    assert redact_command(["--api_key", url]) == ["--api_key", redact(url)], "the address stays readable"
+    assert redact_command(["train", "--token=a", "x"])[-1] == "x"
 
 
 @pytest.mark.parametrize(
