@@ -50,7 +50,7 @@ def test_a_file_of_prompts_is_answered_as_each_alone(
         assert main([*words, "--prompt", row["prompt"], "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == row
     assert main(many) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main([*many, "--overwrite"]) == 0
 
 

@@ -149,7 +149,7 @@ def test_a_file_name_gives_the_gguf_file_itself(
     assert [path.name for path in tmp_path.iterdir()] == ["mine.gguf"]
     before = out.stat().st_mtime_ns
     assert main(command) == 2
-    assert "exists already" in capsys.readouterr().err and out.stat().st_mtime_ns == before
+    assert "already exists" in capsys.readouterr().err and out.stat().st_mtime_ns == before
     assert main(["export", str(trained[0]), "--to", "hf", "--out", str(tmp_path / "x.gguf")]) == 2
     assert "is a GGUF file name, but --to hf writes a folder" in capsys.readouterr().err
 

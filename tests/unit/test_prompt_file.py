@@ -70,7 +70,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         read_prompts(tmp_path / "binary.txt")
     with open_output(tmp_path / "out.jsonl") as file:
         write_row(file, {"answer": "ä"})
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         check_output(tmp_path / "out.jsonl")
     check_output(tmp_path / "out.jsonl", overwrite=True)
     assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == '{"answer": "ä"}\n'

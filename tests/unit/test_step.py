@@ -110,7 +110,7 @@ def test_a_step_that_fails_leaves_session_and_scale_as_they_were(error: Exceptio
 def test_a_window_without_weight_is_refused_before_anything_runs() -> None:
     session: Any = Scripted([GOOD])
     empty = PreparedBatch(weight=0, num_tokens=4, arrays={})
-    with pytest.raises(UserError, match="nothing to learn"):
+    with pytest.raises(UserError, match="no supervised tokens"):
         take_step(session, [empty, empty], lr=0.5)
     assert session.calls == []
     check_weight([empty, *WINDOW])

@@ -109,7 +109,7 @@ def test_what_utf8_cannot_encode_is_written_as_ascii(tmp_path: Path) -> None:
         (True, whole(1), "got True"),
         (10**12, whole(1, 10_000), "at most 10,000"),
         (float("inf"), real(), "a finite number"),
-        (["a", 5], list_of(TEXT), "a list with a string at each place"),
+        (["a", 5], list_of(TEXT), "every item is a string"),
         ({"a": 5}, object_with({"a": TEXT}), "an object with a string at a"),
     ],
 )
