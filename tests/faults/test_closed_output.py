@@ -97,3 +97,30 @@ def test_help_ends_quietly_when_its_reader_does(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert done.stderr == "" and done.stdout.startswith("usage:")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("words", ["runs", "doctor --help", "nonsense"])
+def test_closed_streams(words: str, closed: str, tmp_path: Path) -> None:
+    """Python has no stream object then, and the next open file would take the descriptor."""
+    code = """
+import os, sys
+from crosstune.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code or 0
+file = os.open("after", os.O_WRONLY | os.O_CREAT)
+os.write(1, b"one"), os.write(2, b"two")
+os._exit(code)
+"""
+    (tmp_path / "runs").mkdir()
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -c "$1" {words} {closed}', sys.executable, code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (2 if words == "nonsense" else 0)
+    assert "Traceback" not in done.stderr and (tmp_path / "after").read_bytes() == b""

@@ -101,7 +101,7 @@ def test_a_callback_can_stop_the_run(callback: Any, reason: str) -> None:
     assert called.error is None
 
 
-@pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(3)])
+@pytest.mark.parametrize("error", [ValueError("boom"), SystemExit(3), KeyboardInterrupt("boom")])
 def test_an_error_waits_until_the_run_has_ended(error: BaseException) -> None:
     def fail(metrics: Any) -> None:
         raise error
@@ -114,12 +114,14 @@ def test_an_error_waits_until_the_run_has_ended(error: BaseException) -> None:
     assert called.error is error
 
 
-def test_ctrl_c_is_not_held_back() -> None:
+def test_a_second_ctrl_c_is_not_held_back() -> None:
+    """The handler of the first one requests a stop, and raises for the second one."""
+
     def interrupt(metrics: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        send([interrupt])
+        send([lambda metrics: crosstune.STOP, interrupt])
 
 
 @pytest.mark.parametrize("callback", [Recorder, "wandb", None, object()])

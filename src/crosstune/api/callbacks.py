@@ -76,7 +76,9 @@ class Callbacks:
                         self.stop.request("a callback")
                 except StopTraining as request:
                     self.stop.request(str(request) or "a callback")
-                except (Exception, SystemExit) as error:  # noqa: BLE001 (raised at the end of the run)
+                except BaseException as error:  # noqa: BLE001 (raised at the end of the run)
+                    if isinstance(error, KeyboardInterrupt) and self.stop.requested:
+                        raise  # a second Ctrl-C stops immediately
                     self._members.remove(member)
                     self.error = self.error or error
                     self.stop.request(f"{type(error).__name__} in a callback: {error}")

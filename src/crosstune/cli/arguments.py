@@ -89,16 +89,17 @@ def read_path_or_name(text: str) -> str:
     return text
 
 
-def at_least(low: int | float) -> Callable[[str], int | float]:
-    """Return an argparse type: a number of the type of `low`, at least `low` and below 2**63."""
+def at_least(low: int | float, *, high: int = 2**63 - 1) -> Callable[[str], int | float]:
+    """Return an argparse type: a number of the type of `low`, from `low` to `high`."""
 
     def read(text: str) -> int | float:
         kind = "an integer" if isinstance(low, int) else "a number"
         with contextlib.suppress(ValueError):
-            if low <= (value := type(low)(text)) < 2**63:
+            if low <= (value := type(low)(text)) <= high:
                 return value
-            if value >= 2**63:
-                raise argparse.ArgumentTypeError(f"{shown(text)} is too large")
+            if value > high:
+                most = f"; the maximum is {high:,}" if high < 2**63 - 1 else ""
+                raise argparse.ArgumentTypeError(f"{shown(text)} is too large{most}")
         raise argparse.ArgumentTypeError(f"{shown(text)} is not {kind} of at least {low:g}")
 
     return read

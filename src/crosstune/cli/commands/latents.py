@@ -94,15 +94,15 @@ def make_parser() -> _LatentsParser:
     add("decode encode", "--text", action="append", help="a text; may be repeated")
     add("eval", "--data", type=read_path, metavar="PAIRS", help="a folder of pairs")
     samples = "number of texts (default 4) or held-out pairs (default 1000)"
-    add("sample eval", "--samples", type=at_least(1), help=samples)
+    add("sample eval", "--samples", type=at_least(1, high=10**6), help=samples)
     steps = "denoising steps (default 8; encode 10, sample 24)"
-    add("decode encode sample eval", "--steps", type=at_least(1), help=steps)
+    add("decode encode sample eval", "--steps", type=at_least(1, high=1000), help=steps)
     temperature = "0: greedy (default; sample: 1)"
     add("decode sample eval", "--temperature", type=at_least(0.0), help=temperature)
     add("decode encode eval", "--guidance", type=at_least(0.0), default=1.0, help="classifier-free guidance")
     add("decode encode sample eval", "--seed", type=at_least(0), default=0, help="random seed")
     rounds = "rounds of embedding the decoded text, masking part of it and decoding it again"
-    add("decode eval", "--correct", type=at_least(0), default=0, metavar="ROUNDS", help=rounds)
+    add("decode eval", "--correct", type=at_least(0, high=1000), default=0, metavar="ROUNDS", help=rounds)
     add("decode eval", "--num_lengths", type=at_least(1), default=1, help="number of likely lengths to try")
     add("decode sample", "--live", action="store_true", help="show every denoising step of the first text")
     return parser

@@ -138,8 +138,20 @@ def _write_all(descriptor: int, waiting: queue.Queue[bytes]) -> None:
         waiting.task_done()
 
 
+def open_closed_streams() -> None:
+    """Open the null device in place of standard streams that were closed (`>&-`). Otherwise they are None, and the next
+    file that is opened takes their descriptor, with what libraries and child processes print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        null = os.open(os.devnull, os.O_WRONLY if number else os.O_RDONLY)  # takes the lowest free descriptor
+        os.set_inheritable(null, null == number)
+        setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8", errors="replace"))
+
+
 def wrap_output() -> None:
     """Wrap this process's standard output and standard error, once."""
+    open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):

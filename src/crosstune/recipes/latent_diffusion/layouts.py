@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +15,14 @@ from crosstune.core.errors import UserError
 from crosstune.files.json_fields import TEXT, check_fields, whole
 from crosstune.files.json_files import object_of, to_json, write_json
 from crosstune.files.plain_files import UnreadableFile, open_plain
-from crosstune.recipes.latent_diffusion.pair_folder import PairFolder, load_array
+from crosstune.recipes.latent_diffusion.pair_folder import NUMPY_FAULTS, PairFolder, load_array
 
 SHARD_ROWS = 100_000
 _SPLIT_FILES = {"train": "train_data.jsonl", "validation": "validation_data.jsonl"}
 _ROW = {"text": TEXT, "shard": TEXT | whole(0), "idx": whole(0)}
 _LONGEST_LINE = 1 << 22
+_LARGEST_ROW = 1 << 26
+"""Most bytes of an unpacked .npz file."""
 
 
 @dataclass(kw_only=True)
@@ -79,19 +82,24 @@ def _read_files(folder: Path) -> Imported:
 def _read_tokens(path: Path) -> NDArray[np.int32]:
     """Return the ids that the attention mask keeps."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            ids, mask = (np.asarray(arrays[name]).reshape(-1) for name in ("input_ids", "attention_mask"))
-    except (KeyError, ValueError, EOFError, OSError) as error:
+        with open_plain(path) as file, zipfile.ZipFile(file) as archive:
+            if sum(member.file_size for member in archive.infolist()) > _LARGEST_ROW:
+                raise ValueError(f"it unpacks to more than {_LARGEST_ROW:,} bytes")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as arrays:
+                ids, mask = (np.asarray(arrays[name]).reshape(-1) for name in ("input_ids", "attention_mask"))
+    except NUMPY_FAULTS as error:
         why = f"it is not an .npz file with input_ids and attention_mask ({str(error)[:200]})"
         raise UnreadableFile(path, why) from error
-    if ids.shape != mask.shape or ids.dtype.kind not in "iu" or ids.min(initial=0) < 0:
+    kinds = ids.dtype.kind in "iu" and mask.dtype.kind in "iubf"
+    if not kinds or ids.shape != mask.shape or not 0 <= ids.min(initial=0) <= ids.max(initial=0) < 2**31:
         raise UnreadableFile(path, "input_ids and attention_mask do not match")
     return ids[mask.astype(bool)].astype(np.int32)
 
 
 def _read_vector(path: Path) -> NDArray[Any]:
     vector = load_array(path)
-    if vector.dtype.kind != "f" or vector.size != vector.shape[-1]:
+    if vector.dtype.kind != "f" or not vector.ndim or not vector.size == vector.shape[-1] > 0:
         raise UnreadableFile(path, f"it contains {vector.dtype} {list(vector.shape)}, not one vector")
     return vector.reshape(-1).astype(np.float32)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.core.errors import UserError
+from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.files.atomic_files import put_in_place, staging_folder
 from crosstune.files.json_fields import FLAG, OBJECT, TEXT, check_fields, map_of, object_with, whole
 from crosstune.files.json_files import read_object, write_json
-from crosstune.files.plain_files import MissingFile, UnreadableFile, file_sha256, read_plain
+from crosstune.files.plain_files import MissingFile, UnreadableFile, file_sha256, open_plain, read_plain
 from crosstune.files.run_lock import check_place
 from crosstune.models.file_hashes import sha256_of_all
 from crosstune.recipes.latent_diffusion.texts import Chosen, WriteOptions, clean
@@ -28,6 +31,8 @@ SPLITS = ("train", "validation")
 TEXTS_LIMIT = 8 << 30
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
 _ROWS_AT_ONCE = 65_536
+NUMPY_FAULTS = (*LIBRARY_FAULTS, SyntaxError, EOFError, tokenize.TokenError, zipfile.BadZipFile, zlib.error)
+"""Errors that numpy raises for a damaged or pickled file."""
 _FIELDS = {
     "format": TEXT,
     "version": whole(1),
@@ -124,11 +129,11 @@ def open_pairs(folder: Path) -> PairFolder:
 
 def load_array(path: Path) -> NDArray[Any]:
     """Map an .npy file into memory, without pickle."""
+    with open_plain(path):  # numpy would wait for the writer of a pipe
+        pass
     try:
         found = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError as error:
-        raise MissingFile(path, "it is missing", do="check the path") from error
-    except (ValueError, EOFError, OSError) as error:  # raised by numpy for a damaged or pickled file
+    except NUMPY_FAULTS as error:
         raise UnreadableFile(path, f"it is not a plain .npy array ({str(error)[:200]})") from error
     if not isinstance(found, np.ndarray):
         raise UnreadableFile(path, "it is not a plain .npy array")

@@ -101,6 +101,8 @@ class Trained:
         if vectors.ndim == 1:
             vectors = vectors[None]
         _check_dim(vectors, self.settings.latent_dim, source=str(path))
+        if not len(vectors):
+            raise UserError(f"{path} contains no vectors.", why="the array has 0 rows.")
         norms = vector_norms(vectors, source=str(path))
         return np.asarray(vectors, np.float32) / norms, count_changed(norms)
 
