@@ -57,6 +57,22 @@ def test_an_unreadable_score_is_the_worst_one_and_counted() -> None:
     assert report["confusion"]["counts"][2][-1] == 1 and report["confusion"]["labels"][-1] == "unreadable"
 
 
+@pytest.mark.parametrize("scale", [Scale(low=1, high=3), Scale(low=0, high=1), TEN])
+def test_an_unreadable_score_is_wrong_in_every_metric(scale: Scale) -> None:
+    """Even if no score of the scale is more than a point off."""
+    items = [replace(one, critique="one error") for one in scored(scale.low, (scale.low + scale.high) / 2, scale.high)]
+    right = [Judgement(score=one.score, text="t", feedback="one error") for one in items]
+    perfect = evaluate_items(items, right, scale=scale, intervals=False)
+    for place in range(3):
+        for unread in (Judgement(), Judgement(text="no verdict")):
+            found = [unread if n == place else one for n, one in enumerate(right)]
+            report = evaluate_items(items, found, scale=scale, intervals=False)
+            assert report["metrics"]["within_1"] == pytest.approx(2 / 3)
+            for name, best in perfect["metrics"].items():
+                value = report["metrics"][name]
+                assert value > best if name in ("mae", "rmse") else value < best, name
+
+
 def test_an_unreadable_winner_is_wrong_and_counted() -> None:
     items = compared("A", "B", "tie")
     found = [
@@ -93,6 +109,8 @@ def test_baselines_are_fitted_on_the_training_items() -> None:
     assert beside["baselines"]["constant"]["metrics"]["accuracy"] == pytest.approx(2 / 3)
     assert beside["baselines"]["longer answer"]["metrics"]["accuracy"] == pytest.approx(1 / 3)
     assert beside["metrics"]["accuracy"] == 0 and beside["num_unreadable"] == 3
+    of_swaps = [note for note in beside["baselines"]["constant"]["notes"] if "swap_consistency" in note]
+    assert of_swaps == ["swap_consistency undefined: pairs were not judged in both orders"]
 
 
 def test_calibration_and_feedback_are_measured() -> None:
