@@ -15,6 +15,7 @@ from manifests import make_manifest
 from crosstune.cli.commands.judge import metric_lines as table_lines
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
+from crosstune.data.batches.row_order import rows_per_step
 from crosstune.estimate.machine import BackendReport, Device
 from crosstune.files.json_files import to_json
 from crosstune.recipes.judge.evaluation import (
@@ -250,6 +251,19 @@ def test_small_and_large_cards() -> None:
     assert chosen("cuda", 16.9, model="org/unknown")["train_type"] == "qlora"
     reason = choose_preset(make_config(recipe="judge"), report_of("cuda", 8.5))["batch_size"].reason
     assert "8 GB" in reason
+
+
+@pytest.mark.parametrize("asked", [{}, {"batch_size": 4}, {"gradient_accumulation_steps": 3}, {"rows_per_step": 7}])
+def test_the_rows_of_a_step_do_not_depend_on_the_number_of_devices(asked: dict[str, Any]) -> None:
+    """Unless the user sets the accumulation, which counts for each device."""
+    rows = dict[int, int]()
+    for world in (1, 2, 3, 8):
+        found = chosen("cuda", 12.0, world_size=world, **asked)
+        config = make_config(**{"recipe": "judge", "world_size": world} | found | asked)
+        rows[world] = rows_per_step(config)
+        assert rows[world] >= config.batch_size or "rows_per_step" not in found
+    wanted = {1: 6, 2: 12, 3: 18, 8: 48} if "gradient_accumulation_steps" in asked else dict.fromkeys(rows, rows[1])
+    assert rows == wanted
 
 
 def test_what_was_asked_is_not_chosen() -> None:
