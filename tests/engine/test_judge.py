@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +221,25 @@ def test_pairs_are_asked_in_both_orders(tiny_model: Path, tmp_path: Path) -> Non
             "the order of the answers does not matter"
         )
         assert one.consistent is not None and one.winner in ("A", "B", "tie")
+
+    class Longer(Judge):
+        """A judge whose tokens depend on the order of the answers, as where a full stop and a new line are one token."""
+
+        def prompts(self, items: Any) -> list[list[int]]:
+            longer = [each.answers[0] == first for each in items]
+            return [tokens[:1] * more + tokens for tokens, more in zip(super().prompts(items), longer, strict=True)]
+
+    [whole] = map(len, judge.prompts(asked[:1]))
+    for first, by in itertools.product(asked[0].answers, ("probabilities", "generation")):
+        tight = Longer(
+            session=session,
+            tokenizer=judge.tokenizer,
+            settings=judge.settings,
+            max_tokens=whole + max(map(len, judge.tokens.sequences)),
+        )
+        for one in tight.judge(asked[:1], by=by, max_new_tokens=4):
+            assert one.too_long and not one.is_parsed and one.consistent is False
+            assert one.confidence is None and not one.probabilities
     texts = judge.judge(asked, by="generation", max_new_tokens=4)
     assert all(one.winner is None or one.consistent is not None for one in texts)
 

@@ -15,6 +15,9 @@ from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.data.bundled.translations import BEST_SCORE, PENALTIES, VARIANTS, make_pairs, make_translations
 from crosstune.data.read.sources import open_source
+from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.recipes.judge.examples import find_label_tokens, soft_label
 from crosstune.recipes.judge.items import Item, Scale, digit_labels, number_labels, read_scale, swapped
 from crosstune.recipes.judge.open_splits import find_leaks, open_judge_data, split_groups, without_leaks
 from crosstune.recipes.judge.read_items import ItemReader
@@ -210,6 +213,8 @@ def test_a_written_verdict_reads_back(name: str, explains: bool) -> None:
         ("Feedback: fine so far. [RESULT] 4", 4.0),
         ('Sure: {"score": 2, "feedback": "x"}', None),
         ('{"score": 2}', 2.0),
+        ("Score: 7/10\nFeedback: not [RESULT] 3, nor Score: 2/10", 7.0),
+        ("Feedback: I would not say [RESULT] 9. [RESULT] 4", 4.0),
         ('{"score": NaN}', None),
         ("Score: 11/10", None),
         ("Score: 3/5", None),
@@ -222,7 +227,7 @@ def test_texts_that_models_write(text: str, score: float | None) -> None:
 
 @pytest.mark.parametrize(
     ("text", "winner"),
-    [("A", "A"), ("b.", "B"), ("tie", "tie"), ("C", "tie"), ("Winner: B\nFeedback: x", "B"), ("[RESULT] A", "A"),
+    [("A", "A"), ("b.", "B"), ("tie", "tie"), ("C", "tie"), ("Winner: B\nFeedback: x", "B"), ("[RESULT] A", "A"), ("B\nFeedback: not [RESULT] A", "B"), ("Feedback: not [RESULT] A [RESULT] B", "B"),
      ('{"winner": "B"}', "B"), ("Answer A is better", "A"), ("Both are bad", None), ("", None)],
 )  # fmt: skip
 def test_winners_that_models_write(text: str, winner: str | None) -> None:
@@ -235,6 +240,31 @@ def test_the_format_must_fit_the_data() -> None:
     pair = Item(id="1", group="g", task="t", answers=("x", "y"), winner="A")
     with pytest.raises(UserError, match="pairs of answers"):
         choose_format("score", scale=TEN, items=[pair])
+    asked = [{"role": "user", "content": "Rate it."}]
+    said = item(1, messages=asked, verdict="Score: 7/10\nFeedback: not [RESULT] 3")
+    assert choose_format("auto", scale=TEN, items=[said]).name == "score"
+    with pytest.raises(UserError, match="verdicts in the format score"):
+        choose_format("digit", scale=TEN, items=[said])
+
+
+@pytest.mark.parametrize("name", ["digit", "score", "result", "json"])
+@pytest.mark.parametrize("critique", ["", "fine", 'Not Score: 3/10, [RESULT] 3 or {"score": 3}; Score: 8/10.'])
+def test_a_soft_label_is_at_the_label_and_not_in_the_feedback(
+    tiny_model: Path, name: str, critique: str
+) -> None:
+    """Whatever the feedback contains, the label is at the start of the verdict, in `result` at its end."""
+    tokenizer = Tokenizer.from_folder(tiny_model)
+    verdict = VerdictFormat(name=name, scale=TEN, explains=name != "digit")
+    tokens = find_label_tokens(verdict, tokenizer)
+    one = item(1, score=7.4, critique=critique)
+    example = encode_conversation(training_messages(one, verdict), tokenizer, index=0, whole=False)
+    place = tokens.place_in(example.tokens, example.supervised)
+    label = verdict.write(verdict.labels.texts[verdict.label_of(one)])
+    said, after = tokenizer.decode(example.tokens[:place].tolist()), example.tokens[place:].tolist()
+    assert said.rstrip().endswith(verdict.before.rstrip()) and said.count("Feedback:") == (name == "result")
+    assert tokenizer.decode(after).lstrip().startswith(label.removeprefix(verdict.before))
+    soft = soft_label(one, example, verdict=verdict, tokens=tokens)
+    assert soft is not None and place <= soft.place <= place + 1
 
 
 # splits and leaks

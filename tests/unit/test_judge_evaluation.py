@@ -15,6 +15,7 @@ from manifests import make_manifest
 from crosstune.cli.commands.judge import metric_lines as table_lines
 from crosstune.config.load import load_config, make_config
 from crosstune.core.errors import UserError
+from crosstune.data.batches.row_order import rows_per_step
 from crosstune.estimate.machine import BackendReport, Device
 from crosstune.files.json_files import to_json
 from crosstune.recipes.judge.evaluation import (
@@ -57,6 +58,22 @@ def test_an_unreadable_score_is_the_worst_one_and_counted() -> None:
     assert report["confusion"]["counts"][2][-1] == 1 and report["confusion"]["labels"][-1] == "unreadable"
 
 
+@pytest.mark.parametrize("scale", [Scale(low=1, high=3), Scale(low=0, high=1), TEN])
+def test_an_unreadable_score_is_wrong_in_every_metric(scale: Scale) -> None:
+    """Even if no score of the scale is more than a point off."""
+    items = [replace(one, critique="one error") for one in scored(scale.low, (scale.low + scale.high) / 2, scale.high)]
+    right = [Judgement(score=one.score, text="t", feedback="one error") for one in items]
+    perfect = evaluate_items(items, right, scale=scale, intervals=False)
+    for place in range(3):
+        for unread in (Judgement(), Judgement(text="no verdict")):
+            found = [unread if n == place else one for n, one in enumerate(right)]
+            report = evaluate_items(items, found, scale=scale, intervals=False)
+            assert report["metrics"]["within_1"] == pytest.approx(2 / 3)
+            for name, best in perfect["metrics"].items():
+                value = report["metrics"][name]
+                assert value > best if name in ("mae", "rmse") else value < best, name
+
+
 def test_an_unreadable_winner_is_wrong_and_counted() -> None:
     items = compared("A", "B", "tie")
     found = [
@@ -93,6 +110,8 @@ def test_baselines_are_fitted_on_the_training_items() -> None:
     assert beside["baselines"]["constant"]["metrics"]["accuracy"] == pytest.approx(2 / 3)
     assert beside["baselines"]["longer answer"]["metrics"]["accuracy"] == pytest.approx(1 / 3)
     assert beside["metrics"]["accuracy"] == 0 and beside["num_unreadable"] == 3
+    of_swaps = [note for note in beside["baselines"]["constant"]["notes"] if "swap_consistency" in note]
+    assert of_swaps == ["swap_consistency undefined: pairs were not judged in both orders"]
 
 
 def test_calibration_and_feedback_are_measured() -> None:
@@ -232,6 +251,19 @@ def test_small_and_large_cards() -> None:
     assert chosen("cuda", 16.9, model="org/unknown")["train_type"] == "qlora"
     reason = choose_preset(make_config(recipe="judge"), report_of("cuda", 8.5))["batch_size"].reason
     assert "8 GB" in reason
+
+
+@pytest.mark.parametrize("asked", [{}, {"batch_size": 4}, {"gradient_accumulation_steps": 3}, {"rows_per_step": 7}])
+def test_the_rows_of_a_step_do_not_depend_on_the_number_of_devices(asked: dict[str, Any]) -> None:
+    """Unless the user sets the accumulation, which counts for each device."""
+    rows = dict[int, int]()
+    for world in (1, 2, 3, 8):
+        found = chosen("cuda", 12.0, world_size=world, **asked)
+        config = make_config(**{"recipe": "judge", "world_size": world} | found | asked)
+        rows[world] = rows_per_step(config)
+        assert rows[world] >= config.batch_size or "rows_per_step" not in found
+    wanted = {1: 6, 2: 12, 3: 18, 8: 48} if "gradient_accumulation_steps" in asked else dict.fromkeys(rows, rows[1])
+    assert rows == wanted
 
 
 def test_what_was_asked_is_not_chosen() -> None:

@@ -15,9 +15,11 @@ from crosstune.machines.probe import load_machine
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.latent_diffusion import check_options
 from crosstune.recipes.latent_diffusion.batch import JOINT, L2T, T2L, divide_batch, draw, make_batch
+from crosstune.recipes.latent_diffusion.correction import Best, _propose
 from crosstune.recipes.latent_diffusion.evaluation import retrieval, token_accuracy
 from crosstune.recipes.latent_diffusion.pair_folder import Pairs
 from crosstune.recipes.latent_diffusion.settings import make_modes, make_settings
+from crosstune.recipes.latent_diffusion.vocabulary import PAD
 
 ROWS, WIDTH, DIM = 4000, 20, 8
 
@@ -231,3 +233,23 @@ def test_the_entry_passes_the_variables_on() -> None:
     for variable in ("NNODES", "NPROC_PER_NODE", "NODE_RANK", "MASTER_ADDR", "L2T_TRAIN_BS"):
         assert f"${{{variable}:-" in script
     assert '"${PYTHON:-python}" -m crosstune train' in script
+
+
+def test_a_proposal_masks_the_improbable_tokens_of_a_shifted_text_too() -> None:
+    """At this share, a token with score 0 is always masked, and one with score 1 in a third of the copies."""
+    count, width = 400, 12
+    sure = np.arange(width) % 2 == 0
+    best = Best(
+        tokens=np.tile(np.where(sure, 100, 50), (count, 1)),
+        lengths=np.full(count, width - 2),
+        scores=np.tile(np.where(sure, 1.0, 0.0), (count, 1)).astype(np.float32),
+        cosine=np.zeros(count, np.float32),
+    )
+    best.tokens[:, width - 2 :] = PAD
+    tokens, lengths, _ = _propose(best, np.random.default_rng(0), 1, share=1 / 1.5)
+    assert set(lengths.tolist()) == {width - 3, width - 2, width - 1}
+    for size in (width - 3, width - 1):
+        changed = tokens[lengths == size]
+        assert (changed != 50).all(), "an improbable token was kept: its score stayed behind"
+        kept = (changed == 100).sum(1)
+        assert kept.mean() > 0.5 * sure[: width - 2].sum(), "probable tokens were masked in their place"

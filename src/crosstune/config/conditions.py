@@ -152,6 +152,9 @@ DEVICE_MEMORY = Condition(
     lambda now: now["backend"] != "cpu",
     "on a CPU: activations are already in host memory",
 )
+ROWS_BY_BATCH = Condition(
+    "", lambda now: not now["rows_per_step"], "with --rows_per_step, which sets the rows of a step"
+)
 RECOMPUTATION = _with_option("use_gradient_checkpointing")
 CLIPPING = _with_option("apply_gradient_clipping")
 SCHEDULE_WITH_FLOOR = Condition(

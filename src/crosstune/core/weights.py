@@ -24,7 +24,12 @@ def averaged(session: Session) -> contextlib.AbstractContextManager[None]:
 
 def result_weights(state: SessionState) -> Mapping[str, Array]:
     """Return the weights of a checkpoint for its result: their average, if there is one."""
-    return state.moments.get(SLOT) or state.weights
+    return {**state.weights, **state.moments.get(SLOT, {})}
+
+
+def kept_moments(state: SessionState, *, ema_decay: float) -> Mapping[str, Mapping[str, Array]]:
+    """Return the moments to continue with: without --ema_decay, an earlier average would be used but never moved."""
+    return {slot: arrays for slot, arrays in state.moments.items() if slot != SLOT or ema_decay}
 
 
 def uniform_by_name(name: str, *, shape: tuple[int, int], seed: int) -> NDArray[np.float32]:

@@ -82,7 +82,11 @@ def open_session(
         gradients=Gradients(model, loss, list(adapters.values()), compiled=opening.compiled),
         masters=masters,
         optimizer=Optimizer(
-            config.optimizer, weight_decay=config.wd, b_ratio=config.loraplus_lr_ratio, compiled=compiles
+            config.optimizer,
+            weight_decay=config.wd,
+            b_ratio=config.loraplus_lr_ratio,
+            ema_decay=config.ema_decay,
+            compiled=compiles,
         ),
         total_parameters=total_parameters,
         group=group if isinstance(group, RingGroup) else None,

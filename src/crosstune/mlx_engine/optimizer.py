@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
+from crosstune.core.weights import SLOT
 from crosstune.mlx_engine.adapters import canonical_name, model_path
 
 BETAS = (0.9, 0.999)
@@ -42,16 +43,25 @@ class Rule:
 
 class Optimizer:
     def __init__(
-        self, name: str, *, weight_decay: float, b_ratio: float = 1.0, compiled: bool = False
+        self,
+        name: str,
+        *,
+        weight_decay: float,
+        b_ratio: float = 1.0,
+        ema_decay: float = 0.0,
+        compiled: bool = False,
     ) -> None:
         """Apply weight decay to matrices only, not to biases and norm weights.
 
-        `b_ratio` scales the learning rate of the adapters' B matrices (LoRA+).
+        `b_ratio` scales the learning rate of the adapters' B matrices (LoRA+). With `ema_decay`, `averages` is a moving
+        average of the weights; it starts as a copy after the first step.
         """
         self.rule = RULES[name]
         self.weight_decay = weight_decay
         self.b_ratio = b_ratio
+        self.ema_decay = ema_decay
         self.slots: dict[str, Slots] = {}
+        self.averages: dict[str, mx.array] = {}
         self.counts: dict[str, int] = {}
         self._move_all = mx.compile(self._move) if compiled else self._move
 
@@ -71,6 +81,11 @@ class Optimizer:
                 numbers[key] = mx.array(list(self.rule.numbers(*key)), dtype=mx.float32)
             coefficients[name] = numbers[key]
         moved, self.slots = self._move_all(dict(masters), dict(gradients), self.slots, coefficients)
+        if self.ema_decay:
+            share = 1.0 - self.ema_decay
+            self.averages = {
+                name: _towards(self.averages.get(name, array), array, share) for name, array in moved.items()
+            }
         return moved
 
     def export_moments(self) -> Moments:
@@ -81,15 +96,19 @@ class Optimizer:
                 found.setdefault(slot, {})[name] = np.array(array, copy=True)
             if self.rule.counts:
                 found.setdefault(COUNT, {})[name] = np.array(self.counts[name], dtype=np.float32)
+        if self.averages:
+            found[SLOT] = {name: np.array(array, copy=True) for name, array in self.averages.items()}
         return found
 
     def import_moments(self, masters: Mapping[str, mx.array], moments: Moments) -> None:
         """Replace the optimizer state; raise if it belongs to a different optimizer."""
-        self.slots, self.counts = {}, {}
+        self.slots, self.counts, self.averages = {}, {}, {}
         for name, master in masters.items():
             expected = {slot: array.shape for slot, array in self.rule.start(master).items()}
             stored = {slot: arrays[name] for slot, arrays in moments.items() if name in arrays}
-            count = stored.pop(COUNT, None)
+            count, average = stored.pop(COUNT, None), stored.pop(SLOT, None)
+            if average is not None:
+                self.averages[name] = mx.array(np.asarray(average, np.float32))
             if not stored and count is None:
                 continue
             if {slot: array.shape for slot, array in stored.items()} != expected:
@@ -184,7 +203,7 @@ def _adafactor(
     return weight * numbers[0] - size * rate / large * update, kept
 
 
-def _towards(start: mx.array, end: mx.array, share: mx.array) -> mx.array:
+def _towards(start: mx.array, end: mx.array, share: mx.array | float) -> mx.array:
     return start + share * (end - start)
 
 

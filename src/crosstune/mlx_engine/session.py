@@ -34,7 +34,7 @@ from crosstune.core.protocols import (
     PreparedBatch,
     SessionState,
 )
-from crosstune.core.weights import check_fit
+from crosstune.core.weights import check_fit, kept_moments
 from crosstune.mlx_engine.adapters import AdaptedLinear, name_targets
 from crosstune.mlx_engine.generate import generate
 from crosstune.mlx_engine.group import RingGroup
@@ -76,6 +76,7 @@ class MlxSession:
         self.key = self._key_before = mx.random.key(self.plan.config.seed)
         """Random key of the next dropout."""
         self._pending: dict[str, mx.array] = {}
+        self._is_averaged = False
 
     def prepare(self, batch: Batch) -> PreparedBatch:
         return PreparedBatch(
@@ -114,7 +115,7 @@ class MlxSession:
         gradients, self._pending = self._pending, {}
         with self.phase(OPTIMIZER), memory_errors(doing=UPDATING):
             self.masters.replace(self.optimizer.step(self.masters.arrays, gradients, lr=lr))
-            mx.eval(self.masters.arrays, self.optimizer.slots, self.model.parameters())
+            mx.eval(self.masters.arrays, self.optimizer.slots, self.optimizer.averages, self.model.parameters())
         del gradients
         if self.plan.config.low_memory:
             mx.clear_cache()
@@ -122,7 +123,7 @@ class MlxSession:
     def evaluate(self, batches: Iterable[Batch]) -> EvalResult:
         measure, names = self._evaluation_loss()
         total, weight, metrics = 0.0, 0, MetricTotals(names)
-        with self._agreeing(EVALUATING):
+        with self._agreeing(EVALUATING), self.averaged():
             for index, batch in enumerate(batches):
                 weight += batch.weight
                 prepared = self.prepare(batch)
@@ -183,7 +184,8 @@ class MlxSession:
 
     def import_state(self, state: SessionState) -> None:
         self.import_weights(state.weights)
-        self.optimizer.import_moments(self.masters.arrays, state.moments)
+        moments = kept_moments(state, ema_decay=self.plan.config.ema_decay)
+        self.optimizer.import_moments(self.masters.arrays, moments)
         if RANDOM in state.random:
             self.key = mx.array(np.asarray(state.random[RANDOM], np.uint32))
 
@@ -192,11 +194,26 @@ class MlxSession:
         self.masters.replace(
             {name: mx.array(np.asarray(array, np.float32)) for name, array in weights.items()}
         )
+        self.optimizer.averages = {name: self.masters.arrays[name] for name in self.optimizer.averages}
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Use the moving average as the weights within the context, if there is one."""
+        if not self.optimizer.averages or self._is_averaged:
+            yield
+            return
+        weights, self._is_averaged = self.masters.arrays, True
+        self.masters.replace({**weights, **self.optimizer.averages})
+        try:
+            yield
+        finally:
+            self.masters.replace(weights)
+            self._is_averaged = False
 
     def save_result(self, folder: Path | None) -> Path | None:
         if folder is None:  # every rank has the whole model, so only the writing rank has work to do
             return None
-        with memory_errors(doing="writing the result"):
+        with memory_errors(doing="writing the result"), self.averaged():
             if self.adapters:
                 return self._save_adapter(folder / "adapter")
             self._save_model(folder / "model")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from crosstune.cli.commands.train import add_machine
 from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_json, print_result, read_path
 from crosstune.cli.terminal.output import Column, table_lines
 from crosstune.config.schema import Config
@@ -20,6 +21,7 @@ from crosstune.core.names import unknown_name
 from crosstune.report.judge_section import TITLES
 
 if TYPE_CHECKING:
+    from crosstune.process.ranks import Group
     from crosstune.recipes.judge.items import Item
     from crosstune.recipes.judge.verdicts import VerdictFormat
     from crosstune.results.judge import JudgeRequest
@@ -65,6 +67,7 @@ def make_parser() -> Parser:
     add("--split_to", type=read_path, metavar="DIR", help="for data: write splits by group into a folder")
     show = "for data: print the first N examples (default 2)"
     add("--show", type=at_least(0), default=2, metavar="N", help=show)
+    add_machine(parser)
     return parser
 
 
@@ -90,24 +93,30 @@ def run(words: Sequence[str]) -> int:
 
 
 def _train(own: argparse.Namespace, config: Config) -> int:
-    from crosstune.cli.commands.train import leave_together, show_training
-    from crosstune.process.ranks import SingleProcess
+    """Train, then test the judge in the first process, after the others have left."""
+    from crosstune.cli.commands.train import leave_together, run_in_processes, show_training
     from crosstune.tracking.observe import Tracking
 
-    group = SingleProcess()
-    with Tracking() as tracking:
+    trained: dict[str, Any] = {}
+
+    def train(config: Config, group: Group) -> int:
         result, report = show_training(config, group, command=own.words, tracking=tracking, as_json=own.json)
         leave_together(result, group)
-        summary = result.summary | {"folder": str(result.folder), "report": str(report) if report else None}
-        finished = summary["status"] == "finished"
-        if finished and summary.get("result") and not config.skip_eval:
-            tested = _measure_run(result.folder, own, config)
+        if group.ranks.first:
+            folder, page = str(result.folder), str(report) if report else None
+            trained.update(result.summary, folder=folder, report=page)
+        return EXIT_DONE if result.summary["status"] == "finished" else EXIT_STOPPED
+
+    with Tracking() as tracking:
+        code = run_in_processes(own, config, own.words[1:], train)
+        if code == EXIT_DONE and trained.get("result") and not config.skip_eval:
+            tested = _measure_run(Path(trained["folder"]), own, config)
             counts = {name: tested[name] for name in ("num_items", "num_unreadable")}
             tracking.log_test(tested["metrics"] | counts, tested["worst"])
-            summary["test"] = {"metrics": tested["metrics"], "intervals": tested["intervals"], **counts}
-    if own.json:
-        print_json(summary)
-    return EXIT_DONE if finished else EXIT_STOPPED
+            trained["test"] = {"metrics": tested["metrics"], "intervals": tested["intervals"], **counts}
+    if own.json and trained:
+        print_json(trained)
+    return code
 
 
 def _eval(own: argparse.Namespace, config: Config) -> int:

@@ -1,4 +1,4 @@
-"""Start the processes of `crosstune train`, on a single node or as one of several nodes."""
+"""Start the processes of a command that trains, on a single node or as one of several nodes."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def remark_on_crowd(backend: str, num_local: int, *, cores: int) -> str:
     )
 
 
-def start_ranks(words: Sequence[str], config: Config, *, nodes: Nodes | None, num_local: int) -> int:
+def start_ranks(arguments: Sequence[str], config: Config, *, nodes: Nodes | None, num_local: int) -> int:
     """Run the same command once per rank, and return the exit code of the run."""
     from crosstune.runs.pipeline import plan_here
 
-    command = [sys.executable, "-m", "crosstune", "train", *words]
+    command = [sys.executable, "-m", "crosstune", *arguments]
     plan, limits = plan_here(config), limits_of(config)
     engine = plan.engine
     if remark := remark_on_crowd(plan.backend.name, num_local, cores=num_cores()):

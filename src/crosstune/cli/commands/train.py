@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,17 +35,36 @@ EXAMPLES = """examples:
 
 def make_parser() -> Parser:
     parser = Parser("train", description="Fine-tune a model on this machine.", epilog=EXAMPLES)
+    add_machine(parser)
+    return parser
+
+
+def add_machine(parser: Parser) -> None:
     parser.add_argument(
         "--machine",
         type=read_path_or_name,
         metavar="NAME|FILE",
         help="with --emulate: the machine to emulate",
     )
-    return parser
 
 
 def run(words: Sequence[str]) -> int:
     own, config = parse_config(make_parser(), words)
+    command = ["train", *words]
+
+    def train(config: Config, group: Group) -> int:
+        return _train(config, ["crosstune", *command], group, as_json=own.json)
+
+    return run_in_processes(own, config, command, train)
+
+
+def run_in_processes(
+    own: argparse.Namespace,
+    config: Config,
+    command: Sequence[str],
+    train: Callable[[Config, Group], int],
+) -> int:
+    """Emulate a run, start its processes with the same command, or train in this one; return the exit code."""
     if config.emulate is not None:
         from crosstune.cli.commands.plan import run_emulated
 
@@ -60,7 +80,7 @@ def run(words: Sequence[str]) -> int:
         from crosstune.cli.commands.start_ranks import processes_here, start_ranks
 
         if (num_local := processes_here(config, nodes)) > 1 or (nodes is not None and nodes.num_nodes > 1):
-            return start_ranks(words, config, nodes=nodes, num_local=num_local)
+            return start_ranks(command, config, nodes=nodes, num_local=num_local)
     elif ranks.launcher is not None:
         from crosstune.distributed.launch import follow
 
@@ -68,7 +88,7 @@ def run(words: Sequence[str]) -> int:
     from crosstune.distributed.group import connected, naming_rank
 
     with connected(config, ranks) as group, naming_rank(group):
-        return _train(after_restart(config, group), ["crosstune", "train", *words], group, as_json=own.json)
+        return train(after_restart(config, group), group)
 
 
 def after_restart(config: Config, group: Group) -> Config:

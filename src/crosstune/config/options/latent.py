@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from crosstune.config.conditions import LATENT_DIFFUSION, TORCH_ENGINE
+from crosstune.config.conditions import LATENT_DIFFUSION
 from crosstune.config.option import OnResume, option
 
 MODES = ("l2t", "t2l", "unconditional")
@@ -112,7 +112,6 @@ class LatentOptions:
         "Decay of an exponential moving average of the trained weights, used for evaluation and the result; 0: none. "
         "1 / (1 - decay) should be 2 to 3 % of all steps: 0.98 for 2,000 steps, 0.999 for 40,000",
         high=0.999999,
-        needs=(TORCH_ENGINE,),
     )
     decode_steps: int = _option(
         8,

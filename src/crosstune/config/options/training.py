@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstune.config.conditions import CLIPPING, SCHEDULE_WITH_FLOOR
+from crosstune.config.conditions import CLIPPING, ROWS_BY_BATCH, SCHEDULE_WITH_FLOOR
 from crosstune.config.option import OnResume, not_zero, option
 from crosstune.core.schedule import SCHEDULES
 
@@ -30,7 +30,12 @@ class TrainingOptions:
         auto=AUTO,
     )
     gradient_accumulation_steps: int = option(
-        1, "Micro-batches per optimizer step", aliases=("gradient_accumulation",), low=1, high=2**20
+        1,
+        "Micro-batches per optimizer step",
+        aliases=("gradient_accumulation",),
+        low=1,
+        high=2**20,
+        needs=(ROWS_BY_BATCH,),
     )
     rows_per_step: int = option(
         0,

@@ -25,7 +25,8 @@ def evaluate_items(
 ) -> Report:
     """Return the metrics, their 95 % intervals, the confusion matrix, and notes on undefined metrics.
 
-    An unreadable verdict counts as wrong: as the score farthest from the human score, or as a fourth class.
+    An unreadable verdict counts as wrong: as the score farthest from the human score and never within a point of it, or
+    as a fourth class.
     """
     is_pair = items[0].is_pair
     computed, confusion = (_compare_winners if is_pair else _compare_scores)(items, found, scale)
@@ -43,8 +44,8 @@ def evaluate_items(
         draws = metrics.bootstrap_draws(len(items), groups=[item.group for item in items])
         report["intervals"] = metrics.intervals(computed, draws) if len(items) > 1 else {}
     _add_calibration(report, items, found, scale)
-    explained = [(item, one) for item, one in zip(items, found, strict=True) if item.critique and one.text]
-    if explained:
+    explained = [(item, one) for item, one in zip(items, found, strict=True) if item.critique]
+    if any(one.text for _, one in explained):
         rouge = [metrics.rouge_l(item.critique, one.feedback) for item, one in explained]
         values["rouge_l"] = float(np.mean(rouge))
     return report
@@ -105,8 +106,9 @@ def _compare_scores(
     labels = number_labels(scale)
     values, size = np.array(labels.values), len(labels)
     first, second = (np.abs(values[None] - each[:, None]).argmin(axis=1) for each in (expected, scores))
-    error, near = scores - expected, are_within(expected, scores, distance=scale.point)
-    columns = np.where([one.score is None for one in found], size, second)
+    is_read = np.array([one.score is not None for one in found])
+    error, near = scores - expected, is_read & are_within(expected, scores, distance=scale.point)
+    columns = np.where(is_read, second, size)
     table = confusion_matrix(first, columns, num_classes=size + 1)
 
     def qwk(at: Places) -> float:

@@ -199,6 +199,8 @@ class LabelTokens:
 
     before: tuple[int, ...]
     """The tokens of a verdict before its label."""
+    after_feedback: tuple[int, ...] = ()
+    """The same in a verdict that starts with its feedback; empty for a verdict that starts with its label."""
     sequences: tuple[tuple[int, ...], ...]
     """The tokens of each label, up to the first that no other label has."""
 
@@ -239,26 +241,29 @@ class LabelTokens:
         return log_softmax(found)
 
     def place_in(self, tokens: IntArray, supervised: NDArray[np.bool_]) -> int:
-        """Return the index of the label's first token, after the last `before` in the verdict; -1 if there is none."""
-        first, length = int(supervised.argmax()), len(self.before)
+        """Return the index of the label's first token; -1 if there is none.
+
+        The feedback may contain `before` too, so the first one counts, or the last one if the feedback is in front.
+        """
+        first = int(supervised.argmax())
         verdict = tokens[first:].tolist() if supervised.any() else []
-        for start in range(len(verdict) - length - 1, -1, -1):
-            if tuple(verdict[start : start + length]) == self.before and (length or start == 0):
-                return first + start + length
-        return -1
+        ends = [
+            start + len(before)
+            for before in {self.before, self.after_feedback or self.before}
+            for start in range(len(verdict) - len(before) if before else 1)
+            if tuple(verdict[start : start + len(before)]) == before
+        ]
+        return first + (max if self.after_feedback else min)(ends) if ends and verdict else -1
 
 
 def find_label_tokens(verdict: VerdictFormat, tokenizer: Tokenizer) -> LabelTokens:
     """Tokenize a verdict with each of the labels, and find the tokens in which they differ."""
-    examples = [
-        encode_conversation(
-            [*_QUESTION, {"role": "assistant", "content": verdict.write(label)}],
-            tokenizer,
-            index=0,
-            whole=False,
-        )
-        for label in verdict.labels.texts
-    ]
+
+    def encode(said: str) -> Example:
+        turns = [*_QUESTION, {"role": "assistant", "content": said}]
+        return encode_conversation(turns, tokenizer, index=0, whole=False)
+
+    examples = [encode(verdict.write(label)) for label in verdict.labels.texts]
     texts = [example.tokens.tolist() for example in examples]
     first = int(examples[0].supervised.argmax()) if examples[0].supervised.any() else 0
     common = common_length(texts)
@@ -269,9 +274,15 @@ def find_label_tokens(verdict: VerdictFormat, tokenizer: Tokenizer) -> LabelToke
             do="use a different --verdict",
         )
     tails = [tuple(text[common:]) for text in texts]
-    return LabelTokens(
-        before=tuple(texts[0][first:common]), sequences=tuple(_distinct(tail, tails) for tail in tails)
-    )
+    before, inside = tuple(texts[0][first:common]), ()
+    if verdict.ends_with_label:  # most tokenizers join the space before it with its first character
+        alone, *longer = (
+            encode(" ".join(("Feedback: none", said)).strip()).tokens.tolist()
+            for said in ("", *map(verdict.write, verdict.labels.texts))
+        )
+        inside = tuple(longer[0][common_length([alone, longer[0]]) : common_length(longer)])
+    sequences = tuple(_distinct(tail, tails) for tail in tails)
+    return LabelTokens(before=before, after_feedback=inside, sequences=sequences)
 
 
 def _distinct(tail: tuple[int, ...], tails: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

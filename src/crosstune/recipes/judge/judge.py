@@ -196,15 +196,18 @@ class Judge:
         )
 
     def _combine(self, one: Judgement, other: Judgement) -> Judgement:
-        """Combine the verdicts of both orders: mean probabilities, or the winner if both agree, else a tie."""
+        """Combine the verdicts of both orders: mean probabilities, or the winner if both agree, else a tie. One unreadable
+        verdict makes the pair unreadable."""
         turned = other_winner(other.winner)
         consistent = one.winner == turned and one.winner is not None
+        if one.winner is None or turned is None:
+            too_long = one.too_long or other.too_long
+            unread = replace(one, winner=None, probabilities=(), confidence=None)
+            return replace(unread, consistent=False, too_long=too_long)
         if one.probabilities:
             a, b, tie = other.probabilities
             mean = (np.array(one.probabilities) + np.array([b, a, tie])) / 2
             return replace(self._from_log_probs(np.log(np.maximum(mean, 1e-300))), consistent=consistent)
-        if one.winner is None or turned is None:
-            return replace(one, winner=None, consistent=False, too_long=one.too_long or other.too_long)
         return replace(one, winner=one.winner if consistent else "tie", consistent=consistent)
 
     def _groups(self, items: Sequence[Item]) -> list[list[int]]:

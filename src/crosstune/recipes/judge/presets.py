@@ -59,7 +59,7 @@ BY_BACKEND: Mapping[str, Mapping[str, Any]] = {
 }
 LARGEST_AT_RANK_16 = {"mps": 2.0, "cpu": 2.0, "mlx": 2.0}
 """Billions of parameters above which adapters have rank 8; 4 on other backends."""
-OPTIONS = ("dataset", "lora_rank", "lora_alpha", *ALL, *GPU, "precision")
+OPTIONS = ("dataset", "lora_rank", "lora_alpha", "rows_per_step", *ALL, *GPU, "precision")
 """Every option that a preset may set."""
 _SIZE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", re.I)
 
@@ -93,11 +93,24 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
         values.pop("num_epochs")
     if config.skip_eval:
         values.pop("eval_steps")
+    if config.world_size > 1:
+        values |= _share_rows(config, values)
     return {
         option: Preset(value=value, reason=why)
         for option, (value, why) in values.items()
         if option not in config.sources
     }
+
+
+def _share_rows(config: Config, values: Mapping[str, tuple[Any, str]]) -> dict[str, tuple[Any, str]]:
+    """Return options that divide the rows of a step on one device among several; none if the user sets the rows."""
+    size = config.batch_size if "batch_size" in config.sources else values["batch_size"][0]
+    if not size or {"rows_per_step", "gradient_accumulation_steps"} & config.sources.keys():
+        return {}
+    rows = size * values["gradient_accumulation_steps"][0]
+    why = f"the rows of a step on one device, divided among {config.world_size}"
+    smaller = min(size, max(1, rows // config.world_size))
+    return {"rows_per_step": (rows, why), "batch_size": (smaller, why), "gradient_accumulation_steps": (1, why)}
 
 
 def read_billions(model: str) -> float | None:

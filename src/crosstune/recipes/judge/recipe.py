@@ -14,6 +14,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
+from crosstune.core.weights import averaged
 from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.batches.row_order import rows_per_evaluation
 from crosstune.data.checks.preflight import warnings_of
@@ -116,17 +117,18 @@ class JudgeRecipe(TokenRecipe):
         if self.held_out is None:
             return Evaluation(metrics={})
         places, size = range(len(self.held_out)), rows_per_evaluation(self.config)
-        result = session.evaluate(self._batches(self.held_out, places, size=size))
         judge = self.judge(session)
 
         def show(done: int, total: int) -> None:
             observer.on_event(Evaluating(done=done, total=total, what="items"))
 
         items = list(self.held_out.items)
-        verdicts = judge.judge(items, progress=show)
+        with averaged(session):  # verdicts and loss of the same weights
+            result = session.evaluate(self._batches(self.held_out, places, size=size))
+            verdicts = judge.judge(items, progress=show)
+            samples = self._samples(judge, items[: self.config.num_samples])
         report = evaluate_items(items, verdicts, scale=self.verdict.scale, intervals=False)
         self.temperature = judge.fit_temperature(items, verdicts)
-        samples = self._samples(judge, items[: self.config.num_samples])
         return Evaluation(metrics={"loss": result.loss, **defined_metrics(report)}, samples=samples)
 
     def judge(self, session: Session) -> Judge:

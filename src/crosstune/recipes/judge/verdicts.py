@@ -64,6 +64,11 @@ class VerdictFormat:
         return {"score": "Score: ", "result": "[RESULT] ", "json": '{"score": '}.get(self.name, "")
 
     @property
+    def ends_with_label(self) -> bool:
+        """True if feedback is before the label."""
+        return self.name == "result"
+
+    @property
     def after(self) -> str:
         """The text after the label."""
         if self.name == "score":
@@ -129,6 +134,12 @@ def choose_format(name: str, *, scale: Scale, items: list[Item]) -> VerdictForma
     if name == "auto":
         written = any(item.messages for item in items)
         name = "winner" if pairs else _format_of(items[0].verdict) if written else "digit"
+    elif own := {_format_of(item.verdict) for item in items if item.verdict} - {name}:
+        raise UserError(
+            f"--verdict {name} does not match the data.",
+            why=f"its conversations end with verdicts in the format {', '.join(sorted(own))}.",
+            do="remove --verdict",
+        )
     if pairs != (name == "winner"):
         raise UserError(
             f"--verdict {name} does not match the data.",
@@ -141,7 +152,7 @@ def choose_format(name: str, *, scale: Scale, items: list[Item]) -> VerdictForma
 def _format_of(verdict: str) -> str:
     if verdict.lstrip().startswith("{"):
         return "json"
-    return "result" if _RESULT.search(verdict) else "score"
+    return "result" if _last_result(verdict) else "score"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,17 +224,31 @@ def parse_text_verdict(text: str) -> TextVerdict:
     if text.lstrip().startswith("{"):
         return _read_json(text)
     issues = _ISSUES.search(text)
-    feedback = _FEEDBACK.search(text)
+    feedback, result = _FEEDBACK.search(text), _last_result(text)
     explained: dict[str, Any] = {
         "issues": _split_issues(issues[1]) if issues else (),
-        "feedback": _RESULT.sub("", feedback[1]).strip() if feedback else "",
+        "feedback": text[feedback.start(1) : _end_of(feedback, result)].strip() if feedback else "",
     }
-    if match := _RESULT.search(text):
+    if match := result:
         winner = _winner_name(match[1])
         return TextVerdict(score=float(match[1]) if winner is None else None, winner=winner, **explained)
     if match := _SCORE.search(text):
         return TextVerdict(score=float(match[1]), out_of=float(match[2]) if match[2] else None, **explained)
     return TextVerdict(**explained)
+
+
+def _last_result(text: str) -> re.Match[str] | None:
+    """Return the `[RESULT] n` of a verdict: the last one, since the feedback before it may mention others. A verdict that
+    starts with its score has none."""
+    if _SCORE.match(text.lstrip(" \n*#")):
+        return None
+    return next(reversed(list(_RESULT.finditer(text))), None)
+
+
+def _end_of(feedback: re.Match[str], result: re.Match[str] | None) -> int:
+    """Return where the feedback ends: at the result, if it is in the same line."""
+    inside = result is not None and feedback.start(1) <= result.start() < feedback.end(1)
+    return result.start() if result is not None and inside else feedback.end(1)
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -250,11 +275,9 @@ def _read_json(text: str) -> TextVerdict:
 def _read_winner(text: str) -> TextVerdict:
     feedback = _FEEDBACK.search(text)
     said = feedback[1].strip() if feedback else ""
-    if match := _RESULT.search(text):
-        return TextVerdict(winner=_winner_name(match[1]), feedback=said)
     if text.lstrip().startswith("{"):
         return _read_json(text)
-    match = _WINNER.match(text.strip())
+    match = _WINNER.match(text.strip()) or _last_result(text)
     return TextVerdict(winner=_winner_name(match[1]) if match else None, feedback=said)
 
 

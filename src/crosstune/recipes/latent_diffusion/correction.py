@@ -80,17 +80,19 @@ def _propose(
     A third of the copies are one token shorter or longer.
     """
     rows = np.repeat(np.arange(len(best.lengths)), candidates)
-    tokens, lengths, scores = best.tokens[rows].copy(), best.lengths[rows].copy(), best.scores[rows]
+    tokens, lengths, scores = best.tokens[rows].copy(), best.lengths[rows].copy(), best.scores[rows].copy()
     kind, width = random.integers(6, size=len(rows)), tokens.shape[1]
     for row in np.nonzero(kind < 2)[0]:
         place, size = int(random.integers(lengths[row])), int(lengths[row])
         if kind[row] == 0 and size < width:
-            tokens[row, place + 1 : size + 1] = tokens[row, place:size].copy()
-            tokens[row, place] = MASK
+            for values in (tokens, scores):  # a score belongs to its token
+                values[row, place + 1 : size + 1] = values[row, place:size].copy()
+            tokens[row, place], scores[row, place] = MASK, 0.0
             lengths[row] += 1
         elif kind[row] == 1 and size > 1:
-            tokens[row, place : size - 1] = tokens[row, place + 1 : size].copy()
-            tokens[row, size - 1] = PAD
+            for values in (tokens, scores):
+                values[row, place : size - 1] = values[row, place + 1 : size].copy()
+            tokens[row, size - 1], scores[row, size - 1] = PAD, 0.0
             lengths[row] -= 1
     real = np.arange(width) < lengths[:, None]
     chance = share * (1.5 - np.clip(scores, 0, 1))

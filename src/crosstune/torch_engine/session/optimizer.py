@@ -89,8 +89,9 @@ def _move_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
     averages, weights = [], []
     for group in optimizer.param_groups:
         for master in group["params"]:
-            if not (state := optimizer.state.get(master)):
-                continue  # no gradient, so no update
+            if master.grad is None and not optimizer.state.get(master):
+                continue  # never updated; an average would keep Adam from creating its moments later
+            state = optimizer.state[master]  # empty with sgd
             if SLOT not in state:
                 state[SLOT] = master.detach().clone()
             averages.append(state[SLOT])

@@ -35,6 +35,7 @@ from crosstune.core.protocols import (
     RecordsBase,
     SessionState,
 )
+from crosstune.core.weights import kept_moments
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
 from crosstune.torch_engine.device import clear_cache, evaluating, memory_errors, read_memory, reset_peak
@@ -229,8 +230,9 @@ class TorchSession:
     def import_state(self, state: SessionState) -> None:
         self.import_weights(state.weights)
         masters = self.masters
+        moments = kept_moments(state, ema_decay=self.plan.config.ema_decay)
         states.import_moments(
-            self._trained_optimizer(), masters.masters, state.moments, parameters=masters.parameters
+            self._trained_optimizer(), masters.masters, moments, parameters=masters.parameters
         )
         states.import_random(self.device, state.random)
 
