@@ -10,7 +10,9 @@ from crosstune.core.errors import UserError
 from crosstune.core.weights import uniform_by_name
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape
 from crosstune.models.adapter_choice import (
+    ALL_LAYERS,
     AdapterSettings,
+    Layers,
     Targets,
     choose_names,
     describe_left_out,
@@ -22,14 +24,14 @@ HEADS = ("lm_head", "embed_out", "output", "head")
 
 
 def add_adapters(
-    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
+    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, layers: Layers = ALL_LAYERS
 ) -> dict[str, AdaptedLinear]:
     """Freeze the model, add an adapter to each chosen linear layer, and return the adapters by canonical name."""
     linears = linear_layers(model)
     kind = DoraLinear if settings.magnitudes else AdaptedLinear
     adapters = {
         name: kind(linears[name], name=name, settings=settings, seed=seed)
-        for name in choose_targets(model, targets, last_layers=last_layers)
+        for name in choose_targets(model, targets, layers=layers)
     }
     model.freeze()
     model.update_modules(tree_unflatten(list(adapters.items())))
@@ -106,14 +108,14 @@ class DoraLinear(AdaptedLinear):
         return mx.stop_gradient(mx.linalg.norm(added, axis=1))
 
 
-def choose_targets(model: nn.Module, targets: str, *, last_layers: int | None = None) -> list[str]:
+def choose_targets(model: nn.Module, targets: str, *, layers: Layers = ALL_LAYERS) -> list[str]:
     """Return the linear layers that get an adapter; raise if the user specified experts."""
     linears, experts = list(linear_layers(model)), expert_layers(model)
     model_type = str(getattr(model, "model_type", "the model"))
     if targets in ("all", "attention", "default") or not experts:
-        return choose_names(linears, targets, model=model_type, last_layers=last_layers)
+        return choose_names(linears, targets, model=model_type, layers=layers)
     parts = [target_name(name) for name in experts]
-    chosen = choose_names([*linears, *parts], targets, model=model_type, last_layers=last_layers)
+    chosen = choose_names([*linears, *parts], targets, model=model_type, layers=layers)
     named = [name for name in chosen if name in parts]
     if named:
         raise UserError(
@@ -132,13 +134,13 @@ def target_name(expert_layer: str) -> str:
 
 
 def warn_of_left_out(
-    model: nn.Module, targets: str, *, quantized: bool, last_layers: int | None
+    model: nn.Module, targets: str, *, quantized: bool, layers: Layers
 ) -> list[str]:
     """Return warnings about experts without adapters under `all`, or dense in a quantized base."""
     experts = expert_layers(model)
-    chosen = choose_targets(model, targets, last_layers=last_layers)
+    chosen = choose_targets(model, targets, layers=layers)
     why = "MLX adapts linear layers; a torch backend adapts experts too"
-    warnings = describe_left_out(chosen, experts, why=why) if targets == "all" else []
+    warnings = describe_left_out(chosen, layers.choose(experts), why=why) if targets == "all" else []
     modules = dict(model.named_modules())
     dense = [name for name in experts if "scales" not in modules[name]]
     if quantized and dense:

@@ -21,7 +21,7 @@ from crosstune.mlx_engine.session import MlxSession, TextSession
 from crosstune.mlx_engine.task import BuildContext, Gradients, Loss, MlxTask
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
-from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_choice import AdapterSettings, Layers
 from crosstune.models.adapter_files import load_adapter
 from crosstune.process.ranks import SingleProcess
 
@@ -59,7 +59,7 @@ def open_session(
     with memory_errors(doing=LOADING):
         model = task.build(opening)
         total_parameters = num_parameters(model)
-        adapters = adapt(model, plan, last_layers=settings.num_layers)
+        adapters = adapt(model, plan)
         model.eval()  # its mode between steps
         loss = task.prepare_loss(model) if isinstance(task, CausalLM) else Loss(model, task.loss)
         if trained:
@@ -89,7 +89,7 @@ def open_session(
     )
 
 
-def adapt(model: nn.Module, plan: Plan, *, last_layers: int | None) -> dict[str, AdaptedLinear]:
+def adapt(model: nn.Module, plan: Plan) -> dict[str, AdaptedLinear]:
     """Add LoRA or DoRA adapters if the method uses them, and load the weights of --base_adapter."""
     config = plan.config
     if plan.method not in ("lora", "dora"):
@@ -100,7 +100,7 @@ def adapt(model: nn.Module, plan: Plan, *, last_layers: int | None) -> dict[str,
         targets=config.lora_target_modules,
         settings=settings,
         seed=config.seed,
-        last_layers=last_layers,
+        layers=Layers.from_config(config),
     )
     if config.base_adapter:
         masters = Masters(model)

@@ -36,6 +36,7 @@ TOKENIZER_FILES = (
 _SWITCH = FLAG | NOTHING
 _NUMBER = real(-1e30, 1e30)
 _RANK = whole(1, 2**16)
+_LAYER = whole(0, 9999)
 _PEFT: Mapping[str, Rule] = {
     "peft_type": TEXT | NOTHING,
     "base_model_name_or_path": TEXT | NOTHING,
@@ -44,6 +45,7 @@ _PEFT: Mapping[str, Rule] = {
     "lora_dropout": real(0, 1),
     "target_modules": TEXT | list_of(TEXT) | NOTHING,
     "target_parameters": list_of(TEXT) | NOTHING,
+    "layers_to_transform": _LAYER | list_of(_LAYER) | NOTHING,
     "fan_in_fan_out": _SWITCH,
     "use_rslora": _SWITCH,
     "use_dora": _SWITCH,
@@ -126,7 +128,7 @@ def canonical_name(name: str, parameters: Collection[str]) -> str:
 
 def peft_settings(settings: AdapterSettings, targets: Targets, *, base: str) -> dict[str, Any]:
     """Return the contents of PEFT's adapter_config.json."""
-    written = {
+    written: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -143,6 +145,8 @@ def peft_settings(settings: AdapterSettings, targets: Targets, *, base: str) -> 
         "target_modules": list(targets.modules),
         "modules_to_save": None,
     }
+    if targets.layers is not None:
+        written["layers_to_transform"] = list(targets.layers)
     return written | ({"target_parameters": list(targets.parameters)} if targets.parameters else {})
 
 

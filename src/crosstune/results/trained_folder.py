@@ -68,6 +68,7 @@ class Trained:
             "lora_alpha": self.settings["lora_alpha"],
             "use_rslora": bool(self.settings.get("use_rslora")),
             "lora_target_modules": _targets(self.adapter, self.settings),
+            "layers_to_transform": _layers(self.settings.get("layers_to_transform")),
             "precision": self.precision,
         }
         spec = self.quantization if quantized else None
@@ -160,6 +161,12 @@ def _targets(adapter: Path, settings: Mapping[str, Any]) -> str:
     return ",".join(
         word for word in written or () if any(f".{layer}".endswith(f".{word}") for layer in layers)
     )
+
+
+def _layers(written: int | list[int] | None) -> str | None:
+    """Return --layers_to_transform for PEFT's setting; an empty list means all layers."""
+    numbers = written if isinstance(written, list) else [] if written is None else [written]
+    return ",".join(map(str, numbers)) or None
 
 
 def _base_of(folder: Path, written: str | None, record: Mapping[str, Any]) -> str:

@@ -10,15 +10,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from crosstune.config.conditions import ADAPTER_METHODS
-from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.weights import uniform_by_name
 from crosstune.models.adapter_choice import (
+    ALL_LAYERS,
     AdapterSettings,
+    Layers,
     Targets,
     choose_names,
     describe_left_out,
-    in_last_layers,
     name_for_peft,
 )
 from crosstune.torch_engine.loading.experts import (
@@ -184,7 +184,7 @@ def choose_adapted(model: nn.Module, plan: Plan) -> list[str]:
         model,
         plan.config.lora_target_modules,
         dora=plan.method == "dora",
-        last_layers=read_mlx_settings(plan.config.mlx_config).num_layers,
+        layers=Layers.from_config(plan.config),
     )
 
 
@@ -253,7 +253,7 @@ def name_targets(model: nn.Module, adapters: Mapping[str, Adapted]) -> Targets:
 
 
 def choose_targets(
-    model: nn.Module, targets: str, *, dora: bool, last_layers: int | None = None
+    model: nn.Module, targets: str, *, dora: bool, layers: Layers = ALL_LAYERS
 ) -> list[str]:
     """Return the linear layers and expert stacks that match `targets`."""
     return choose_names(
@@ -262,7 +262,7 @@ def choose_targets(
         stacks=expert_stacks(model),
         dora=dora,
         model=type(model).__name__,
-        last_layers=last_layers,
+        layers=layers,
     )
 
 
@@ -271,7 +271,6 @@ def warn_of_left_out(model: nn.Module, chosen: Sequence[str], plan: Plan) -> lis
     if plan.config.lora_target_modules != "all":
         return []
     by_model = f"{type(model).__name__} computes their matmuls itself"
-    last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
-    experts = in_last_layers(expert_weights(model), last_layers=last_layers)
+    experts = Layers.from_config(plan.config).choose(expert_weights(model))
     why = "DoRA does not support experts" if plan.method == "dora" else by_model
     return describe_left_out(chosen, experts, why=why)
