@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,95 @@ def test_a_layer_that_the_model_lacks_is_refused(
     settings.write_text('{"num_layers": 1}')
     assert main(["train", *words, "--mlx_config", str(settings)]) == 2
     assert "layers_to_transform and num_layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("listed", "tied", "settings"),
+    [
+        ("embed_tokens,lm_head,model.norm", False, {"modules_to_save": ["embed_tokens", "lm_head", "model.norm"]}),
+        ("lm_head", True, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}),
+        ("input_layernorm", False, {"modules_to_save": ["input_layernorm"]}),
+    ],
+)
+def test_modules_to_save_is_that_of_peft(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, listed: str, tied: bool, settings: dict[str, Any]
+) -> None:
+    model = models[tied]
+    asked = run_options(model, data_file, tmp_path, modules_to_save=listed)
+    run = train(make_config(**asked)).folder
+    assert column(run, "loss") == pytest.approx(peft_losses(model, **copy.deepcopy(settings)), rel=1e-5)
+    written = read_json(run / "adapter" / "adapter_config.json")
+    assert {name: written.get(name) for name in settings} == settings
+    check_result(run, model)
+    check_resume(tmp_path / "resumed", asked, run, backend="cpu")
+
+
+@pytest.mark.parametrize(("listed", "tied"), [("embed_tokens,lm_head", False), ("embed_tokens,norm", True)])
+def test_modules_to_save_on_mlx_and_elsewhere(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, listed: str, tied: bool
+) -> None:
+    pytest.importorskip("mlx_lm")
+    losses = {}
+    for name in ("cpu", "mlx"):
+        asked = run_options(models[tied], data_file, tmp_path / name, modules_to_save=listed, backend=name)
+        run = train(make_config(**asked)).folder
+        losses[name] = column(run, "loss")
+    assert losses["mlx"] == pytest.approx(losses["cpu"], rel=1e-5)
+    check_result(run, models[tied])
+    check_mlx(run)
+    check_resume(tmp_path / "resumed", asked, run, backend="mlx")
+    moved = tmp_path / "moved.tar"
+    assert main(["move", str(tmp_path / "resumed" / "run"), "--to", "cpu", "--out", str(moved)]) == 0
+    again = asked | {"backend": "cpu", "base_adapter": str(run / "adapter"), "name": "again", "max_steps": 1}
+    continued = train(make_config(**again)).folder
+    assert column(continued, "loss", learns=False)[0] < losses["cpu"][0] - 0.05
+
+
+def check_mlx(run: Path) -> None:
+    """A merge on MLX has the logits of the run; mlx-lm's adapters cannot have whole modules."""
+    assert not (run / "adapter" / "mlx").exists()
+    ours = load(run, backend="cpu", progress=False).logits(TOKENS)
+    merged = load(run, backend="mlx", progress=False).merge(run.parent / "merged-mlx")
+    assert load(merged, backend="cpu", progress=False).logits(TOKENS) == pytest.approx(ours, abs=1e-4)
+
+
+def test_a_quantized_base_has_dense_modules_to_save(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path
+) -> None:
+    for precision in ("bf16", "bf16_autocast"):
+        options = {"train_type": "qlora", "precision": precision, "modules_to_save": "embed_tokens,lm_head,norm"}
+        asked = run_options(models[False], data_file, tmp_path / precision, **options)
+        run = train(make_config(**asked)).folder
+        column(run, "loss")
+        check_resume(tmp_path / precision / "resumed", asked, run, backend="cpu")
+        ours = load(run, backend="cpu", progress=False)
+        merged = load(ours.merge(run.parent / "merged", into="dequantized"), backend="cpu", progress=False)
+        assert merged.logits(TOKENS) == pytest.approx(ours.logits(TOKENS), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modules_to_save": "embd"}, "modules_to_save embd matches no module.*embed_tokens.*lm_head"),
+        ({"modules_to_save": "mlp"}, "modules_to_save mlp includes .*mlp.*, which has an adapter"),
+    ],
+)
+def test_modules_that_cannot_be_saved_are_refused(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    for backend in ("cpu", "mlx"):
+        with pytest.raises(UserError, match=f"(?s){message}"):
+            train(make_config(**run_options(models[False], data_file, tmp_path, **options, backend=backend)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_that_untied_its_head_is_refused(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(models[True])
+    config = LoraConfig(r=8, target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
+    get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    opened = load(tmp_path / "adapter", backend="cpu", progress=False)
+    for use in (lambda: opened.logits(TOKENS), lambda: opened.merge(tmp_path / "merged")):
+        with pytest.raises(UserError, match="apart from the output head"):
+            use()

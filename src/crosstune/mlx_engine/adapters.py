@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from crosstune.core.errors import UserError
 from crosstune.core.weights import uniform_by_name
@@ -15,8 +18,10 @@ from crosstune.models.adapter_choice import (
     Layers,
     Targets,
     choose_names,
+    choose_saved,
     describe_left_out,
     name_for_peft,
+    name_saved,
 )
 
 ROUTERS = ("gate", "router")
@@ -151,10 +156,48 @@ def warn_of_left_out(
     return warnings
 
 
-def name_targets(model: nn.Module, adapters: dict[str, AdaptedLinear]) -> Targets:
-    """Return the adapted layers in the form of PEFT's settings."""
+def saved_parameters(model: nn.Module, listed: str | None, *, adapted: Collection[str]) -> list[str]:
+    """Return the arrays that --modules_to_save trains in full; raise for a quantized module."""
+    if not listed:
+        return []
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    kind = str(getattr(model, "model_type", "the model"))
+    found = choose_saved(names, listed, adapted=adapted, tied=tied_parameters(model), model=kind)
+    if packed := [name for name in found if name.endswith(".scales")]:
+        raise UserError(
+            f"--modules_to_save cannot train {packed[0].removesuffix('.scales')}.",
+            why="its weights are quantized, and quantized weights cannot be updated.",
+            do="use the original model; --train_type qlora quantizes its linear layers and no other modules",
+        )
+    return found
+
+
+def tied_parameters(model: nn.Module) -> dict[str, str]:
+    """Return the head's name with that of the embedding whose array it uses, if the model has no head of its own."""
+    names = [name for name, _ in model.named_modules()]
+    embedding = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    if len(embedding) != 1 or any(is_head(name) for name in names):
+        return {}
+    return {"lm_head.weight": f"{embedding[0]}.weight"}
+
+
+def train_in_full(model: nn.Module, names: Sequence[str]) -> None:
+    """Let arrays of a frozen model be trained."""
+    modules = dict(model.named_modules())
+    for name in names:
+        module, _, array = name.rpartition(".")
+        modules[module].unfreeze(recurse=False, keys=[array])
+
+
+def name_targets(
+    model: nn.Module, adapters: dict[str, AdaptedLinear], *, saved: Sequence[str] = ()
+) -> Targets:
+    """Return the adapted layers and the arrays trained in full in the form of PEFT's settings."""
     without = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
-    return name_for_peft(list(adapters), [], bare_layers=without, bare_stacks=expert_layers(model))
+    found = name_for_peft(list(adapters), [], bare_layers=without, bare_stacks=expert_layers(model))
+    tied = {name: source for name, source in tied_parameters(model).items() if source in saved}
+    modules = [name for name, _ in model.named_modules()]
+    return replace(found, saved=name_saved([*saved, *tied], modules), tied=tied)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:

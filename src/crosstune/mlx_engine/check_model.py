@@ -6,7 +6,7 @@ from pathlib import Path
 
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.resolve.plan import Plan
-from crosstune.mlx_engine.adapters import warn_of_left_out
+from crosstune.mlx_engine.adapters import choose_targets, saved_parameters, warn_of_left_out
 from crosstune.mlx_engine.load import check_quantization, check_readable, check_window, read_model
 from crosstune.models.adapter_choice import Layers
 from crosstune.models.folder import read_config_json
@@ -21,5 +21,8 @@ def check_model(folder: Path, *, plan: Plan) -> list[str]:
     if plan.method in ADAPTER_METHODS:
         layers = Layers.from_config(plan.config)
         targets, quantized = plan.config.lora_target_modules, plan.quantizer != "none"
+        if plan.config.modules_to_save:
+            chosen = choose_targets(model, targets, layers=layers)
+            saved_parameters(model, plan.config.modules_to_save, adapted=chosen)
         return warn_of_left_out(model, targets, quantized=quantized, layers=layers)
     return []

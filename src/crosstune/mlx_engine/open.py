@@ -12,7 +12,7 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
-from crosstune.mlx_engine.adapters import AdaptedLinear, add_adapters
+from crosstune.mlx_engine.adapters import AdaptedLinear, add_adapters, saved_parameters, tied_parameters, train_in_full
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, set_limits
 from crosstune.mlx_engine.load import DTYPES, num_parameters
@@ -71,7 +71,8 @@ def open_session(
             raise nothing_to_train(type(model).__name__)
     if trained and isinstance(task, CausalLM):
         layers = {f"{name}.weight": adapter.base for name, adapter in adapters.items()}
-        task.check_weights(model, layers or masters.published)
+        saved = {name: array for name, array in masters.published.items() if ".lora_" not in name}
+        task.check_weights(model, layers | saved)
     kind = TextSession if is_text else MlxSession
     return kind(
         opening=opening,
@@ -102,10 +103,16 @@ def adapt(model: nn.Module, plan: Plan) -> dict[str, AdaptedLinear]:
         seed=config.seed,
         layers=Layers.from_config(config),
     )
+    train_in_full(model, saved_parameters(model, config.modules_to_save, adapted=adapters))
     if config.base_adapter:
         masters = Masters(model)
         shapes = {name: array.shape for name, array in masters.arrays.items()}
-        found = load_adapter(Path(config.base_adapter).expanduser(), shapes, settings=settings)
+        found = load_adapter(
+            Path(config.base_adapter).expanduser(),
+            shapes,
+            settings=settings,
+            tied=tied_parameters(model),
+        )
         masters.replace({name: mx.array(array) for name, array in found.items()})
     return adapters
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.options.method import layer_numbers
@@ -95,6 +95,10 @@ class Targets:
     """The blocks that `modules` applies to; None for all."""
     fan_in_fan_out: bool = False
     """True for layers with transposed weights (GPT-2)."""
+    saved: Sequence[str] = ()
+    """The modules trained in full."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Parameter -> trained parameter that it shares its values with, such as a head and the embedding."""
 
 
 def choose_names(
@@ -162,6 +166,51 @@ def _named(linears: Sequence[str], targets: str) -> set[str]:
             do=f"use all, names among: {', '.join(kinds)}, or a regex that matches full names",
         )
     return chosen
+
+
+def choose_saved(
+    parameters: Sequence[str],
+    listed: str | None,
+    *,
+    adapted: Collection[str],
+    tied: Mapping[str, str],
+    model: str,
+) -> list[str]:
+    """Return the parameters of the modules in --modules_to_save.
+
+    `tied` maps a parameter that is not among `parameters` to the parameter with its values.
+    """
+    chosen: set[str] = set()
+    for part in dict.fromkeys(word.strip() for word in (listed or "").split(",") if word.strip()):
+        inside = f".{part}."
+        found = {tied.get(name, name) for name in (*parameters, *tied) if inside in f".{name}"}
+        if not found:
+            modules = sorted({name.split(".")[-2] for name in (*parameters, *tied) if "." in name})
+            raise UserError(
+                f"--modules_to_save {part[:200]} matches no module of this model.",
+                do=f"use names among those of {model}: {', '.join(modules)[:400]}",
+            )
+        covered = [name for name in adapted if any(p.startswith(f"{name}.") for p in found)]
+        if covered:
+            raise UserError(
+                f"--modules_to_save {part} includes {covered[0]}, which has an adapter.",
+                why="a layer is trained either in full or by an adapter.",
+                do="remove it, or list other layers in --lora_target_modules",
+            )
+        chosen |= found
+    return [name for name in parameters if name in chosen]
+
+
+def name_saved(parameters: Sequence[str], modules: Iterable[str]) -> list[str]:
+    """Return PEFT's modules_to_save for trained parameters: short names where they match no other module.
+
+    PEFT compares the ends of names, even within a word: norm matches input_layernorm too.
+    """
+    saved = {name.rpartition(".")[0] for name in parameters}
+    others = [name for name in modules if name not in saved]
+    kinds = {name: name.rpartition(".")[2] for name in saved}
+    unique = {kind for kind in kinds.values() if not any(other.endswith(kind) for other in others)}
+    return sorted({kind if kind in unique else name for name, kind in kinds.items()})
 
 
 def name_for_peft(

@@ -69,6 +69,7 @@ class Trained:
             "use_rslora": bool(self.settings.get("use_rslora")),
             "lora_target_modules": _targets(self.adapter, self.settings),
             "layers_to_transform": _layers(self.settings.get("layers_to_transform")),
+            "modules_to_save": ",".join(self.settings.get("modules_to_save") or ()) or None,
             "precision": self.precision,
         }
         spec = self.quantization if quantized else None
@@ -155,7 +156,8 @@ def _targets(adapter: Path, settings: Mapping[str, Any]) -> str:
         return written if isinstance(written, str) else ",".join([*(written or ()), *parameters])
     if isinstance(written, str) and not parameters:
         return written
-    layers = {canonical_name(name, parameters).partition(".lora_")[0] for name in read_header(file)[0]}
+    names = (canonical_name(name, parameters) for name in read_header(file)[0])
+    layers = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
     if parameters:
         return ",".join(sorted(layers))
     return ",".join(

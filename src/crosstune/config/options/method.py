@@ -90,6 +90,13 @@ class MethodOptions:
         check=_check_layers,
         joins_items="",
     )
+    modules_to_save: str | None = _adapter(
+        None,
+        "Comma-separated names of modules to train in full next to the adapters, such as embed_tokens, lm_head or norm; "
+        "saved with the adapter",
+        on_resume=OnResume.ADAPTER,
+        joins_items="",
+    )
     use_rslora: bool = _adapter(
         False,
         "Scale adapters by alpha / sqrt(rank) instead of alpha / rank (rsLoRA)",

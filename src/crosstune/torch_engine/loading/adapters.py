@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from crosstune.models.adapter_choice import (
     Layers,
     Targets,
     choose_names,
+    choose_saved,
     describe_left_out,
     name_for_peft,
+    name_saved,
 )
 from crosstune.torch_engine.loading.experts import (
     Routing,
@@ -175,7 +178,27 @@ def adapt(model: nn.Module, plan: Plan, *, autocast: torch.dtype | None) -> dict
     if plan.method not in ADAPTER_METHODS:
         return {}
     model.requires_grad_(False)
-    return adapt_part(model, model, choose_adapted(model, plan), plan=plan, autocast=autocast)
+    names = choose_adapted(model, plan)
+    for name in saved_parameters(model, plan, adapted=names):
+        model.get_parameter(name).requires_grad_()
+    return adapt_part(model, model, names, plan=plan, autocast=autocast)
+
+
+def saved_parameters(model: nn.Module, plan: Plan, *, adapted: Collection[str]) -> list[str]:
+    """Return the parameters that --modules_to_save trains in full."""
+    tied = tied_parameters(model)
+    return choose_saved(
+        [name for name, _ in model.named_parameters() if name not in tied],
+        plan.config.modules_to_save,
+        adapted=adapted,
+        tied=tied,
+        model=type(model).__name__,
+    )
+
+
+def tied_parameters(model: Any) -> dict[str, str]:
+    """Return the names that share the values of another parameter, with its name."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def choose_adapted(model: nn.Module, plan: Plan) -> list[str]:
@@ -237,19 +260,24 @@ def _cast_frozen(part: nn.Module, dtype: torch.dtype) -> None:
             module.to(dtype)
 
 
-def name_targets(model: nn.Module, adapters: Mapping[str, Adapted]) -> Targets:
-    """Return the adapted layers under their names in PEFT's settings."""
+def name_targets(
+    model: nn.Module, adapters: Mapping[str, Adapted], *, saved: Sequence[str] = ()
+) -> Targets:
+    """Return the adapted layers and the parameters trained in full under their names in PEFT's settings."""
     stacks = [name for name, adapter in adapters.items() if isinstance(adapter, AdaptedStack)]
     layers = [name for name in adapters if name not in stacks]
     without = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
     bases = [adapters[name].base for name in layers]
-    return name_for_peft(
+    found = name_for_peft(
         layers,
         stacks,
         bare_layers=without,
         bare_stacks=[name for name in expert_weights(model) if name not in stacks],
         fan_in_fan_out=bool(bases) and all(is_conv1d(base) for base in bases),
     )
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    tied = {name: source for name, source in tied_parameters(model).items() if source in saved}
+    return replace(found, saved=name_saved([*saved, *tied], modules), tied=tied)
 
 
 def choose_targets(
