@@ -112,7 +112,7 @@ def test_steps_equal_peft(
         return with_adapter(model, seed=OPTIONS["seed"], use_dora=train_type == "dora")
 
     options = OPTIONS | {"train_type": train_type}
-    order = order_of_rows(data_file, options)
+    order = order_of_rows(options)
     expected = reference_run(folder, options, order, make=reference)
     check_fp32(run, expected, run / "adapter" / "adapter_model.safetensors")
 

@@ -17,6 +17,7 @@ from crosstune.checkpoint.read import open_checkpoint
 from crosstune.config.load import make_config
 from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.models.tiny import tiny_model
+from crosstune.models.weights import read_arrays
 from crosstune.runs.pipeline import train
 
 CLOSE = 1e-5
@@ -211,3 +212,17 @@ def check_resumed(
 
 def newest(folder: Path) -> Any:
     return open_checkpoint((folder / "checkpoints" / "latest").resolve()).load()
+
+
+def test_adapters_on_some_layers_next_to_whole_modules(folder: Path) -> None:
+    """FSDP2 shards trained and frozen weights of one module; the result has the names of a run in one process."""
+    asked = {"train_type": "lora", "layers_to_transform": "0,2", "save_model": True}
+    asked |= {"modules_to_save": "embed_tokens,lm_head,norm,input_layernorm"}
+    check_runs(folder, {"saved": asked}, worlds={2: 2}, steps=2)
+    plain, sharded = (
+        read_arrays(folder / f"saved-{kind}" / "adapter" / "adapter_model.safetensors")
+        for kind in ("plain", "2")
+    )
+    assert plain.keys() == sharded.keys() and any("embed_tokens" in name for name in plain)
+    for name, (_, array) in plain.items():
+        np.testing.assert_allclose(sharded[name][1], array, atol=2e-3)

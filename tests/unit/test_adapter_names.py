@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crosstune.models.adapter_choice import choose_names, describe_left_out, name_for_peft
+from crosstune.models.adapter_choice import Layers, choose_names, describe_left_out, name_for_peft
 from crosstune.models.adapter_files import canonical_name, peft_name
 
 LAYERS = [
@@ -59,4 +59,4 @@ def test_what_all_leaves_out_is_described() -> None:
     assert everything == [*LAYERS, *STACKS]
     assert describe_left_out(everything, STACKS) == []
     assert choose_names(LAYERS, "all", model="M", stacks=STACKS, dora=True) == LAYERS
-    assert choose_names(LAYERS, "all", model="M", stacks=STACKS, last_layers=1) == [*LAYERS[3:], *STACKS[2:]]
+    assert choose_names(LAYERS, "all", model="M", stacks=STACKS, layers=Layers(last=1)) == [*LAYERS[3:], *STACKS[2:]]

@@ -28,6 +28,8 @@ SAME: Mapping[str, str] = _by_name(
         "train_on_inputs train_on_input": "train_on_prompt",
         "lora_r": "lora_rank",
         "lora_target target_modules": "lora_target_modules",
+        "lora_modules_to_save additional_target": "modules_to_save",
+        "peft_layers_to_transform": "layers_to_transform",
         "rslora peft_use_rslora": "use_rslora",
         "per_device_train_batch_size micro_batch_size": "batch_size",
         "per_device_eval_batch_size val_batch_size": "eval_batch_size",
@@ -109,9 +111,8 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "test": "--eval_dataset specifies held-out data",
         "do_eval": "evaluation is on by default; --skip_eval turns it off",
         "do_predict": "crosstune generate RUN answers prompts",
-        "num_layers lora_layers": "num_layers in a file passed with --mlx_config, or --lora_target_modules with a regex of layer names",
+        "num_layers lora_layers": "num_layers in a file passed with --mlx_config, or --layers_to_transform with the numbers of the layers",
         "lora_attn_modules apply_lora_to_mlp apply_lora_to_output": "--lora_target_modules with the names of all layers",
-        "lora_modules_to_save modules_to_save additional_target": "crosstune trains adapters alone; --train_type full trains every weight",
         "loftq_config": "crosstune does not support LoftQ; adapters start at zero",
         "bias lora_bias": "biases are not trained with adapters",
         "datasets": "--dataset FILE, FOLDER or HUB_ID",
@@ -195,7 +196,7 @@ REMOVED: Mapping[str, str] = {
 _OFF = """
 load_in_4bit load_in_8bit quantization_bit use_dora deepspeed fsdp fsdp_config neftune_noise_alpha
 noisy_embedding_alpha group_by_length trust_remote_code push_to_hub use_peft full_finetuning
-do_train do_predict loftq_config lora_modules_to_save modules_to_save use_wandb wandb_run_id
+do_train do_predict loftq_config use_wandb wandb_run_id
 wandb_name xformers_attention use_liger_kernel use_unsloth label_smoothing_factor plot_loss use_cpu
 no_cuda datasets tf32 special_tokens
 """

@@ -126,6 +126,8 @@ class Step:
     rank: int = 16
     targets: str = "all"
     """The layers with adapters, as in --lora_target_modules."""
+    saved: str = ""
+    """The modules trained in full next to adapters, as in --modules_to_save."""
     quantizer: str = "none"
     n_bits: int = 16
     group_size: int = 64
@@ -181,7 +183,14 @@ def trained_parameters(shape: ModelShape, step: Step) -> int:
         total += count * (step.rank * (outputs + inputs) + (outputs if step.method == "dora" else 0))
     if shape.num_experts > 1 and {"gate_proj", "up_proj"} <= set(adapted_linears(shape, step)):
         total -= shape.num_experts * step.rank * shape.hidden  # gate and up of an expert share one A
-    return total * shape.num_layers
+    return total * shape.num_layers + _saved_parameters(shape, step)
+
+
+def _saved_parameters(shape: ModelShape, step: Step) -> int:
+    """Return the parameters of embedding and head that are trained in full; norms are small."""
+    names = {part.strip().rpartition(".")[2] for part in step.saved.split(",")}
+    large = bool(names & {"embed_tokens", "wte", "embed_in"}) + bool(names & {"lm_head", "embed_out"})
+    return min(shape.embeddings, large * shape.vocab * shape.hidden)
 
 
 def adapted_linears(shape: ModelShape, step: Step) -> dict[str, tuple[int, int, int]]:

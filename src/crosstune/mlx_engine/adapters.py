@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from crosstune.core.errors import UserError
 from crosstune.core.weights import uniform_by_name
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape
 from crosstune.models.adapter_choice import (
+    ALL_LAYERS,
     AdapterSettings,
+    Layers,
     Targets,
     choose_names,
+    choose_saved,
     describe_left_out,
     name_for_peft,
+    name_saved,
 )
 
 ROUTERS = ("gate", "router")
@@ -22,14 +29,14 @@ HEADS = ("lm_head", "embed_out", "output", "head")
 
 
 def add_adapters(
-    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, last_layers: int | None = None
+    model: nn.Module, *, targets: str, settings: AdapterSettings, seed: int, layers: Layers = ALL_LAYERS
 ) -> dict[str, AdaptedLinear]:
     """Freeze the model, add an adapter to each chosen linear layer, and return the adapters by canonical name."""
     linears = linear_layers(model)
     kind = DoraLinear if settings.magnitudes else AdaptedLinear
     adapters = {
         name: kind(linears[name], name=name, settings=settings, seed=seed)
-        for name in choose_targets(model, targets, last_layers=last_layers)
+        for name in choose_targets(model, targets, layers=layers)
     }
     model.freeze()
     model.update_modules(tree_unflatten(list(adapters.items())))
@@ -106,14 +113,14 @@ class DoraLinear(AdaptedLinear):
         return mx.stop_gradient(mx.linalg.norm(added, axis=1))
 
 
-def choose_targets(model: nn.Module, targets: str, *, last_layers: int | None = None) -> list[str]:
+def choose_targets(model: nn.Module, targets: str, *, layers: Layers = ALL_LAYERS) -> list[str]:
     """Return the linear layers that get an adapter; raise if the user specified experts."""
     linears, experts = list(linear_layers(model)), expert_layers(model)
     model_type = str(getattr(model, "model_type", "the model"))
     if targets in ("all", "attention", "default") or not experts:
-        return choose_names(linears, targets, model=model_type, last_layers=last_layers)
+        return choose_names(linears, targets, model=model_type, layers=layers)
     parts = [target_name(name) for name in experts]
-    chosen = choose_names([*linears, *parts], targets, model=model_type, last_layers=last_layers)
+    chosen = choose_names([*linears, *parts], targets, model=model_type, layers=layers)
     named = [name for name in chosen if name in parts]
     if named:
         raise UserError(
@@ -132,13 +139,13 @@ def target_name(expert_layer: str) -> str:
 
 
 def warn_of_left_out(
-    model: nn.Module, targets: str, *, quantized: bool, last_layers: int | None
+    model: nn.Module, targets: str, *, quantized: bool, layers: Layers
 ) -> list[str]:
     """Return warnings about experts without adapters under `all`, or dense in a quantized base."""
     experts = expert_layers(model)
-    chosen = choose_targets(model, targets, last_layers=last_layers)
+    chosen = choose_targets(model, targets, layers=layers)
     why = "MLX adapts linear layers; a torch backend adapts experts too"
-    warnings = describe_left_out(chosen, experts, why=why) if targets == "all" else []
+    warnings = describe_left_out(chosen, layers.choose(experts), why=why) if targets == "all" else []
     modules = dict(model.named_modules())
     dense = [name for name in experts if "scales" not in modules[name]]
     if quantized and dense:
@@ -149,10 +156,48 @@ def warn_of_left_out(
     return warnings
 
 
-def name_targets(model: nn.Module, adapters: dict[str, AdaptedLinear]) -> Targets:
-    """Return the adapted layers in the form of PEFT's settings."""
+def saved_parameters(model: nn.Module, listed: str | None, *, adapted: Collection[str]) -> list[str]:
+    """Return the arrays that --modules_to_save trains in full; raise for a quantized module."""
+    if not listed:
+        return []
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    kind = str(getattr(model, "model_type", "the model"))
+    found = choose_saved(names, listed, adapted=adapted, tied=tied_parameters(model), model=kind)
+    if packed := [name for name in found if name.endswith(".scales")]:
+        raise UserError(
+            f"--modules_to_save cannot train {packed[0].removesuffix('.scales')}.",
+            why="its weights are quantized, and quantized weights cannot be updated.",
+            do="use the original model; --train_type qlora quantizes its linear layers and no other modules",
+        )
+    return found
+
+
+def tied_parameters(model: nn.Module) -> dict[str, str]:
+    """Return the head's name with that of the embedding whose array it uses, if the model has no head of its own."""
+    names = [name for name, _ in model.named_modules()]
+    embedding = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    if len(embedding) != 1 or any(is_head(name) for name in names):
+        return {}
+    return {"lm_head.weight": f"{embedding[0]}.weight"}
+
+
+def train_in_full(model: nn.Module, names: Sequence[str]) -> None:
+    """Let arrays of a frozen model be trained."""
+    modules = dict(model.named_modules())
+    for name in names:
+        module, _, array = name.rpartition(".")
+        modules[module].unfreeze(recurse=False, keys=[array])
+
+
+def name_targets(
+    model: nn.Module, adapters: dict[str, AdaptedLinear], *, saved: Sequence[str] = ()
+) -> Targets:
+    """Return the adapted layers and the arrays trained in full in the form of PEFT's settings."""
     without = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
-    return name_for_peft(list(adapters), [], bare_layers=without, bare_stacks=expert_layers(model))
+    found = name_for_peft(list(adapters), [], bare_layers=without, bare_stacks=expert_layers(model))
+    tied = {name: source for name, source in tied_parameters(model).items() if source in saved}
+    modules = [name for name, _ in model.named_modules()]
+    return replace(found, saved=name_saved([*saved, *tied], modules), tied=tied)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from crosstune.config.conditions import ADAPTER_METHODS
-from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
-from crosstune.mlx_engine.adapters import warn_of_left_out
+from crosstune.mlx_engine.adapters import choose_targets, saved_parameters, warn_of_left_out
 from crosstune.mlx_engine.load import check_quantization, check_readable, check_window, read_model
+from crosstune.models.adapter_choice import Layers
 from crosstune.models.folder import read_config_json
 
 
@@ -19,7 +19,10 @@ def check_model(folder: Path, *, plan: Plan) -> list[str]:
     check_window(config, plan)
     model = read_model(folder, config)
     if plan.method in ADAPTER_METHODS:
-        last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
+        layers = Layers.from_config(plan.config)
         targets, quantized = plan.config.lora_target_modules, plan.quantizer != "none"
-        return warn_of_left_out(model, targets, quantized=quantized, last_layers=last_layers)
+        if plan.config.modules_to_save:
+            chosen = choose_targets(model, targets, layers=layers)
+            saved_parameters(model, plan.config.modules_to_save, adapted=chosen)
+        return warn_of_left_out(model, targets, quantized=quantized, layers=layers)
     return []

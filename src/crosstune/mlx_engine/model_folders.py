@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.convert import convert
 from mlx_lm.utils import dequantize_model
@@ -99,7 +100,11 @@ class MlxFolders:
             and isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
         }
         dtype = None if weights.dtype == "auto" else DTYPES[weights.dtype]
-        arrays = _dense(weights.folder, adapters=session.adapters, modules=modules, dtype=dtype)
+        trained = dict(tree_flatten(session.model.trainable_parameters()))
+        saved = {name: array for name, array in trained.items() if ".lora_" not in name}
+        arrays = _dense(
+            weights.folder, adapters=session.adapters, saved=saved, modules=modules, dtype=dtype
+        )
         missing = [layer for layer in {*modules, *session.adapters} if f"{layer}.weight" not in arrays]
         if missing:
             raise UserError(
@@ -180,7 +185,12 @@ def write_plain(source: Path, target: Path, *, dtype: str) -> None:
 
 
 def _dense(
-    folder: Path, *, adapters: Mapping[str, AdaptedLinear], modules: Mapping[str, Any], dtype: mx.Dtype | None
+    folder: Path,
+    *,
+    adapters: Mapping[str, AdaptedLinear],
+    saved: Mapping[str, mx.array],
+    modules: Mapping[str, Any],
+    dtype: mx.Dtype | None,
 ) -> dict[str, mx.array]:
     """Return the arrays of a folder with adapters merged, unevaluated; without `dtype` they keep theirs."""
     found: dict[str, mx.array] = {}
@@ -196,6 +206,7 @@ def _dense(
                 array = dense_weight(module, mx.float32)
             if layer in adapters and part == "weight":
                 array = adapters[layer].fold(array)
+            array = saved.get(name, array)
             floating = mx.issubdtype(array.dtype, mx.floating)
             found[name] = array.astype(dtype or kept) if floating else array
     return found

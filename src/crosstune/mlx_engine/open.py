@@ -12,7 +12,7 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
-from crosstune.mlx_engine.adapters import AdaptedLinear, add_adapters
+from crosstune.mlx_engine.adapters import AdaptedLinear, add_adapters, saved_parameters, tied_parameters, train_in_full
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, set_limits
 from crosstune.mlx_engine.load import DTYPES, num_parameters
@@ -21,7 +21,7 @@ from crosstune.mlx_engine.session import MlxSession, TextSession
 from crosstune.mlx_engine.task import BuildContext, Gradients, Loss, MlxTask
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
-from crosstune.models.adapter_choice import AdapterSettings
+from crosstune.models.adapter_choice import AdapterSettings, Layers
 from crosstune.models.adapter_files import load_adapter
 from crosstune.process.ranks import SingleProcess
 
@@ -59,7 +59,7 @@ def open_session(
     with memory_errors(doing=LOADING):
         model = task.build(opening)
         total_parameters = num_parameters(model)
-        adapters = adapt(model, plan, last_layers=settings.num_layers)
+        adapters = adapt(model, plan)
         model.eval()  # its mode between steps
         loss = task.prepare_loss(model) if isinstance(task, CausalLM) else Loss(model, task.loss)
         if trained:
@@ -71,7 +71,8 @@ def open_session(
             raise nothing_to_train(type(model).__name__)
     if trained and isinstance(task, CausalLM):
         layers = {f"{name}.weight": adapter.base for name, adapter in adapters.items()}
-        task.check_weights(model, layers or masters.published)
+        saved = {name: array for name, array in masters.published.items() if ".lora_" not in name}
+        task.check_weights(model, layers | saved)
     kind = TextSession if is_text else MlxSession
     return kind(
         opening=opening,
@@ -93,7 +94,7 @@ def open_session(
     )
 
 
-def adapt(model: nn.Module, plan: Plan, *, last_layers: int | None) -> dict[str, AdaptedLinear]:
+def adapt(model: nn.Module, plan: Plan) -> dict[str, AdaptedLinear]:
     """Add LoRA or DoRA adapters if the method uses them, and load the weights of --base_adapter."""
     config = plan.config
     if plan.method not in ("lora", "dora"):
@@ -104,12 +105,18 @@ def adapt(model: nn.Module, plan: Plan, *, last_layers: int | None) -> dict[str,
         targets=config.lora_target_modules,
         settings=settings,
         seed=config.seed,
-        last_layers=last_layers,
+        layers=Layers.from_config(config),
     )
+    train_in_full(model, saved_parameters(model, config.modules_to_save, adapted=adapters))
     if config.base_adapter:
         masters = Masters(model)
         shapes = {name: array.shape for name, array in masters.arrays.items()}
-        found = load_adapter(Path(config.base_adapter).expanduser(), shapes, settings=settings)
+        found = load_adapter(
+            Path(config.base_adapter).expanduser(),
+            shapes,
+            settings=settings,
+            tied=tied_parameters(model),
+        )
         masters.replace({name: mx.array(array) for name, array in found.items()})
     return adapters
 

@@ -223,16 +223,18 @@ class MlxSession:
         save_tensors(folder, self.model)
 
     def _save_adapter(self, folder: Path) -> Path:
+        saved = [name for name in self.masters.arrays if ".lora_" not in name]
         save_adapter(
             folder,
             {name: np.array(array) for name, array in self.masters.arrays.items()},
             settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
-            targets=name_targets(self.model, self.adapters),
+            targets=name_targets(self.model, self.adapters, saved=saved),
             base=self.opening.folder,
             base_name=self.opening.base_name,
             record=self._base_record(),
         )
-        to_mlx(folder, folder / "mlx")
+        if not saved:  # mlx-lm's adapters have low-rank matrices only
+            to_mlx(folder, folder / "mlx")
         return folder
 
     def _base_record(self) -> dict[str, Any]:

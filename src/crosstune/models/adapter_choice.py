@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from crosstune.config.mlx_settings import read_mlx_settings
+from crosstune.config.options.method import layer_numbers
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.names import match_names
@@ -44,6 +46,43 @@ class AdapterSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The blocks of a model that may get adapters; by default all."""
+
+    last: int | None = None
+    """The number of last blocks; -1 means all."""
+    numbers: frozenset[int] | None = None
+
+    @classmethod
+    def from_config(cls, config: Config) -> Layers:
+        listed = config.layers_to_transform
+        return cls(
+            last=read_mlx_settings(config.mlx_config).num_layers,
+            numbers=layer_numbers(listed) if listed is not None else None,
+        )
+
+    def choose(self, names: Sequence[str]) -> list[str]:
+        """Return the names that belong to these blocks."""
+        first, last = -1, max((_block(name) for name in names), default=-1)
+        if self.last is not None and self.last >= 0:
+            first = max(last + 1 - self.last, 0)
+        listed = range(-1, last + 1) if self.numbers is None else self.numbers
+        return [name for name in names if _block(name) >= first and _block(name) in listed]
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise for a block that the model does not have."""
+        last, highest = max((_block(name) for name in names), default=-1), max(self.numbers or {-1})
+        if highest > last >= 0:
+            raise UserError(
+                f"--layers_to_transform {highest} matches no layer of this model.",
+                why=f"its layers have the numbers 0 to {last}.",
+            )
+
+
+ALL_LAYERS = Layers()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Targets:
     """The adapted layers, under the names in PEFT's settings."""
 
@@ -52,8 +91,14 @@ class Targets:
     """Weight names or their endings: expert stacks, and layers that PEFT mistakes for experts."""
     stacks: Sequence[str] = ()
     """The full names of all adapted expert stacks."""
+    layers: Sequence[int] | None = None
+    """The blocks that `modules` applies to; None for all."""
     fan_in_fan_out: bool = False
     """True for layers with transposed weights (GPT-2)."""
+    saved: Sequence[str] = ()
+    """The modules trained in full."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Parameter -> trained parameter that it shares its values with, such as a head and the embedding."""
 
 
 def choose_names(
@@ -63,46 +108,39 @@ def choose_names(
     model: str,
     stacks: Sequence[str] = (),
     dora: bool = False,
-    last_layers: int | None = None,
+    layers: Layers = ALL_LAYERS,
 ) -> list[str]:
     """Return the layers that `targets` selects: all, attention, default, comma-separated names, or a regex.
 
     `linears` excludes the output head; `stacks` are expert weights, which DoRA cannot adapt; `model` appears in errors.
-    `last_layers` limits the choice to the last blocks; None and -1 mean all.
+    `layers` limits the choice to some blocks.
     """
-    layers = in_last_layers([*linears, *stacks], last_layers=last_layers)
-    if not layers:
+    layers.check([*linears, *stacks])
+    candidates = layers.choose([*linears, *stacks])
+    if not candidates:
         raise UserError(
             "This model has no linear layers for adapters.",
             why=f"{model} has other layers only.",
             do="use --train_type full",
         )
     if targets == "all":
-        return [name for name in layers if not (dora and name in stacks)]
+        return [name for name in candidates if not (dora and name in stacks)]
     if targets == "attention":
-        if found := [name for name in layers if _in_attention(name)]:
+        if found := [name for name in candidates if _in_attention(name)]:
             return found
         raise UserError(
             "lora_target_modules attention matches no linear layer of this model.",
             why=f"no layer of {model} has attn or attention in its name.",
             do="use all, or layer names",
         )
-    chosen = _named(layers, targets)
-    if dora and (experts := [name for name in layers if name in chosen and name in stacks]):
+    chosen = _named(candidates, targets)
+    if dora and (experts := [name for name in candidates if name in chosen and name in stacks]):
         raise UserError(
             f"--train_type dora cannot adapt {experts[0]}.",
             why="it stacks several experts in one weight, for which DoRA is not defined.",
             do="use --train_type lora, or --lora_target_modules attention",
         )
-    return [name for name in layers if name in chosen]
-
-
-def in_last_layers(names: Sequence[str], *, last_layers: int | None) -> list[str]:
-    """Return the names that belong to the last blocks; None and -1 mean all."""
-    if last_layers is None or last_layers < 0:
-        return list(names)
-    first = max((_block(name) for name in names), default=-1) + 1 - last_layers
-    return [name for name in names if _block(name) >= max(first, 0)]
+    return [name for name in candidates if name in chosen]
 
 
 def _named(linears: Sequence[str], targets: str) -> set[str]:
@@ -130,6 +168,51 @@ def _named(linears: Sequence[str], targets: str) -> set[str]:
     return chosen
 
 
+def choose_saved(
+    parameters: Sequence[str],
+    listed: str | None,
+    *,
+    adapted: Collection[str],
+    tied: Mapping[str, str],
+    model: str,
+) -> list[str]:
+    """Return the parameters of the modules in --modules_to_save.
+
+    `tied` maps a parameter that is not among `parameters` to the parameter with its values.
+    """
+    chosen: set[str] = set()
+    for part in dict.fromkeys(word.strip() for word in (listed or "").split(",") if word.strip()):
+        inside = f".{part}."
+        found = {tied.get(name, name) for name in (*parameters, *tied) if inside in f".{name}"}
+        if not found:
+            modules = sorted({name.split(".")[-2] for name in (*parameters, *tied) if "." in name})
+            raise UserError(
+                f"--modules_to_save {part[:200]} matches no module of this model.",
+                do=f"use names among those of {model}: {', '.join(modules)[:400]}",
+            )
+        covered = [name for name in adapted if any(p.startswith(f"{name}.") for p in found)]
+        if covered:
+            raise UserError(
+                f"--modules_to_save {part} includes {covered[0]}, which has an adapter.",
+                why="a layer is trained either in full or by an adapter.",
+                do="remove it, or list other layers in --lora_target_modules",
+            )
+        chosen |= found
+    return [name for name in parameters if name in chosen]
+
+
+def name_saved(parameters: Sequence[str], modules: Iterable[str]) -> list[str]:
+    """Return PEFT's modules_to_save for trained parameters: short names where they match no other module.
+
+    PEFT compares the ends of names, even within a word: norm matches input_layernorm too.
+    """
+    saved = {name.rpartition(".")[0] for name in parameters}
+    others = [name for name in modules if name not in saved]
+    kinds = {name: name.rpartition(".")[2] for name in saved}
+    unique = {kind for kind in kinds.values() if not any(other.endswith(kind) for other in others)}
+    return sorted({kind if kind in unique else name for name, kind in kinds.items()})
+
+
 def name_for_peft(
     layers: Sequence[str],
     stacks: Sequence[str],
@@ -144,8 +227,10 @@ def name_for_peft(
     renamed = _NAMES_OF_EXPERTS if stacks or bare_stacks else ()
     parameters = [name for name in layers if name.rpartition(".")[2] in renamed]
     modules = [name for name in layers if name not in parameters]
+    blocks = _only_blocks(modules, bare_layers) if not (parameters or stacks) else None
     return Targets(
-        modules=_short_names(modules, bare_layers),
+        modules=_short_names(modules, bare_layers if blocks is None else ()),
+        layers=blocks,
         parameters=[
             *_short_names(stacks, bare_stacks, num_parts=2),
             *_short_names(
@@ -183,6 +268,16 @@ def _short_names(adapted: Sequence[str], bare: Sequence[str], *, num_parts: int 
         return {".".join(name.split(".")[-num_parts:]) for name in names}
 
     return sorted(adapted if endings(adapted) & endings(bare) else endings(adapted))
+
+
+def _only_blocks(adapted: Sequence[str], bare: Sequence[str]) -> list[int] | None:
+    """Return the blocks of the adapted layers if block and last name tell them from the layers without an adapter, as
+    PEFT's layers_to_transform needs; None if the last names suffice or do not."""
+    kinds = {name.rpartition(".")[2] for name in adapted}
+    alike = [name for name in bare if name.rpartition(".")[2] in kinds]
+    blocks = {_block(name) for name in adapted}
+    one_number = all(sum(part.isdigit() for part in name.split(".")) == 1 for name in (*adapted, *alike))
+    return sorted(blocks) if alike and one_number and not blocks & set(map(_block, alike)) else None
 
 
 def _block(name: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from crosstune.core.errors import UserError, shown
@@ -21,7 +22,7 @@ SETTINGS = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 PEFT_WEIGHTS = "adapter_model.safetensors"
 GENERATION = "generation_config.json"
-UNREAD = ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication")
+UNREAD = ("rank_pattern", "alpha_pattern", "layer_replication")
 """Features of PEFT that crosstune does not read."""
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -36,6 +37,7 @@ TOKENIZER_FILES = (
 _SWITCH = FLAG | NOTHING
 _NUMBER = real(-1e30, 1e30)
 _RANK = whole(1, 2**16)
+_LAYER = whole(0, 9999)
 _PEFT: Mapping[str, Rule] = {
     "peft_type": TEXT | NOTHING,
     "base_model_name_or_path": TEXT | NOTHING,
@@ -44,10 +46,13 @@ _PEFT: Mapping[str, Rule] = {
     "lora_dropout": real(0, 1),
     "target_modules": TEXT | list_of(TEXT) | NOTHING,
     "target_parameters": list_of(TEXT) | NOTHING,
+    "layers_to_transform": _LAYER | list_of(_LAYER) | NOTHING,
     "fan_in_fan_out": _SWITCH,
     "use_rslora": _SWITCH,
     "use_dora": _SWITCH,
     "bias": TEXT | NOTHING,
+    "modules_to_save": list_of(TEXT) | NOTHING,
+    "ensure_weight_tying": _SWITCH,
 }
 _MLX: Mapping[str, Rule] = {
     "fine_tune_type": TEXT,
@@ -78,6 +83,7 @@ def save_adapter(
     """Write an adapter folder. `tensors` are in fp32, by canonical name; `base_name` is the base's hub id, if any;
     `record`, with the base's identity and quantization, goes into crosstune.json."""
     folder.mkdir(parents=True, exist_ok=True)
+    tensors = {**tensors, **{name: tensors[source] for name, source in targets.tied.items()}}
     write_safetensors(
         folder / PEFT_WEIGHTS,
         [
@@ -109,7 +115,9 @@ def peft_name(name: str, stacks: Collection[str]) -> str:
 
 def canonical_name(name: str, parameters: Collection[str]) -> str:
     """Return the canonical name of an adapter's tensor in a PEFT file; `parameters` are PEFT's target_parameters."""
-    layer, _, part = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+    layer, found, part = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
+    if not found:  # a module trained in full
+        return name.removeprefix(PEFT_PREFIX)
     module = layer
     while module.endswith(".base_layer"):
         module = module.removesuffix(".base_layer")
@@ -126,7 +134,7 @@ def canonical_name(name: str, parameters: Collection[str]) -> str:
 
 def peft_settings(settings: AdapterSettings, targets: Targets, *, base: str) -> dict[str, Any]:
     """Return the contents of PEFT's adapter_config.json."""
-    written = {
+    written: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -141,25 +149,47 @@ def peft_settings(settings: AdapterSettings, targets: Targets, *, base: str) -> 
         "use_rslora": settings.rank_stabilized,
         "use_dora": settings.magnitudes,
         "target_modules": list(targets.modules),
-        "modules_to_save": None,
+        "modules_to_save": list(targets.saved) or None,
     }
+    if targets.tied:
+        written["ensure_weight_tying"] = True
+    if targets.layers is not None:
+        written["layers_to_transform"] = list(targets.layers)
     return written | ({"target_parameters": list(targets.parameters)} if targets.parameters else {})
 
 
 def load_adapter(
-    folder: Path, wanted: Mapping[str, tuple[int, ...]], *, settings: AdapterSettings
+    folder: Path, wanted: Mapping[str, tuple[int, ...]], *, settings: AdapterSettings, tied: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Array]:
-    """Return the matrices of a PEFT adapter folder after checking its settings and their shapes."""
+    """Return the tensors of a PEFT adapter folder after checking its settings and their shapes; `tied` has the names that
+    share the values of another parameter."""
     check_settings(folder, settings)
-    tensors = read_matrices(folder, read_settings(folder))
+    written = read_settings(folder)
+    tensors = without_tied(folder, read_matrices(folder, written), written, tied=tied)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if wrong := sorted(name for name, _ in wanted.items() ^ shapes.items()):
         raise UserError(
             f"The adapter {folder} does not match this model and its adapter options.",
             why=f"matrices are missing, unexpected or of a different shape, such as {wrong[0]}.",
-            do="use the model, --train_type, --lora_rank and --lora_target_modules it was trained with",
+            do="use the model, --train_type, --lora_rank, --lora_target_modules and --modules_to_save it was trained with",
         )
     return tensors
+
+
+def without_tied(
+    folder: Path, tensors: Mapping[str, Array], settings: Mapping[str, Any], *, tied: Mapping[str, str]
+) -> dict[str, Array]:
+    """Return the tensors without copies of shared ones, such as the head of a tied model; raise if the adapter trained
+    them separately."""
+    if not settings.get("ensure_weight_tying") and any(
+        name in tensors for name in (*tied.keys(), *tied.values())
+    ):
+        raise UserError(
+            f"The adapter {folder} does not match this model.",
+            why="it trained the embedding apart from the output head, but the model has one weight for both.",
+            do="train it with ensure_weight_tying in PEFT, or with --modules_to_save in crosstune",
+        )
+    return {name: array for name, array in tensors.items() if name not in tied}
 
 
 def read_matrices(folder: Path, settings: Mapping[str, Any]) -> dict[str, Array]:

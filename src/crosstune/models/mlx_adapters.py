@@ -30,7 +30,7 @@ _MLX_PART = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b", "lora_magnitu
 _PEFT_PART = {mlx: peft for peft, mlx in _MLX_PART.items()}
 _KEPT = "peft"
 """Key of PEFT's settings inside mlx-lm's; mlx-lm ignores unknown keys."""
-_NOT_IN_MLX = (*UNREAD, "fan_in_fan_out", "target_parameters")
+_NOT_IN_MLX = (*UNREAD, "modules_to_save", "fan_in_fan_out", "target_parameters")
 """Features of PEFT that mlx-lm's adapters cannot express."""
 
 Stored = tuple[str, NDArray[Any]]

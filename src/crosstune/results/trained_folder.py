@@ -68,6 +68,8 @@ class Trained:
             "lora_alpha": self.settings["lora_alpha"],
             "use_rslora": bool(self.settings.get("use_rslora")),
             "lora_target_modules": _targets(self.adapter, self.settings),
+            "layers_to_transform": _layers(self.settings.get("layers_to_transform")),
+            "modules_to_save": ",".join(self.settings.get("modules_to_save") or ()) or None,
             "precision": self.precision,
         }
         spec = self.quantization if quantized else None
@@ -154,12 +156,19 @@ def _targets(adapter: Path, settings: Mapping[str, Any]) -> str:
         return written if isinstance(written, str) else ",".join([*(written or ()), *parameters])
     if isinstance(written, str) and not parameters:
         return written
-    layers = {canonical_name(name, parameters).partition(".lora_")[0] for name in read_header(file)[0]}
+    names = (canonical_name(name, parameters) for name in read_header(file)[0])
+    layers = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
     if parameters:
         return ",".join(sorted(layers))
     return ",".join(
         word for word in written or () if any(f".{layer}".endswith(f".{word}") for layer in layers)
     )
+
+
+def _layers(written: int | list[int] | None) -> str | None:
+    """Return --layers_to_transform for PEFT's setting; an empty list means all layers."""
+    numbers = written if isinstance(written, list) else [] if written is None else [written]
+    return ",".join(map(str, numbers)) or None
 
 
 def _base_of(folder: Path, written: str | None, record: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.resolve.plan import Plan
 from crosstune.torch_engine.kernels.choose import warn_of_general
-from crosstune.torch_engine.loading.adapters import choose_adapted, warn_of_left_out
+from crosstune.torch_engine.loading.adapters import choose_adapted, saved_parameters, warn_of_left_out
 from crosstune.torch_engine.loading.load import empty_model, open_source, read_pretrained
 
 
@@ -23,7 +23,9 @@ def check_model(folder: Path, *, plan: Plan) -> list[str]:
         source.read_layout(model)
     source.forms_to_quantize(model)
     if plan.method in ADAPTER_METHODS:
-        left_out = warn_of_left_out(model, choose_adapted(model, plan), plan)
+        chosen = choose_adapted(model, plan)
+        left_out = warn_of_left_out(model, chosen, plan)
+        saved_parameters(model, plan, adapted=chosen)
         return [*left_out, *warn_of_general(model, plan=plan), *warn_of_rope(source.config, plan=plan)]
     return warn_of_rope(source.config, plan=plan)
 

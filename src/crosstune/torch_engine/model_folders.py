@@ -46,7 +46,8 @@ class TorchFolders:
 
     def check_adapter(self, weights: DenseWeights) -> None:
         if weights.adapter is not None:
-            check_layers(BaseTensors(DenseWeights(folder=weights.folder)), read_adapter(weights.adapter))
+            base = BaseTensors(DenseWeights(folder=weights.folder))
+            check_layers(base, read_adapter(weights.adapter, base))
 
     def check_form(self, form: WeightForm) -> None:
         if form.quantizer != "none":

@@ -71,7 +71,9 @@ def open_session(
             adapters = shard_on_load.finish_all(model)
         if adapters and plan.config.base_adapter:
             settings = AdapterSettings.from_config(plan.config, method=plan.method)
-            export.load_adapter(Path(plan.config.base_adapter).expanduser(), adapters, settings=settings)
+            export.load_adapter(
+                Path(plan.config.base_adapter).expanduser(), model, adapters, settings=settings
+            )
         recompute_activations(model, plan)
         notes: list[str] = []
         if trained and shard_on_load is None and isinstance(task, CausalLM):
@@ -149,8 +151,8 @@ def check_no_running_statistics(model: nn.Module) -> None:
 def trained_parameters(
     model: nn.Module, adapters: Mapping[str, Adapted], *, head: Sequence[str] = ()
 ) -> dict[str, torch.nn.Parameter]:
-    """Return the trained parameters by canonical name: adapters and head, or all that require gradients."""
+    """Return the trained parameters by canonical name: adapters, --modules_to_save and head, or all that require gradients."""
     if adapters:
         heads = {name: model.get_parameter(name).requires_grad_() for name in head}
-        return export.adapter_weights(adapters) | heads
+        return export.adapter_weights(adapters) | export.saved_weights(model, adapters) | heads
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,26 @@ from crosstune.core.names import plugin_names
 from crosstune.core.quantization import quantizer_names
 
 _adapter = partial(option, needs=(ADAPTERS,))
+
+
+_LAYERS = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?")
+
+
+def layer_numbers(value: str) -> frozenset[int] | None:
+    """Return the numbers in a list such as 0,1,4-7; None if it is not such a list."""
+    found: set[int] = set()
+    for part in value.split(","):
+        if (match := _LAYERS.fullmatch(part.strip())) is None:
+            return None
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            return None
+        found |= set(range(first, last + 1))
+    return frozenset(found)
+
+
+def _check_layers(value: str) -> str | None:
+    return None if layer_numbers(value) else "layer numbers from 0, such as 0,1,2 or 0-7"
 
 
 def _quantizer_names() -> Sequence[str]:
@@ -59,6 +80,20 @@ class MethodOptions:
         "all",
         "Layers with an adapter: all (linear layers and experts), attention, default (query and value), a "
         "comma-separated list of names, or a regex for full names",
+        on_resume=OnResume.ADAPTER,
+        joins_items="",
+    )
+    layers_to_transform: str | None = _adapter(
+        None,
+        "Numbers of the layers with adapters, from 0, such as 0,1,2 or 0-7; all layers if not set",
+        on_resume=OnResume.ADAPTER,
+        check=_check_layers,
+        joins_items="",
+    )
+    modules_to_save: str | None = _adapter(
+        None,
+        "Comma-separated names of modules to train in full next to the adapters, such as embed_tokens, lm_head or norm; "
+        "saved with the adapter",
         on_resume=OnResume.ADAPTER,
         joins_items="",
     )

@@ -254,6 +254,8 @@ def _check_values(draft: Draft) -> None:
             draft.refuse(f"{option} is 0.", why="nothing would be learned.", do="set a positive value")
     if draft["lora_dropout"] == 1:
         draft.refuse("lora_dropout is 1.", why="it would drop all adapter inputs.")
+    if draft["layers_to_transform"] and draft.facts.mlx_settings.get("num_layers", -1) != -1:
+        draft.refuse("layers_to_transform and num_layers of --mlx_config are both set.", do="keep one of the two")
     if draft["max_steps"] != -1 and (draft["warmup_steps"] or 0) > draft["max_steps"]:
         draft.warn("warmup_steps", "exceeds max_steps: the warm-up is shortened to the whole run")
     rows, size, world = draft["rows_per_step"], draft["batch_size"], draft.world_size

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,16 +11,18 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from crosstune.config.conditions import ADAPTER_METHODS
-from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.weights import uniform_by_name
 from crosstune.models.adapter_choice import (
+    ALL_LAYERS,
     AdapterSettings,
+    Layers,
     Targets,
     choose_names,
+    choose_saved,
     describe_left_out,
-    in_last_layers,
     name_for_peft,
+    name_saved,
 )
 from crosstune.torch_engine.loading.experts import (
     Routing,
@@ -175,7 +178,27 @@ def adapt(model: nn.Module, plan: Plan, *, autocast: torch.dtype | None) -> dict
     if plan.method not in ADAPTER_METHODS:
         return {}
     model.requires_grad_(False)
-    return adapt_part(model, model, choose_adapted(model, plan), plan=plan, autocast=autocast)
+    names = choose_adapted(model, plan)
+    for name in saved_parameters(model, plan, adapted=names):
+        model.get_parameter(name).requires_grad_()
+    return adapt_part(model, model, names, plan=plan, autocast=autocast)
+
+
+def saved_parameters(model: nn.Module, plan: Plan, *, adapted: Collection[str]) -> list[str]:
+    """Return the parameters that --modules_to_save trains in full."""
+    tied = tied_parameters(model)
+    return choose_saved(
+        [name for name, _ in model.named_parameters() if name not in tied],
+        plan.config.modules_to_save,
+        adapted=adapted,
+        tied=tied,
+        model=type(model).__name__,
+    )
+
+
+def tied_parameters(model: Any) -> dict[str, str]:
+    """Return the names that share the values of another parameter, with its name."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def choose_adapted(model: nn.Module, plan: Plan) -> list[str]:
@@ -184,7 +207,7 @@ def choose_adapted(model: nn.Module, plan: Plan) -> list[str]:
         model,
         plan.config.lora_target_modules,
         dora=plan.method == "dora",
-        last_layers=read_mlx_settings(plan.config.mlx_config).num_layers,
+        layers=Layers.from_config(plan.config),
     )
 
 
@@ -237,23 +260,28 @@ def _cast_frozen(part: nn.Module, dtype: torch.dtype) -> None:
             module.to(dtype)
 
 
-def name_targets(model: nn.Module, adapters: Mapping[str, Adapted]) -> Targets:
-    """Return the adapted layers under their names in PEFT's settings."""
+def name_targets(
+    model: nn.Module, adapters: Mapping[str, Adapted], *, saved: Sequence[str] = ()
+) -> Targets:
+    """Return the adapted layers and the parameters trained in full under their names in PEFT's settings."""
     stacks = [name for name, adapter in adapters.items() if isinstance(adapter, AdaptedStack)]
     layers = [name for name in adapters if name not in stacks]
     without = [name for name in linear_layers(model) if name.removesuffix(".base") not in adapters]
     bases = [adapters[name].base for name in layers]
-    return name_for_peft(
+    found = name_for_peft(
         layers,
         stacks,
         bare_layers=without,
         bare_stacks=[name for name in expert_weights(model) if name not in stacks],
         fan_in_fan_out=bool(bases) and all(is_conv1d(base) for base in bases),
     )
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    tied = {name: source for name, source in tied_parameters(model).items() if source in saved}
+    return replace(found, saved=name_saved([*saved, *tied], modules), tied=tied)
 
 
 def choose_targets(
-    model: nn.Module, targets: str, *, dora: bool, last_layers: int | None = None
+    model: nn.Module, targets: str, *, dora: bool, layers: Layers = ALL_LAYERS
 ) -> list[str]:
     """Return the linear layers and expert stacks that match `targets`."""
     return choose_names(
@@ -262,7 +290,7 @@ def choose_targets(
         stacks=expert_stacks(model),
         dora=dora,
         model=type(model).__name__,
-        last_layers=last_layers,
+        layers=layers,
     )
 
 
@@ -271,7 +299,6 @@ def warn_of_left_out(model: nn.Module, chosen: Sequence[str], plan: Plan) -> lis
     if plan.config.lora_target_modules != "all":
         return []
     by_model = f"{type(model).__name__} computes their matmuls itself"
-    last_layers = read_mlx_settings(plan.config.mlx_config).num_layers
-    experts = in_last_layers(expert_weights(model), last_layers=last_layers)
+    experts = Layers.from_config(plan.config).choose(expert_weights(model))
     why = "DoRA does not support experts" if plan.method == "dora" else by_model
     return describe_left_out(chosen, experts, why=why)

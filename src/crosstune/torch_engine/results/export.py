@@ -11,16 +11,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from crosstune.core.protocols import Array
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import copy_tokenizer
 from crosstune.models.adapter_files import load_adapter as read_adapter_files
 from crosstune.models.config_spelling import respell_folder
 from crosstune.models.folder import PLAIN_STEM
 from crosstune.models.weights import write_shards
-from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear
+from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, tied_parameters
 from crosstune.torch_engine.session.state import copy_rows
-from crosstune.torch_engine.sharding.local_shard import local_part, whole
+from crosstune.torch_engine.sharding.local_shard import local_part
 
 
 def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
@@ -30,16 +29,19 @@ def adapter_weights(adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
     }
 
 
-def host_weights(adapters: Mapping[str, Adapted]) -> dict[str, Array]:
-    """Return fp32 copies of the adapter parameters on the host. A collective call if they are sharded."""
-    return {name: whole(p).float().cpu().numpy() for name, p in adapter_weights(adapters).items()}
+def saved_weights(model: nn.Module, adapters: Mapping[str, Adapted]) -> dict[str, nn.Parameter]:
+    """Return the parameters of an adapted model that are trained in full."""
+    own = {id(parameter) for parameter in adapter_weights(adapters).values()}
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) not in own}
 
 
-def load_adapter(folder: Path, adapters: Mapping[str, Adapted], *, settings: AdapterSettings) -> None:
-    """Copy the weights of a PEFT adapter folder into the model's adapters."""
-    parameters = adapter_weights(adapters)
+def load_adapter(
+    folder: Path, model: nn.Module, adapters: Mapping[str, Adapted], *, settings: AdapterSettings
+) -> None:
+    """Copy the weights of a PEFT adapter folder into the model."""
+    parameters = adapter_weights(adapters) | saved_weights(model, adapters)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    tensors = read_adapter_files(folder, shapes, settings=settings)
+    tensors = read_adapter_files(folder, shapes, settings=settings, tied=tied_parameters(model))
     for name, parameter in parameters.items():
         copy_rows(tensors[name], local_part(parameter), of=parameter)
 

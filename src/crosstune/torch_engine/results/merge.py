@@ -10,9 +10,9 @@ import torch
 
 from crosstune.core.errors import UserError
 from crosstune.core.model_folders import AdapterFolder, DenseWeights, OnBytes
-from crosstune.models.adapter_files import read_matrices
+from crosstune.models.adapter_files import read_matrices, without_tied
 from crosstune.torch_engine.device import PRECISIONS
-from crosstune.torch_engine.loading.adapters import split_by_expert
+from crosstune.torch_engine.loading.adapters import split_by_expert, tied_parameters
 from crosstune.torch_engine.loading.blocks import in_blocks
 from crosstune.torch_engine.loading.file_layout import FileLayout, Group
 from crosstune.torch_engine.loading.load import empty_model, forms_to_quantize, read_config
@@ -35,23 +35,28 @@ class Adapter:
     folder: Path
     scale: float
     layers: Mapping[str, Matrices]
+    saved: Mapping[str, torch.Tensor]
+    """The parameters trained in full."""
 
 
-def read_adapter(source: AdapterFolder) -> Adapter:
-    """Read the matrices of an adapter in fp32."""
+def read_adapter(source: AdapterFolder, base: BaseTensors) -> Adapter:
+    """Read the tensors of an adapter for a base, in fp32."""
     folder, settings = source.path, source.settings
     parts: dict[str, dict[str, torch.Tensor]] = {}
-    for name, matrix in read_matrices(folder, settings).items():
+    arrays = without_tied(folder, read_matrices(folder, settings), settings, tied=tied_parameters(base.model))
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    saved = {name: tensors.pop(name) for name in list(tensors) if ".lora_" not in name}
+    for name, matrix in tensors.items():
         layer, _, part = name.rpartition(".lora_")
-        parts.setdefault(layer, {})[part.removesuffix(".weight")] = torch.from_numpy(matrix)
-    for layer, tensors in parts.items():
-        if not {"A", "B"} <= tensors.keys() <= {"A", "B", "magnitude_vector"}:
+        parts.setdefault(layer, {})[part.removesuffix(".weight")] = matrix
+    for layer, matrices in parts.items():
+        if not {"A", "B"} <= matrices.keys() <= {"A", "B", "magnitude_vector"}:
             raise UserError(
                 f"The adapter {folder} contains unsupported tensors.",
-                why=f"a LoRA or DoRA layer needs A and B, got {', '.join(sorted(tensors))} for '{layer}'.",
+                why=f"a LoRA or DoRA layer needs A and B, got {', '.join(sorted(matrices))} for '{layer}'.",
             )
     root = settings["r"] ** 0.5 if settings.get("use_rslora") else settings["r"]
-    return Adapter(folder=folder, scale=settings["lora_alpha"] / root, layers=parts)
+    return Adapter(folder=folder, scale=settings["lora_alpha"] / root, layers=parts, saved=saved)
 
 
 def fold(weight: torch.Tensor, matrices: Matrices, *, scale: float, form: WeightForm) -> torch.Tensor:
@@ -132,7 +137,7 @@ def dense_tensors(
     """Yield every tensor of the dense, merged model under the model's names."""
     adapter, dtype = None, DTYPES.get(base.weights.dtype)
     if base.weights.adapter is not None:
-        adapter = read_adapter(base.weights.adapter)
+        adapter = read_adapter(base.weights.adapter, base)
         check_layers(base, adapter)
     for group, tensors in base.read(on_read=on_read):
         for name, tensor in tensors.items():
@@ -140,6 +145,8 @@ def dense_tensors(
             matrices = adapter.layers.get(name.removesuffix(".weight")) if adapter is not None else None
             if adapter is not None and form is not None and matrices is not None:
                 tensor = fold(tensor.to(base.device), matrices, scale=adapter.scale, form=form).cpu()
+            if adapter is not None:
+                tensor = adapter.saved.get(name, tensor)
             if tensor.is_floating_point():
                 tensor = tensor.to(dtype or base.stored_dtype(group))
             tensors[name] = tensor
@@ -164,7 +171,11 @@ def write_dense(
 
 def check_layers(base: BaseTensors, adapter: Adapter) -> None:
     """Check that the base has a weight of matching shape for every layer of the adapter."""
-    wrong = []
+    wrong = [
+        f"{name} is {tuple(tensor.shape)} in the adapter and {base.shapes.get(name)} in the base"
+        for name, tensor in adapter.saved.items()
+        if base.shapes.get(name) != tuple(tensor.shape)
+    ]
     for layer, matrices in sorted(adapter.layers.items()):
         form = base.forms.get(f"{layer}.weight") or base.forms.get(layer)
         experts = len(form.matrices) if form is not None and form.stacked else 1
@@ -176,6 +187,6 @@ def check_layers(base: BaseTensors, adapter: Adapter) -> None:
     if wrong:
         raise UserError(
             f"The adapter {adapter.folder} does not match the base {base.weights.folder}.",
-            why=f"{len(wrong)} of {len(adapter.layers)} layers differ: {wrong[0]}.",
+            why=f"{len(wrong)} of {len(adapter.layers) + len(adapter.saved)} layers differ: {wrong[0]}.",
             do="specify the base it was trained on with --base",
         )

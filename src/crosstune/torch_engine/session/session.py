@@ -263,7 +263,7 @@ class TorchSession:
         doing = "writing the result"
         with self._gathering(doing), memory_errors(self.device, doing=doing), self.averaged():
             if self.adapters and not isinstance(self.task, HasOwnHead):
-                weights = export.host_weights(self.adapters)
+                weights = states.export_weights(self.masters)
                 return None if folder is None else self._write_adapter(folder / "adapter", weights)
             if isinstance(self.task, CausalLM):
                 self.task.measure_result(self.model)
@@ -274,7 +274,9 @@ class TorchSession:
             folder,
             weights,
             settings=AdapterSettings.from_config(self.plan.config, method=self.plan.method),
-            targets=name_targets(self.model, self.adapters),
+            targets=name_targets(
+                self.model, self.adapters, saved=list(export.saved_weights(self.model, self.adapters))
+            ),
             base=self.context.folder,
             base_name=self.context.base_name,
             record=self.task.base_record() if isinstance(self.task, RecordsBase) else {},

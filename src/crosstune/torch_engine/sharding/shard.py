@@ -23,7 +23,7 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.process.ranks import Ranks
 from crosstune.torch_engine.device import give_back_freed
-from crosstune.torch_engine.loading.adapters import Adapted, adapt_part, choose_adapted
+from crosstune.torch_engine.loading.adapters import Adapted, adapt_part, choose_adapted, saved_parameters
 from crosstune.torch_engine.quantized import StoredWeight
 from crosstune.torch_engine.sharding.local_shard import find_blocks, is_sharded
 
@@ -244,6 +244,7 @@ class ShardOnLoad:
     adapters: dict[str, Adapted] = field(default_factory=dict)
     is_done: bool = False
     _chosen: Sequence[str] | None = None
+    _saved: Sequence[str] = ()
 
     def __call__(self, model: nn.Module, block: str) -> None:
         part = model.get_submodule(block)
@@ -264,9 +265,13 @@ class ShardOnLoad:
     def _add_adapters(self, model: nn.Module, part: nn.Module, block: str) -> None:
         if self._chosen is None:
             self._chosen = choose_adapted(model, self.plan)
+            self._saved = saved_parameters(model, self.plan, adapted=self._chosen)
         for parameter in part.parameters():
             if not is_sharded(parameter):
                 parameter.requires_grad_(False)
+        for name in self._saved:
+            if not is_sharded(parameter := model.get_parameter(name)) and (not block or name.startswith(f"{block}.")):
+                parameter.requires_grad_()
         names = [
             name
             for name in self._chosen

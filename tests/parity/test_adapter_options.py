@@ -1,0 +1,244 @@
+"""Options of adapters against PEFT itself: the losses of a plain PEFT loop, and the saved adapter opened by PEFT."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_peft_parity import column, order_of_rows, reference_run, start_adapter
+from transformers import AutoModelForCausalLM
+
+from crosstune.api.model import load
+from crosstune.cli.main import main
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.files.json_files import read_json
+from crosstune.models.tiny import tiny_model as make_tiny
+from crosstune.runs.pipeline import train
+
+NUM_STEPS = 10
+TOKENS = list(range(5, 25))
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+COMMON: dict[str, Any] = {
+    "train_type": "lora",
+    "precision": "fp32",
+    "batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "lr": 3e-3,
+    "wd": 0.05,
+    "grad_norm": 0.5,
+    "seed": 3,
+    "lora_rank": 8,
+    "lora_alpha": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Models of three layers, by whether the head is tied to the embeddings."""
+    home = tmp_path_factory.mktemp("models")
+    for tied in (False, True):
+        make_tiny(home / str(tied), num_layers=3, tied=tied)
+    return {tied: home / str(tied) for tied in (False, True)}
+
+
+def run_options(model: Path, data: Path, folder: Path, **options: Any) -> dict[str, Any]:
+    shared = {"model_name": str(model), "dataset": str(data), "output_dir": str(folder), "name": "run"}
+    fixed = {"lr_scheduler": "constant", "max_steps": NUM_STEPS, "skip_eval": True, "backend": "cpu"}
+    return COMMON | shared | fixed | options
+
+
+def peft_losses(model: Path, **settings: Any) -> list[float]:
+    def make(folder: Path, train_type: str, seed: int, *, dtype: torch.dtype) -> Any:
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        config = LoraConfig(
+            **{"r": 8, "lora_alpha": 16, "target_modules": ALL_LINEAR, "task_type": "CAUSAL_LM"} | settings
+        )
+        adapted = get_peft_model(base, config)
+        if config.init_lora_weights is True:
+            start_adapter(adapted, seed=seed)
+        return adapted
+
+    return reference_run(model, COMMON, order_of_rows(COMMON, NUM_STEPS), make=make).losses
+
+
+def peft_logits(base: Path, adapter: Path, *, size: int | None = None) -> np.ndarray:
+    """The logits of the base with the adapter, opened as PEFT's users do."""
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if size is not None:
+        plain.resize_token_embeddings(size)
+    opened = PeftModel.from_pretrained(plain, adapter).eval()
+    with torch.no_grad():
+        return opened(input_ids=torch.tensor([TOKENS])).logits[0].numpy()
+
+
+def check_result(run: Path, base: Path, *, bound: float = 1e-5) -> None:
+    """The run, its adapter in PEFT and the merged model have one set of logits, which are not those of the base."""
+    opened = load(run, backend="cpu", progress=False)
+    ours = opened.logits(TOKENS)
+    assert peft_logits(base, run / "adapter") == pytest.approx(ours, abs=bound)
+    merged = load(opened.merge(run.parent / "merged"), backend="cpu", progress=False)
+    assert merged.logits(TOKENS) == pytest.approx(ours, abs=bound)
+    assert np.abs(load(base, backend="cpu", progress=False).logits(TOKENS) - ours).max() > 100 * bound
+
+
+def check_resume(folder: Path, asked: dict[str, Any], straight: Path, *, backend: str) -> None:
+    """Stop after half of the steps, resume, and have the bytes of a run that did not stop."""
+    half = asked | {"backend": backend, "save_steps": 5, "output_dir": str(folder)}
+    train(make_config(**half | {"max_steps": 5}))
+    train(make_config(**half | {"resume": "auto"}))
+    name = Path("adapter", "adapter_model.safetensors")
+    assert (folder / "run" / name).read_bytes() == (straight / name).read_bytes()
+
+
+@pytest.mark.parametrize(("listed", "numbers"), [("0,2", [0, 2]), ("1-2", [1, 2])])
+def test_layers_to_transform_is_that_of_peft(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, listed: str, numbers: list[int]
+) -> None:
+    model = models[False]
+    asked = run_options(model, data_file, tmp_path, layers_to_transform=listed)
+    run = train(make_config(**asked)).folder
+    assert column(run, "loss") == pytest.approx(peft_losses(model, layers_to_transform=numbers), rel=1e-5)
+    assert read_json(run / "adapter" / "adapter_config.json")["layers_to_transform"] == numbers
+    check_result(run, model)
+    if listed == "0,2":
+        check_resume(tmp_path / "resumed", asked, run, backend="cpu")
+
+
+def test_layers_to_transform_on_mlx_and_on_the_fast_layers(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("mlx_lm")
+    losses = {}
+    for name, options in {
+        "plain": {"backend": "cpu"},
+        "fast": {"backend": "cpu", "kernels": "fast"},
+        "mlx": {"backend": "mlx"},
+    }.items():
+        asked = run_options(models[False], data_file, tmp_path / name, layers_to_transform="0,2", **options)
+        run = train(make_config(**asked)).folder
+        losses[name] = column(run, "loss")
+    assert losses["fast"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert losses["mlx"] == pytest.approx(losses["plain"], rel=1e-5)
+    check_result(run, models[False])
+    check_resume(tmp_path / "resumed", asked, run, backend="mlx")
+    moved = tmp_path / "moved.tar"
+    assert main(["move", str(tmp_path / "resumed" / "run"), "--to", "cpu", "--out", str(moved)]) == 0
+
+
+@pytest.mark.parametrize("value", ["", "a", "3-1", "-1", "0,,1", "1.5", "0-99999"])
+def test_wrong_layers_are_refused(value: str) -> None:
+    with pytest.raises(UserError, match="layers_to_transform"):
+        make_config(layers_to_transform=value)
+
+
+def test_a_layer_that_the_model_lacks_is_refused(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for backend in ("cpu", "mlx"):
+        asked = run_options(models[False], data_file, tmp_path, layers_to_transform="1-3", backend=backend)
+        with pytest.raises(UserError, match="(?s)layers_to_transform 3 matches no layer.*0 to 2"):
+            train(make_config(**asked))
+    assert not (tmp_path / "run").exists()
+    words = [f"--{name}={value}" for name, value in (asked | {"layers_to_transform": "1"}).items()]
+    settings = tmp_path / "mlx.json"
+    settings.write_text('{"num_layers": 1}')
+    assert main(["train", *words, "--mlx_config", str(settings)]) == 2
+    assert "layers_to_transform and num_layers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("listed", "tied", "settings"),
+    [
+        ("embed_tokens,lm_head,model.norm", False, {"modules_to_save": ["embed_tokens", "lm_head", "model.norm"]}),
+        ("lm_head", True, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}),
+        ("input_layernorm", False, {"modules_to_save": ["input_layernorm"]}),
+    ],
+)
+def test_modules_to_save_is_that_of_peft(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, listed: str, tied: bool, settings: dict[str, Any]
+) -> None:
+    model = models[tied]
+    asked = run_options(model, data_file, tmp_path, modules_to_save=listed)
+    run = train(make_config(**asked)).folder
+    assert column(run, "loss") == pytest.approx(peft_losses(model, **copy.deepcopy(settings)), rel=1e-5)
+    written = read_json(run / "adapter" / "adapter_config.json")
+    assert {name: written.get(name) for name in settings} == settings
+    check_result(run, model)
+    check_resume(tmp_path / "resumed", asked, run, backend="cpu")
+
+
+@pytest.mark.parametrize(("listed", "tied"), [("embed_tokens,lm_head", False), ("embed_tokens,norm", True)])
+def test_modules_to_save_on_mlx_and_elsewhere(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, listed: str, tied: bool
+) -> None:
+    pytest.importorskip("mlx_lm")
+    losses = {}
+    for name in ("cpu", "mlx"):
+        asked = run_options(models[tied], data_file, tmp_path / name, modules_to_save=listed, backend=name)
+        run = train(make_config(**asked)).folder
+        losses[name] = column(run, "loss")
+    assert losses["mlx"] == pytest.approx(losses["cpu"], rel=1e-5)
+    check_result(run, models[tied])
+    check_mlx(run)
+    check_resume(tmp_path / "resumed", asked, run, backend="mlx")
+    moved = tmp_path / "moved.tar"
+    assert main(["move", str(tmp_path / "resumed" / "run"), "--to", "cpu", "--out", str(moved)]) == 0
+    again = asked | {"backend": "cpu", "base_adapter": str(run / "adapter"), "name": "again", "max_steps": 1}
+    continued = train(make_config(**again)).folder
+    assert column(continued, "loss", learns=False)[0] < losses["cpu"][0] - 0.05
+
+
+def check_mlx(run: Path) -> None:
+    """A merge on MLX has the logits of the run; mlx-lm's adapters cannot have whole modules."""
+    assert not (run / "adapter" / "mlx").exists()
+    ours = load(run, backend="cpu", progress=False).logits(TOKENS)
+    merged = load(run, backend="mlx", progress=False).merge(run.parent / "merged-mlx")
+    assert load(merged, backend="cpu", progress=False).logits(TOKENS) == pytest.approx(ours, abs=1e-4)
+
+
+def test_a_quantized_base_has_dense_modules_to_save(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path
+) -> None:
+    for precision in ("bf16", "bf16_autocast"):
+        options = {"train_type": "qlora", "precision": precision, "modules_to_save": "embed_tokens,lm_head,norm"}
+        asked = run_options(models[False], data_file, tmp_path / precision, **options)
+        run = train(make_config(**asked)).folder
+        column(run, "loss")
+        check_resume(tmp_path / precision / "resumed", asked, run, backend="cpu")
+        ours = load(run, backend="cpu", progress=False)
+        merged = load(ours.merge(run.parent / "merged", into="dequantized"), backend="cpu", progress=False)
+        assert merged.logits(TOKENS) == pytest.approx(ours.logits(TOKENS), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"modules_to_save": "embd"}, "modules_to_save embd matches no module.*embed_tokens.*lm_head"),
+        ({"modules_to_save": "mlp"}, "modules_to_save mlp includes .*mlp.*, which has an adapter"),
+    ],
+)
+def test_modules_that_cannot_be_saved_are_refused(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    for backend in ("cpu", "mlx"):
+        with pytest.raises(UserError, match=f"(?s){message}"):
+            train(make_config(**run_options(models[False], data_file, tmp_path, **options, backend=backend)))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_adapter_that_untied_its_head_is_refused(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(models[True])
+    config = LoraConfig(r=8, target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
+    get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    opened = load(tmp_path / "adapter", backend="cpu", progress=False)
+    for use in (lambda: opened.logits(TOKENS), lambda: opened.merge(tmp_path / "merged")):
+        with pytest.raises(UserError, match="apart from the output head"):
+            use()
