@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from crosstune.cli.arguments import at_least
-from crosstune.cli.commands.plan import figure_rows
+from crosstune.cli.arguments import parse_config
+from crosstune.cli.commands.plan import figure_rows, make_parser
 from crosstune.config.load import make_config
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
@@ -49,6 +51,9 @@ DATA = DataFacts(num_rows=8000, num_steps=1000, longest_row=2048, longest_target
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path))
     return tmp_path / "measured"
+
+
+LARGER = "meta-llama/Llama-2-13b-hf"
 
 
 def plan_on(machine: str, *, num_nodes: int = 1, **asked: Any) -> Plan:
@@ -173,20 +178,45 @@ def test_numbers_that_a_command_refuses() -> None:
         at_least(0.0)("inf")
 
 
-def test_the_smallest_change_that_fits_is_named_and_fits() -> None:
+TIGHT: list[tuple[str, dict[str, Any], str]] = [
+    ("apple-m1-16gb", {"backend": "mps", "train_type": "qlora"}, "--precision fp16 ("),
+    ("rtx-4060", {"train_type": "lora"}, "--train_type qlora ("),
+    ("rtx-4090", {"train_type": "lora", "no_4bit": True, "model_name": LARGER}, "--train_type qlora"),
+    ("rtx-4090", {"train_type": "lora", "model_name": LARGER, "context_length": 512}, "--train_type qlora ("),
+    ("rtx-4090", {"train_type": "dora", "model_name": LARGER}, "--train_type hqq_dora ("),
+    ("rtx-4090", {"train_type": "full"}, "--train_type lora ("),
+    ("rtx-4090", {"train_type": "full", "model_name": "meta-llama/Llama-3.2-1B"}, "--optimizer adamw_8bit ("),
+    ("apple-m1-16gb", {"train_type": "lora", "model_name": LARGER}, "--train_type qlora --context_length"),
+    ("t4", {"train_type": "qlora", "n_bits": 8, "model_name": LARGER}, "--n_bits 4"),
+    ("v100-16gb", {"train_type": "lora"}, "--use_activation_cpu_offload --precision fp16"),
+    ("a10", {"train_type": "lora", "precision": "fp32"}, "--precision bf16"),
+    (
+        "arc-b580",
+        {"train_type": "qlora", "use_gradient_checkpointing": False},
+        "--use_gradient_checkpointing",
+    ),
+    ("h100", {"train_type": "full", "model_name": "meta-llama/Llama-3.1-70B"}, "--train_type qlora"),
+]
+
+
+@pytest.mark.parametrize(("machine", "asked", "change"), TIGHT)
+def test_the_command_that_fits_is_named_and_fits(machine: str, asked: dict[str, Any], change: str) -> None:
+    found = predict(plan_on(machine, **asked))
+    assert found is not None and found.fit is not None and found.fit.command is not None
+    assert found.fit.text.startswith(change), found.fit.text
+    words = shlex.split(found.fit.command)
+    assert words[:2] == ["crosstune", "train"]
+    _, config = parse_config(make_parser(), words[2:])
+    plan = make_plan(config, machine=load_machine(machine))
+    assert plan.estimated_bytes is not None and plan.estimated_bytes <= plan.usable_bytes, found.fit.command
+
+
+def test_what_fits_needs_no_change_and_what_never_fits_has_none() -> None:
     fits = predict(plan_on("h200", train_type="qlora"))
-    assert fits is not None and fits.change is None
-    larger = {"model_name": "meta-llama/Llama-2-13b-hf", "context_length": 512}
-    lora = predict(plan_on("rtx-4090", train_type="lora", **larger))
-    assert lora is not None and lora.change is not None and lora.change.startswith("--train_type qlora (")
-    changed = plan_on("rtx-4090", train_type="qlora", **larger)
-    assert changed.estimated_bytes is not None and changed.estimated_bytes <= changed.usable_bytes
-    huge = predict(
-        plan_on("h100", train_type="full", model_name="meta-llama/Llama-3.1-70B", context_length=256)
-    )
-    assert huge is not None and huge.change is not None and "--train_type qlora" in huge.change
+    assert fits is not None and fits.fit is None
     impossible = predict(plan_on("t4", train_type="full", model_name="meta-llama/Llama-3.1-405B"))
-    assert impossible is not None and impossible.change is not None and "smaller model" in impossible.change
+    assert impossible is not None and impossible.fit is not None and impossible.fit.command is None
+    assert "smaller model" in impossible.fit.text
 
 
 def test_unknown_sizes_predict_nothing_and_unknown_devices_no_time() -> None:
@@ -246,7 +276,12 @@ def test_a_generation_decides_the_precision(name: str, backend: str, precision: 
 
 @pytest.mark.parametrize(
     ("name", "device_gib"),
-    [("rtx-4060:16gb", 16), ("rtx-4060:16gb-x2", 16), ("apple-m2-max-64gb:96gb", 72), ("cpu-laptop:64gb", 64)],
+    [
+        ("rtx-4060:16gb", 16),
+        ("rtx-4060:16gb-x2", 16),
+        ("apple-m2-max-64gb:96gb", 72),
+        ("cpu-laptop:64gb", 64),
+    ],
 )
 def test_the_memory_of_a_profile_can_be_changed(name: str, device_gib: int) -> None:
     machine = load_machine(name)

@@ -142,8 +142,9 @@ def figure_rows(plan: Plan, prediction: Prediction | None) -> Rows:
         "memory": _memory(plan),
         "of which": ", ".join(f"{names.get(name, name)} {size(part)}" for name, part in parts),
     }
-    if prediction.change is not None:
-        rows["would fit"] = f"with {prediction.change}"
+    if (fit := prediction.fit) is not None:
+        rows["would fit"] = f"with {fit.text}"
+        rows |= {"command": fit.command} if fit.command else {}
     return rows | _time_rows(prediction)
 
 
