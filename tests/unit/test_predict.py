@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from crosstune.cli.arguments import at_least
-from crosstune.cli.arguments import parse_config
+from crosstune.cli.arguments import at_least, parse_config
 from crosstune.cli.commands.plan import figure_rows, make_parser
 from crosstune.config.load import make_config
 from crosstune.config.resolve.plan import Plan
