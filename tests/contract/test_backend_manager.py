@@ -92,7 +92,7 @@ def test_batch_size_follows_memory_model_and_length() -> None:
     assert large.get_optimal_batch_size(7) > small.get_optimal_batch_size(7) >= 1
     assert large.get_optimal_batch_size(7) > large.get_optimal_batch_size(70) >= 1
     assert large.get_optimal_batch_size(7) > large.get_optimal_batch_size(7, sequence_length=8192)
-    assert on("cpu-laptop").get_optimal_batch_size(model_size_b=400) == 1
+    assert on("cpu-laptop").get_optimal_batch_size(model_size_b=400) == 0
 
 
 def test_model_size_is_checked_against_memory() -> None:

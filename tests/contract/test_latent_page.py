@@ -47,5 +47,7 @@ def test_the_guides_commands_find_loss_and_speed(shop: Workshop) -> None:
     text = log.read_text(encoding="utf-8")
     assert len(re.findall(r"Loss:\s*(\d+\.\d+)", text)) == 4
     assert len(re.findall(r'samples_per_sec["\']:\s*(\d+\.\d+)', text)) == 4
+    assert re.search("optimizer adamw .*fused", text), "the adopted YAML asks for it"
+    assert "export TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC" in script.read_text() and "1800" in script.read_text()
     rows = shop.metrics("l2t")
     assert len(rows) == 4 and all(row["examples"] == 6 for row in rows)

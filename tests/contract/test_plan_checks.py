@@ -181,6 +181,7 @@ def test_one_of_several_torch_processes(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     check_same(f"--model_name {tiny_model}", "This process is rank 1 of 2", capsys)
 
 

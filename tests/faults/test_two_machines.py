@@ -106,7 +106,8 @@ def test_two_machines_train_as_one(bench: Bench, machines: tuple[str, str], tmp_
     (first, said), (second, quiet) = ends(start(bench, machines, tmp_path / "two"))
     assert (first, second) == (0, 0), said + quiet
     assert ranks.differences(ranks.read_bits(tmp_path / "two"), wanted) == []
-    assert "finished" in said and "finished" not in quiet
+    assert "finished" in said and "joined" not in said
+    assert "joined   as node 1 of 2, rank 1 of 2" in quiet and "all processes finished" in quiet
 
 
 def test_a_name_that_leads_back_to_the_first_machine_is_fine(

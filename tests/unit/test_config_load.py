@@ -9,7 +9,7 @@ import pytest
 from crosstune.config.load import load_config, make_config, to_yaml
 from crosstune.config.option import check_duration
 from crosstune.config.schema import Config, option_list
-from crosstune.core.errors import ConfigError
+from crosstune.core.errors import ConfigError, UserError
 
 
 def load(*flags: str, file: Path | None = None, **environment: str) -> Config:
@@ -61,6 +61,18 @@ def test_booleans_take_a_word_or_nothing(words: list[str], expected: bool) -> No
 def test_negative_numbers_and_scientific_notation_are_values() -> None:
     config = load("--max_steps", "-1", "--lr", "1e-3", "--batch_size=4")
     assert (config.max_steps, config.lr, config.batch_size) == (-1, 1e-3, 4)
+
+
+@pytest.mark.parametrize("before", [["--batch_size", "1"], ["--low_memory"]])
+def test_words_after_a_backslash_are_named(before: list[str]) -> None:
+    with pytest.raises(UserError, match="Unexpected argument") as caught:
+        load_config([*before, "  "], environment={})
+    assert "backslash" in caught.value.do
+
+
+def test_an_assignment_to_a_config_says_how_to_set_the_option() -> None:
+    with pytest.raises(AttributeError, match=r"make_config\(..., lr=...\)"):
+        setattr(load_config([], environment={}), "lr", 1.0)  # noqa: B010
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:

@@ -90,6 +90,25 @@ def test_rank_zero_serves_the_store_where_no_agent_does() -> None:
     assert first is not None and not first.serves_store
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"LOCAL_WORLD_SIZE": "2"}, {"SLURM_JOB_NUM_NODES": "1"}, {"NNODES": "1"}]
+)
+def test_ranks_without_an_address_meet_on_this_machine(more: dict[str, str]) -> None:
+    ranks = ranks_in({"RANK": "1", "WORLD_SIZE": "2", **more})
+    assert ranks is not None and (ranks.master_addr, ranks.master_port) == ("127.0.0.1", 29500)
+    assert (ranks.local_rank, ranks.local_size, ranks.num_nodes) == (1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"NNODES": "2"}, {"LOCAL_WORLD_SIZE": "1"}, {"SLURM_NNODES": "2"}, {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}],
+)
+def test_ranks_on_several_nodes_need_an_address(more: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="MASTER_ADDR is not set") as caught:
+        ranks_in({"RANK": "0", "WORLD_SIZE": "2", **more})
+    assert f"{next(iter(more))} is" in caught.value.why
+
+
 def test_a_task_of_srun_learns_its_place() -> None:
     ranks = ranks_in(SRUN)
     assert ranks is not None

@@ -10,6 +10,7 @@ import pytest
 
 from crosstune.cli.adopt import ENTRIES
 from crosstune.config.load import load_config, make_config
+from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError
 from crosstune.machines.probe import load_machine
 from crosstune.planner.gather import make_plan
@@ -212,6 +213,22 @@ def test_the_originals_file_is_read(tmp_path: Path) -> None:
     }
     assert expected.items() <= config.options_asked().items()
     assert "num_epochs" not in config.sources  # the number of steps ends the run
+
+
+def test_the_adopted_file_keeps_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "mmdit_stable.yaml"
+    [text] = (entry.text() for entry in ENTRIES if entry.path.endswith("configs/mmdit_stable.yaml"))
+    path.write_text(text)
+    asked = load_config([], file=path, environment={}).options_asked()
+    changed = {name for name, value in asked.items() if value != options_by_name()[name].default}
+    script = {
+        "max_steps",
+        "save_steps",
+        "log_every_n_steps",
+        "eval_steps",
+        "batch_size",
+    }  # the script sets them
+    assert changed == {"recipe", "train_type", "optimizer"} | script
 
 
 def test_what_the_originals_file_means_otherwise_is_refused(tmp_path: Path) -> None:

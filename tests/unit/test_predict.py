@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from crosstune.cli.arguments import at_least
-from crosstune.cli.commands.plan import figure_rows
+from crosstune.cli.arguments import at_least, parse_config
+from crosstune.cli.commands.plan import figure_rows, make_parser
 from crosstune.config.load import make_config
 from crosstune.config.resolve.plan import Plan
+from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.estimate.memory import GIB
 from crosstune.estimate.model_shape import Step
@@ -25,7 +27,7 @@ from crosstune.estimate.step_time import (
     flops_per_token,
     step_time,
 )
-from crosstune.machines.probe import load_machine, profile_names
+from crosstune.machines.probe import fastest_backend, load_machine, profile_names
 from crosstune.models.known_models import known_shape
 from crosstune.planner.gather import make_plan
 from crosstune.planner.learned import (
@@ -48,6 +50,9 @@ DATA = DataFacts(num_rows=8000, num_steps=1000, longest_row=2048, longest_target
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path))
     return tmp_path / "measured"
+
+
+LARGER = "meta-llama/Llama-2-13b-hf"
 
 
 def plan_on(machine: str, *, num_nodes: int = 1, **asked: Any) -> Plan:
@@ -172,20 +177,45 @@ def test_numbers_that_a_command_refuses() -> None:
         at_least(0.0)("inf")
 
 
-def test_the_smallest_change_that_fits_is_named_and_fits() -> None:
+TIGHT: list[tuple[str, dict[str, Any], str]] = [
+    ("apple-m1-16gb", {"backend": "mps", "train_type": "qlora"}, "--precision fp16 ("),
+    ("rtx-4060", {"train_type": "lora"}, "--train_type qlora ("),
+    ("rtx-4090", {"train_type": "lora", "no_4bit": True, "model_name": LARGER}, "--train_type qlora"),
+    ("rtx-4090", {"train_type": "lora", "model_name": LARGER, "context_length": 512}, "--train_type qlora ("),
+    ("rtx-4090", {"train_type": "dora", "model_name": LARGER}, "--train_type hqq_dora ("),
+    ("rtx-4090", {"train_type": "full"}, "--train_type lora ("),
+    ("rtx-4090", {"train_type": "full", "model_name": "meta-llama/Llama-3.2-1B"}, "--optimizer adamw_8bit ("),
+    ("apple-m1-16gb", {"train_type": "lora", "model_name": LARGER}, "--train_type qlora --context_length"),
+    ("t4", {"train_type": "qlora", "n_bits": 8, "model_name": LARGER}, "--n_bits 4"),
+    ("v100-16gb", {"train_type": "lora"}, "--use_activation_cpu_offload --precision fp16"),
+    ("a10", {"train_type": "lora", "precision": "fp32"}, "--precision bf16"),
+    (
+        "arc-b580",
+        {"train_type": "qlora", "use_gradient_checkpointing": False},
+        "--use_gradient_checkpointing",
+    ),
+    ("h100", {"train_type": "full", "model_name": "meta-llama/Llama-3.1-70B"}, "--train_type qlora"),
+]
+
+
+@pytest.mark.parametrize(("machine", "asked", "change"), TIGHT)
+def test_the_command_that_fits_is_named_and_fits(machine: str, asked: dict[str, Any], change: str) -> None:
+    found = predict(plan_on(machine, **asked))
+    assert found is not None and found.fit is not None and found.fit.command is not None
+    assert found.fit.text.startswith(change), found.fit.text
+    words = shlex.split(found.fit.command)
+    assert words[:2] == ["crosstune", "train"]
+    _, config = parse_config(make_parser(), words[2:])
+    plan = make_plan(config, machine=load_machine(machine))
+    assert plan.estimated_bytes is not None and plan.estimated_bytes <= plan.usable_bytes, found.fit.command
+
+
+def test_what_fits_needs_no_change_and_what_never_fits_has_none() -> None:
     fits = predict(plan_on("h200", train_type="qlora"))
-    assert fits is not None and fits.change is None
-    larger = {"model_name": "meta-llama/Llama-2-13b-hf", "context_length": 512}
-    lora = predict(plan_on("rtx-4090", train_type="lora", **larger))
-    assert lora is not None and lora.change is not None and lora.change.startswith("--train_type qlora (")
-    changed = plan_on("rtx-4090", train_type="qlora", **larger)
-    assert changed.estimated_bytes is not None and changed.estimated_bytes <= changed.usable_bytes
-    huge = predict(
-        plan_on("h100", train_type="full", model_name="meta-llama/Llama-3.1-70B", context_length=256)
-    )
-    assert huge is not None and huge.change is not None and "--train_type qlora" in huge.change
+    assert fits is not None and fits.fit is None
     impossible = predict(plan_on("t4", train_type="full", model_name="meta-llama/Llama-3.1-405B"))
-    assert impossible is not None and impossible.change is not None and "smaller model" in impossible.change
+    assert impossible is not None and impossible.fit is not None and impossible.fit.command is None
+    assert "smaller model" in impossible.fit.text
 
 
 def test_unknown_sizes_predict_nothing_and_unknown_devices_no_time() -> None:
@@ -195,18 +225,87 @@ def test_unknown_sizes_predict_nothing_and_unknown_devices_no_time() -> None:
     assert find_speed("Radeon 9") is None and find_speed("NVIDIA GeForce RTX 4080") == find_speed("RTX 4080")
 
 
+SOLD = """apple-m1-pro-16gb apple-m1-max-32gb apple-m1-max-64gb apple-m2-ultra-128gb apple-m2-ultra-192gb apple-m3-ultra-96gb
+apple-m5-16gb apple-m5-max-128gb rtx-2080-ti rtx-3060 rtx-4060 rtx-5090 gtx-1080-ti v100-16gb v100-32gb t4 l4 l40s a10
+rtx-a6000 a100-40gb a100-80gb h100 h200 gh200 b200 mi210 mi250 mi300x arc-a770 arc-b580"""
+
+
 def test_every_profile_can_be_read_and_several_gpus_be_asked_for() -> None:
     names = profile_names()
-    wanted = {"t4", "l4", "a10", "rtx-3090", "rtx-4080", "l40s", "h100", "b200", "h200-x2", "h200-x8"}
-    assert wanted <= set(names)
+    assert set(SOLD.split()) <= set(names)
+    speeds = {}
     for name in names:
         machine = load_machine(name)
-        assert machine.name == name
+        assert machine.name == name and list(machine.backends) == list(backend_specs())
         devices = [report.devices[0].name for report in machine.backends.values() if report.devices]
-        assert name.startswith("cpu-") or find_speed(devices[0]) is not None, name
-    assert len(load_machine("b200-x72").backends["cuda"].devices) == 72
-    with pytest.raises(UserError, match="Unknown machine"):
-        load_machine("apple-m4-16gb-x2")
+        speeds[name] = find_speed(devices[0])
+        assert name.startswith("cpu-") or speeds[name] is not None, name
+        fastest = machine.backends[fastest_backend(machine)]
+        assert resolves(name, fastest.name), name
+    assert speeds["apple-m1-max-64gb"] != speeds["apple-m1-16gb"] != speeds["apple-m1-pro-16gb"]
+    assert speeds["rtx-4070-ti"] != speeds["rtx-4070"] and speeds["a100-40gb"] != speeds["a100-80gb"]
+    for name in ("h200-x2", "B200-x72", "mi300x-x8"):
+        report = load_machine(name).backends["rocm" if "mi" in name else "cuda"]
+        assert len(report.devices) == int(name.rpartition("x")[2])
+
+
+def resolves(name: str, backend: str) -> bool:
+    plan = plan_on(name, train_type="qlora", backend=backend, model_name="meta-llama/Llama-3.2-1B")
+    return plan.backend.name == backend
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "precision"),
+    [
+        ("gtx-1080-ti", "cuda", "fp16_autocast"),
+        ("v100-32gb", "cuda", "fp16_autocast"),
+        ("t4", "cuda", "fp16_autocast"),
+        ("rtx-2080-ti", "cuda", "fp16_autocast"),
+        ("rtx-3060", "cuda", "bf16"),
+        ("rtx-5090", "cuda", "bf16"),
+        ("mi300x", "rocm", "bf16"),
+        ("arc-a770", "xpu", "bf16"),
+    ],
+)
+def test_a_generation_decides_the_precision(name: str, backend: str, precision: str) -> None:
+    plan = plan_on(name, train_type="qlora")
+    assert (plan.backend.name, plan.precision) == (backend, precision)
+    assert plan.backend.has_flash_attention == (precision == "bf16" and backend != "xpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "device_gib"),
+    [
+        ("rtx-4060:16gb", 16),
+        ("rtx-4060:16gb-x2", 16),
+        ("apple-m2-max-64gb:96gb", 72),
+        ("cpu-laptop:64gb", 64),
+    ],
+)
+def test_the_memory_of_a_profile_can_be_changed(name: str, device_gib: int) -> None:
+    machine = load_machine(name)
+    assert machine.name == name
+    assert machine.backends[fastest_backend(machine)].memory_total_bytes == device_gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "similar"),
+    [
+        ("rtx-4050", "rtx-40"),
+        ("NVIDIA GeForce RTX 4070 Super", "rtx-4070"),
+        ("m2-ultra", "apple-m2-ultra-"),
+        ("apple-m2-max-128gb", "apple-m"),
+        ("gtx-1070", "gtx-1080-ti"),
+        ("mi300", "mi300x"),
+        ("a100", "a100-"),
+        ("apple-m4-16gb-x2", "apple-m4-16gb"),
+        ("rtx-4090:0gb", "rtx-4090"),
+    ],
+)
+def test_an_unknown_machine_is_answered_with_its_kind(name: str, similar: str) -> None:
+    with pytest.raises(UserError, match="Unknown machine") as caught:
+        load_machine(name)
+    assert f"did you mean {similar}" in caught.value.do and "doctor --json" in caught.value.do
 
 
 def test_finished_runs_correct_the_next_plan(cache: Path) -> None:

@@ -74,7 +74,14 @@ def test_strict_allows_choices() -> None:
 def test_an_unavailable_backend_is_refused_with_what_is_there() -> None:
     with pytest.raises(UserError, match="Backend 'cuda' is not available") as caught:
         plan_on("apple-m1-16gb", backend="cuda")
-    assert "mlx, mps, cpu" in caught.value.do
+    assert "mlx, mps, cpu" in caught.value.do and caught.value.do.count("--backend auto") == 1
+
+
+@pytest.mark.parametrize("machine", ["cpu-laptop", "rtx-4090"])
+def test_a_cpu_that_was_asked_for_is_called_slow(machine: str) -> None:
+    assert "slow" in adjustment(plan_on(machine, backend="cpu"), "backend", "warning").reason
+    auto = [a for a in plan_on("rtx-4090").adjustments if a.option == "backend"]
+    assert not any("slow" in a.reason for a in auto)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +91,7 @@ def test_an_unavailable_backend_is_refused_with_what_is_there() -> None:
         ("rtx-4090", "cuda", "hqq", "hqq"),
         ("apple-m1-16gb", "mps", "bnb", "quanto"),
         ("apple-m2-max-64gb", "mps", "bnb", "bnb"),
+        ("apple-m2-max-64gb", "mps", "mlx", "quanto"),
         ("apple-m1-16gb", "mlx", "bnb", "mlx"),
         ("cpu-laptop", "cpu", "hqq", "hqq"),
     ],

@@ -20,6 +20,8 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.events import Evaluated, StepMetrics, Stopped
 from crosstune.files.run_record import RunRecord
+from crosstune.machines.probe import load_machine
+from crosstune.planner.gather import make_plan
 from crosstune.tracking import observe
 from crosstune.tracking.observe import Tracking, check_trackers
 from crosstune.tracking.tracker import TrackingFailed, TrackingStarted, TrackingWaits
@@ -312,3 +314,36 @@ def test_other_targets_are_refused(value: str) -> None:
     assert "log_to cannot be" in str(error.value)
     if value == "wandbb":
         assert "did you mean wandb" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "netrc", "asked", "log_to"),
+    [
+        ({}, "", {"project_name": "p"}, "tqdm"),
+        ({"WANDB_MODE": "offline"}, "", {"project_name": "p"}, "tqdm,wandb"),
+        ({"WANDB_API_KEY": "k"}, "", {"project_name": "p"}, "tqdm,wandb"),
+        ({"WANDB_API_KEY": "k"}, "", {"project_name": "p", "log_to": "stdout"}, "stdout"),
+        ({"WANDB_API_KEY": "k"}, "", {}, "tqdm"),
+        ({}, "machine api.wandb.ai login user password k", {"project_name": "p"}, "tqdm,wandb"),
+        ({}, "machine example.org login user password k", {"project_name": "p"}, "tqdm"),
+        ({}, "not a netrc", {"project_name": "p"}, "tqdm"),
+    ],
+)
+def test_a_project_implies_the_tracker_that_is_set_up(
+    variables: dict[str, str],
+    netrc: str,
+    asked: dict[str, str],
+    log_to: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "netrc").write_text(netrc)
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    plan = make_plan(make_config(backend="cpu", **asked), machine=load_machine("cpu-laptop"))
+    assert plan.config.log_to == log_to

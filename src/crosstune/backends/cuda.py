@@ -15,7 +15,6 @@ SPEC = BackendSpec(
     collective="nccl",
     pinned_memory=True,
     install=(
-        "It needs an NVIDIA GPU with its driver and a CUDA build of torch (https://pytorch.org/get-started); "
-        "without one use --backend auto, or specify an available backend"
+        "It needs an NVIDIA GPU with its driver and a CUDA build of torch (https://pytorch.org/get-started)"
     ),
 )

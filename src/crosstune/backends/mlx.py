@@ -16,6 +16,6 @@ SPEC = BackendSpec(
     environment_on={"Linux": {"MLX_MAX_MB_PER_BUFFER": "100"}},
     install=(
         "It needs MLX: pip install 'crosstune[mlx]' on a Mac with Apple silicon, "
-        "or pip install 'mlx[cpu]' mlx-lm to try it on a Linux CPU; otherwise use --backend auto"
+        "or pip install 'mlx[cpu]' mlx-lm to try it on a Linux CPU"
     ),
 )

@@ -12,10 +12,7 @@ SPEC = BackendSpec(
     torch_build="mps",
     preference=50,
     collective="gloo",
-    install=(
-        "It needs a Mac with Apple silicon, macOS 12.3 or later and the torch wheel for macOS; "
-        "on other computers use --backend auto, or specify an available backend"
-    ),
+    install=("It needs a Mac with Apple silicon, macOS 12.3 or later and the torch wheel for macOS"),
     environment={
         # Operators without a Metal kernel run on the CPU instead of failing.
         "PYTORCH_ENABLE_MPS_FALLBACK": "1",

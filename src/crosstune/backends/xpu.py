@@ -14,7 +14,6 @@ SPEC = BackendSpec(
     preference=30,
     collective="xccl",
     install=(
-        "It needs an Intel GPU with its driver and an XPU build of torch (https://pytorch.org/get-started); "
-        "without one use --backend auto, or specify an available backend"
+        "It needs an Intel GPU with its driver and an XPU build of torch (https://pytorch.org/get-started)"
     ),
 )

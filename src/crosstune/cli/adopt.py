@@ -1,4 +1,4 @@
-"""`crosstune adopt`: write entry scripts at the original paths, so that old commands keep working."""
+"""`crosstune adopt`: write scripts and a configuration at the original paths, so that old commands keep working."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A script at an original path, and the command that it runs."""
+    """A file at an original path, and the command that it runs or configures."""
 
     path: str
     """Relative to the project folder."""
     about: str
     command: tuple[str, ...]
+    copied: str | None = None
+    """The file beside this module with its contents; None for a Python script."""
     backends: tuple[str, ...] = ()
     """Defaults of --backend: the first available on this machine."""
     output_dir: str | None = None
@@ -36,8 +38,8 @@ class Entry:
 
     def text(self) -> str:
         """Return the contents of the script."""
-        if self.path.endswith(".sh"):
-            return Path(__file__).with_name("train_l2t.sh").read_text(encoding="utf-8")
+        if self.copied is not None:
+            return Path(__file__).with_name(self.copied).read_text(encoding="utf-8")
         return _PYTHON.format(about=self.about, command=" ".join(self.command), name=self.name)
 
 
@@ -61,9 +63,16 @@ ENTRIES = (
         path="scripts/training/train_qwen_english_l2t_stable.sh",
         about="Train latent diffusion, configured by environment variables.",
         command=("train",),
+        copied="train_l2t.sh",
+    ),
+    Entry(
+        path="latentDLM_mmdit/configs/mmdit_stable.yaml",
+        about="The options that this shell script reads.",
+        command=("train",),
+        copied="mmdit_stable.yaml",
     ),
 )
-"""The scripts of the original interface."""
+"""The files of the original interface."""
 
 _PYTHON = '''"""{about} Written by `crosstune adopt`; it accepts the options of `crosstune {command}`."""
 
@@ -80,7 +89,7 @@ def make_parser() -> Parser:
     listed = "\n".join(f"  {entry.path:<40} {entry.about}" for entry in ENTRIES)
     parser = Parser(
         "adopt",
-        description=f"Write scripts that run crosstune at the original paths:\n\n{listed}",
+        description=f"Write files that run crosstune at the original paths:\n\n{listed}",
         epilog=EXAMPLES,
     )
     parser.add_argument("folder", type=read_path, metavar="DIR", help="project folder")

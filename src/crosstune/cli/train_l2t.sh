@@ -50,6 +50,10 @@ if [ -z "$PAIRS" ] && [ -n "${TOKEN_DIR:-}" ] && [ -n "${LATENT_DIR:-}" ]; then
 fi
 FLAGS+=(--dataset "${PAIRS:-grammar}")
 
+if [ "$WORLD" -gt 1 ]; then # report a hung process after 30 minutes
+  export TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="${TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC:-1800}"
+  export NCCL_TIMEOUT="${NCCL_TIMEOUT:-1800}"
+fi
 export NNODES NODE_RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT
 mkdir -p train_logs
 "${PYTHON:-python}" -m crosstune train "${FLAGS[@]}" "$@" 2>&1 | tee "train_logs/train_$(date +%Y%m%d_%H%M%S)_node$NODE_RANK.log"

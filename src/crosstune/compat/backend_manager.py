@@ -93,7 +93,7 @@ class BackendManager:
             reason = report.reason if report is not None else f"{self.machine.name} has no report on it"
             raise ValueError(
                 f"Backend '{self.backend}' is not available: {reason}. {specs[self.backend.value].install}. "
-                f"Available backends: {', '.join(map(str, self._available_backends)) or 'none'}."
+                f"Use --backend auto, or specify an available backend. Available backends: {', '.join(map(str, self._available_backends)) or 'none'}."
             )
         if machine is None:
             # Probing quantizers takes seconds, so it is done for the chosen backend only.
@@ -167,9 +167,12 @@ class BackendManager:
         }
 
     def get_optimal_batch_size(self, model_size_b: float, sequence_length: int = 2048) -> int:
-        """Estimate the largest batch for LoRA in free memory, with the narrowest base that runs: 4, 8 or 16 bits."""
+        """Estimate the largest batch for LoRA in free memory, with the narrowest base that runs: 4, 8 or 16 bits.
+
+        Return 0 if not even one row fits.
+        """
         limit = min(_usable_bytes(self.machine, self.report), self.report.memory_free_bytes)
-        return max(1, estimate_batch(self.report, model_size_b, limit=limit, context=sequence_length))
+        return estimate_batch(self.report, model_size_b, limit=limit, context=sequence_length)
 
     def _summary(self) -> list[str]:
         capabilities, report = self.capabilities, self.report

@@ -225,13 +225,14 @@ def _read_flags(flags: Sequence[str], problems: list[UserError]) -> Given:
     while arguments:
         argument = arguments.pop(0)
         if not argument.startswith("--") or argument == "--":
-            problems.append(
-                UserError(f"Unexpected argument {shown(argument)}.", do="options look like --name value")
-            )
+            do = "options look like --name value"
+            if argument.isspace():
+                do = "end the line with its backslash: remove the spaces or the comment after it"
+            problems.append(UserError(f"Unexpected argument {shown(argument)}.", do=do))
             continue
         key, equals, text = argument[2:].partition("=")
         value: str | None = text if equals else None
-        if not equals and arguments and not arguments[0].startswith("--"):
+        if not equals and arguments and not arguments[0].startswith("--") and not arguments[0].isspace():
             value = arguments.pop(0)
         section, _, name = key.rpartition(".")
         flag = f"flag --{key}"

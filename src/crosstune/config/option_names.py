@@ -76,7 +76,9 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
             return None
         raise UserError(f"crosstune no longer has the option {name} ({where}).", do=REMOVED[name])
     close = suggestions(key)
-    do = f"did you mean {' or '.join(close)}?" if close else "see: crosstune train --help"
+    do = (
+        f"did you mean {' or '.join(close)}?" if close else "see --help of the command, or: crosstune options"
+    )
     raise UserError(f"Unknown option: {where}.", do=do)
 
 

@@ -122,6 +122,8 @@ class Loaded(Event):
     result: str | None
     trained_parameters: int
     parameters: int
+    optimizer: str = ""
+    """As in --optimizer, with the word fused where one kernel updates many weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,8 @@ _SLURM_PORTS_FROM, _NUM_SLURM_PORTS = 20_000, 12_000
 _ADDRESS = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")
 _SLURM_HOSTS = re.compile(r"([^\[\],]+)(?:\[([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)\])?([^\[\],]*)")
 _SLURM_TASKS = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
+_NODE_COUNTS = ("NNODES", "GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+_LOCAL_COUNTS = ("LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _START_BOTH = "start the processes with `crosstune train --world_size N` or torchrun, which set both"
 
 Environment = Mapping[str, str]
@@ -125,10 +127,13 @@ def _torch_ranks(environment: Environment) -> Ranks | None:
     if size == 1:
         return None
     if not _has(environment, "MASTER_ADDR"):
-        raise UserError(
-            f"This process is rank {rank} of {size}, but MASTER_ADDR is not set.",
-            do="set MASTER_ADDR (and MASTER_PORT) to the address of rank 0 for every process, or use torchrun",
-        )
+        if (sign := _sign_of_nodes(environment, size)) is not None:
+            raise UserError(
+                f"This process is rank {rank} of {size}, but MASTER_ADDR is not set.",
+                why=f"{sign} is {environment[sign].strip()}, so the ranks are on several nodes.",
+                do="set MASTER_ADDR (and MASTER_PORT) to the address of rank 0 for every process, or use torchrun",
+            )
+        environment = {**environment, "MASTER_ADDR": "127.0.0.1"}
     local_size = _local_size(environment, size)
     num_nodes = _read_number(environment, "NNODES", low=1, default=1)
     node_rank = _first_set(environment, "GROUP_RANK", "NODE_RANK")
@@ -149,6 +154,17 @@ def _torch_ranks(environment: Environment) -> Ranks | None:
         serves_store=rank == 0 and not by_agent,
         **_launcher_fields(environment),
     )
+
+
+def _sign_of_nodes(environment: Environment, size: int) -> str | None:
+    """Return the variable by which a launcher or scheduler places the ranks on several nodes; None without one."""
+    for name in _NODE_COUNTS:
+        if _read_number(environment, name, low=1, default=1) > 1:
+            return name
+    for name in _LOCAL_COUNTS:
+        if _read_number(environment, name, low=1, default=size) < size:
+            return name
+    return None
 
 
 def _local_size(environment: Environment, size: int) -> int:

@@ -46,11 +46,12 @@ def launch(
     collective_s: float = 1800.0,
     port: int | None = None,
     say: Say = lambda lines: None,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Run `command` as the ranks of this node, and restart them after a failure.
 
     With `nodes`, each node has a launcher. Rank 0 has our terminal; the output of another rank is shown if it fails.
-    `say` prints restarts. On a single node the ranks meet at `port`, by default a free port.
+    `say` prints restarts, and `note` what nodes without rank 0 do, whose output would be empty otherwise. On a single node the ranks meet at `port`, by default a free port.
     """
     link: OneMachine | SeveralMachines
     if nodes is None or nodes.num_nodes == 1:
@@ -70,6 +71,13 @@ def launch(
                 return Outcome(code=128 + signals[0], lines=(line,))
             if isinstance(begin, Outcome):
                 return begin
+            if begin.node_rank and begin.attempt == 0:
+                last = begin.first_rank + begin.num_local - 1
+                some = f"rank {last}" if begin.num_local == 1 else f"ranks {begin.first_rank} to {last}"
+                note(
+                    f"joined   as node {begin.node_rank} of {begin.num_nodes}, {some} of {begin.size}; node 0 "
+                    f"({begin.master_addr}) prints the progress"
+                )
             processes = Processes(folder=folder, first_rank=begin.first_rank, signals=signals)
             started.append(processes)
             board = FolderBoard(folder)
@@ -78,6 +86,9 @@ def launch(
             processes.wait(link.should_stop, LauncherWatch(board, limit_s=collective_s).verdict)
             outcome = link.decide(processes.report())
             if not outcome.again:
+                if begin.node_rank and not outcome.lines:
+                    how = "all processes finished" if outcome.code == 0 else f"exit code {outcome.code}"
+                    note(f"left     the run: {how}; node 0 printed the result")
                 return outcome
             if outcome.restarts and outcome.lines:
                 cause, *rest = outcome.lines

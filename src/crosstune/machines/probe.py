@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import platform
+import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,12 +18,13 @@ from crosstune.core.quantization import read_quantizers
 from crosstune.estimate.machine import BackendReport, Machine, choose_backend, read_machine
 from crosstune.estimate.memory import GIB
 from crosstune.machines.catalog import (
-    NUM_DEVICES,
     catalog_names,
     make_apple,
     make_gpu,
     split_count,
+    split_size,
     with_devices,
+    with_memory,
 )
 
 PACKAGES = ("crosstune", "torch", "transformers", "peft", "mlx", "mlx-lm", "numpy")
@@ -67,34 +69,42 @@ def bundled_profiles() -> list[str]:
 
 
 def profile_names() -> list[str]:
-    """Return the names for --machine; one with a GPU may have a suffix such as -x2 or -x8."""
-    names = sorted({*bundled_profiles(), *catalog_names()})
-    several = [name for name in names if not name.startswith(("apple-", "cpu-"))]
-    return [*names, *(f"{name}-x{count}" for name in several for count in NUM_DEVICES)]
+    """Return the names for --machine, each of one GPU, an Apple chip or a CPU."""
+    return sorted({*bundled_profiles(), *catalog_names()})
 
 
 def load_machine(name_or_path: str) -> Machine:
-    """Read a bundled profile by name, or a file written by `crosstune doctor --json`."""
+    """Read a bundled profile by name, such as `rtx-4090`, `rtx-4090:48gb` or `h100-x8`, or a file written by
+    `crosstune doctor --json`."""
     names = profile_names()
-    name, count = split_count(name_or_path)
-    if f"{name}-x2" in names and count > 1:
-        return with_devices(_profile(name), count)
-    if name_or_path in names:
-        return _profile(name_or_path)
+    whole, count = split_count(name_or_path.lower())
+    name, size_gb = split_size(whole)
+    if name in names and (count == 1 or not name.startswith(("apple-", "cpu-"))):
+        machine = _profile(name)
+        machine = machine if size_gb is None else with_memory(machine, size_gb)
+        return machine if count == 1 else with_devices(machine, count)
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return read_machine(path)
-    hint = did_you_mean(name_or_path, names)
     raise UserError(
         f"Unknown machine '{name_or_path}'.",
         why="it is neither a bundled profile nor a file.",
-        do=f"{hint}`crosstune plan --machine list` prints the profiles, and the suffix -x4 means four "
-        "GPUs. Make a file with: crosstune doctor --json > machine.json",
+        do=f"{_similar(name, names)}`crosstune plan --machine list` prints the profiles; rtx-4090:48gb means the profile "
+        "with 48 GB, and the suffix -x4 four GPUs. Make a file with: crosstune doctor --json > machine.json",
     )
 
 
+def _similar(name: str, names: Sequence[str]) -> str:
+    """Return a question with the nearest names of the same kind: another RTX for an RTX, a Mac for a Mac."""
+    words = re.sub(r"[\s_-]+", "-", name).replace("nvidia-", "").replace("geforce-", "").replace("tesla-", "")
+    if re.match(r"m[1-9]\b", words):
+        words = f"apple-{words}"
+    kind = words.partition("-")[0]
+    return did_you_mean(words, [known for known in names if known.partition("-")[0] == kind] or names)
+
+
 def _profile(name: str) -> Machine:
-    if name not in catalog_names():
+    if name in bundled_profiles():
         return read_machine(_PROFILES / f"{name}.json")
     if name.startswith("apple-"):
         return make_apple(name, read_machine(_PROFILES / "apple-m2-max-64gb.json"))

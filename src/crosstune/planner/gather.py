@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import netrc
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from crosstune.config.conditions import TRAIN_TYPE_PARTS
-from crosstune.config.load import backend_variables, cache_override, make_config
+from crosstune.config.load import backend_variables, cache_override, launch_variables, make_config
 from crosstune.config.mlx_settings import read_settings
 from crosstune.config.recipe_spec import load_recipe
 from crosstune.config.resolve.facts import Facts, Preset, StoredQuantization, auto_preference
@@ -65,10 +68,27 @@ def gather(
         longest_row=longest_row,
         preset=preset,
         corrections=read_corrections(machine),
+        ready_tracker=_ready_tracker(config) if ranks is None or ranks.num_nodes == 1 else None,
         engines=load_recipe(config.recipe).engines,
         base=base,
         **model_facts(config, preset),
     )
+
+
+def _ready_tracker(config: Config) -> str | None:
+    """Return wandb if --project_name was set without --log_to, and wandb is installed and has a key or is offline."""
+    if "project_name" not in config.sources or "log_to" in config.sources:
+        return None
+    variables = launch_variables()
+    ready = bool(variables.get("WANDB_API_KEY")) or variables.get("WANDB_MODE") == "offline"
+    if not ready:
+        host = urlsplit(variables.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+        try:
+            path = variables.get("NETRC") or str(Path("~/.netrc").expanduser())
+            ready = netrc.netrc(path).authenticators(host) is not None
+        except (OSError, ValueError, netrc.NetrcParseError):
+            ready = False
+    return "wandb" if ready and importlib.util.find_spec("wandb") is not None else None
 
 
 def may_have_several_devices() -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from crosstune.config.resolve.plan import Plan
-from crosstune.estimate.memory import GIB, MemoryParts, moment_bytes, step_bytes
-from crosstune.estimate.model_shape import ModelShape, Step, trained_parameters
+from crosstune.estimate.memory import MemoryParts, moment_bytes
+from crosstune.estimate.model_shape import trained_parameters
 from crosstune.estimate.step_time import LARGEST_ERROR, NUM_CHECKED, Cluster, StepTime, find_speed, step_time
-
-SHARDS = (2, 4, 8, 16, 32, 64)
+from crosstune.planner.find_fit import Fit, find_fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +37,8 @@ class Prediction:
     """None for a device of unknown speed."""
     price_per_hour: float | None = None
     """The price of one machine."""
-    change: str | None = None
-    """The mildest change that makes it fit; None if it fits."""
+    fit: Fit | None = None
+    """The cheapest changes that make it fit; None if it fits."""
 
     @property
     def hours(self) -> float | None:
@@ -63,7 +62,8 @@ class Prediction:
             "bytes_per_rank": self.estimated_bytes,
             "usable_bytes": self.usable_bytes,
             "fits": self.estimated_bytes <= self.usable_bytes,
-            "change_that_fits": self.change,
+            "change_that_fits": self.fit.text if self.fit else None,
+            "command_that_fits": self.fit.command if self.fit else None,
             "num_ranks": self.cluster.size,
             "num_steps": self.num_steps,
             "tokens_per_s": time.tokens_per_s if time else None,
@@ -108,72 +108,8 @@ def predict(
         num_steps=num_steps,
         time=time,
         price_per_hour=price_per_hour,
-        change=smallest_change(plan),
+        fit=find_fit(plan),
     )
-
-
-def smallest_change(plan: Plan) -> str | None:
-    """Return the mildest change with which the step is predicted to fit; None if it fits already."""
-    fitted = plan.fitted
-    assert fitted is not None
-    if not plan.usable_bytes or fitted.estimated_bytes <= plan.usable_bytes:
-        return None
-    factor = fitted.estimated_bytes / max(1, fitted.parts.total)
-    for flags, step in _changes(fitted.step, plan):
-        need = int(step_bytes(fitted.shape, step) * factor)
-        if need <= plan.usable_bytes:
-            return f"{flags} ({need / GIB:.1f} GiB)"
-    return _more_devices(fitted.shape, fitted.step, plan, factor=factor)
-
-
-def _changes(step: Step, plan: Plan) -> list[tuple[str, Step]]:
-    """Return flags and the resulting steps, mildest first; each includes the flags before it."""
-    found: list[tuple[str, Step]] = []
-    flags: list[str] = []
-
-    def add(flag: str, changed: Step) -> Step:
-        flags.append(flag)
-        found.append((" ".join(flags), changed))
-        return changed
-
-    if step.batch > 1:
-        accumulation = step.batch * step.num_micro_batches
-        step = add(f"--batch_size 1 --gradient_accumulation_steps {accumulation}", replace(step, batch=1))
-    recomputes_anyway = step.fast and step.recomputes_by_memory
-    if not step.checkpointing and not recomputes_anyway:
-        step = add("--use_gradient_checkpointing", replace(step, checkpointing=True))
-    if step.method in ("lora", "dora") and step.quantizer == "none":
-        step = add("--train_type qlora", replace(step, quantizer="bnb", n_bits=4))
-    if step.method == "full":
-        # Alternatives to the next change, not combined with it.
-        if not step.optimizer.endswith("_8bit"):
-            found.append(
-                (" ".join([*flags, "--optimizer adamw_8bit"]), replace(step, optimizer="adamw_8bit"))
-            )
-        lora = replace(step, method="lora")
-        found.append((" ".join([*flags, "--train_type lora"]), lora))
-        step = add("--train_type qlora", replace(lora, quantizer="bnb", n_bits=4))
-    context = step.context // 2
-    while context >= 128:
-        changed = replace(step, context=context)
-        found.append((" ".join([*flags, f"--context_length {context}"]), changed))
-        context //= 2
-    return found
-
-
-def _more_devices(shape: ModelShape, step: Step, plan: Plan, *, factor: float) -> str:
-    """Return how many devices fit the sharded model, or that no option helps."""
-    if plan.engine == "torch" and plan.backend.name in ("cuda", "rocm", "xpu"):
-        small = replace(step, batch=1, checkpointing=True, fast=False)  # the fast layers need whole weights
-        for count in SHARDS:
-            if count > step.num_shards:
-                need = int(step_bytes(shape, replace(small, num_shards=count)) * factor)
-                if need <= plan.usable_bytes:
-                    return (
-                        f"{count} such devices with --sharding_strategy full_shard --batch_size 1 "
-                        f"--use_gradient_checkpointing ({need / GIB:.1f} GiB each)"
-                    )
-    return "no option: use a smaller model or a larger machine"
 
 
 @dataclass(frozen=True, kw_only=True)

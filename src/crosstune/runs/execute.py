@@ -183,7 +183,8 @@ class Execution:
         facts = {key: self.extra[key] for key in ("name", "backend", "engine", "checkpoint", "result")}
         sizes: dict[str, Any] = {"trained_parameters": trained, "parameters": total}
         self.extra |= {**sizes, "generates": isinstance(session, Generates)}
-        self.observer.on_event(Loaded(**facts, **sizes))
+        optimizer = getattr(session, "optimizer_name", plan.config.optimizer)
+        self.observer.on_event(Loaded(**facts, **sizes, optimizer=optimizer))
         return session
 
     def _record_base(self) -> None:

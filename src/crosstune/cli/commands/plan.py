@@ -32,8 +32,8 @@ EXAMPLES = """examples:
   crosstune plan --machine h200-x8 --nnodes 4 --price_per_hour 30 --sharding_strategy full_shard --train_type full --max_steps 1000
 
 --machine accepts a report written by `crosstune doctor --json` on another computer, or a profile listed by
-`crosstune plan --machine list`; a suffix such as -x8 sets the number of GPUs. The exit code is 2 if train would reject
-the request. Checks that need a download or the other machine are listed as not checked."""
+`crosstune plan --machine list`; rtx-4090:48gb changes its memory, and a suffix such as -x8 sets the number of GPUs. The
+exit code is 2 if train would reject the request. Checks that need a download or the other machine are listed as not checked."""
 
 MAX_OPERATORS = 12
 """Operators of each kind to list after an emulation."""
@@ -142,8 +142,9 @@ def figure_rows(plan: Plan, prediction: Prediction | None) -> Rows:
         "memory": _memory(plan),
         "of which": ", ".join(f"{names.get(name, name)} {size(part)}" for name, part in parts),
     }
-    if prediction.change is not None:
-        rows["would fit"] = f"with {prediction.change}"
+    if (fit := prediction.fit) is not None:
+        rows["would fit"] = f"with {fit.text}"
+        rows |= {"command": fit.command} if fit.command else {}
     return rows | _time_rows(prediction)
 
 

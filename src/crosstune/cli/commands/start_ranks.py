@@ -74,6 +74,7 @@ def start_ranks(arguments: Sequence[str], config: Config, *, nodes: Nodes | None
         collective_s=limits.collective_s,
         port=config.master_port,
         say=print_error,
+        note=Output().line,
     )
     if outcome.lines:
         print_error(outcome.lines)

@@ -72,7 +72,8 @@ def _started(event: Started) -> Lines:
 def _loaded(event: Loaded) -> Lines:
     trained, total = event.trained_parameters, event.parameters
     yield (
-        f"loaded   {count(total)} parameters, {count(trained)} trained ({100 * trained / total:.3g} %)",
+        f"loaded   {count(total)} parameters, {count(trained)} trained ({100 * trained / total:.3g} %)"
+        + (f"; optimizer {event.optimizer}" if event.optimizer else ""),
         None,
     )
 

@@ -59,6 +59,8 @@ class Facts:
     """Backend -> correction of memory estimates, from earlier runs on this machine."""
     preset: Mapping[str, Preset] = field(default_factory=dict)
     """The recipe's values for options that were not set."""
+    ready_tracker: str | None = None
+    """A tracker with projects that is set up, if --project_name was set without --log_to."""
     engines: tuple[str, ...] = ()
     """The engines that the recipe supports; empty: all."""
 

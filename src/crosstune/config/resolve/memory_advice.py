@@ -71,11 +71,26 @@ def advise(
         resumable.append(
             f"{spec.memory_share_variable} above {share:g} (an environment variable) if other programs can spare the memory"
         )
-    new_run = _smaller_weights(options, report, method=method, quantizer=quantizer)
+    short = next((name for name in ("bf16", "fp16") if name in report.dtypes), None)
+    is_wide = options["precision"] == "fp32" and not report.is_torch_cpu
+    new_run = [f"--precision {short}"] if short is not None and is_wide else []
+    new_run += _smaller_weights(options, report, method=method, quantizer=quantizer)
     row = min(options["context_length"], longest_row or options["context_length"])
     if need != "weights" and row > SHORT_ROW:
         new_run.append(f"a --context_length below {row}")
     return Advice(resumable=tuple(resumable), new_run=(*new_run, "a smaller model"))
+
+
+def quantized_train_types(method: str, report: BackendReport) -> list[str]:
+    """Return the train types with this method on a quantized base that the backend supports."""
+    if report.engine != "torch" and method != "lora":
+        return []
+    # Quantizers are probed only if the run requested quantization.
+    return [
+        name
+        for name in _QUANTIZED[method]
+        if name == "qlora" or not report.quantizers or name.partition("_")[0] in report.quantizers
+    ]
 
 
 def _smaller_weights(
@@ -84,13 +99,7 @@ def _smaller_weights(
     if method == "full":
         return ["--train_type lora or qlora"]
     if quantizer == "none":
-        # Quantizers are probed only if the run requested quantization.
-        able = [
-            name
-            for name in _QUANTIZED[method]
-            if name == "qlora" or not report.quantizers or name.partition("_")[0] in report.quantizers
-        ]
-        return [f"--train_type {able[0]}"] if able and (report.engine == "torch" or method == "lora") else []
+        return [f"--train_type {name}" for name in quantized_train_types(method, report)[:1]]
     fewer = [bits for bits in report.quantizers.get(quantizer, ()) if bits < options["n_bits"] and bits >= 4]
     return [f"--n_bits {max(fewer)}"] if fewer else []
 

@@ -24,6 +24,7 @@ EIGHT_BIT_OPTIMIZERS_FROM = "bnb"
 _ONE_RANK_PER_DEVICE = ("nccl", "xccl")
 FUSED_OPTIMIZERS_ON = ("cuda", "cpu", "mps", "xpu")
 """Torch devices; ROCm is called cuda."""
+_SLOW_CPU = "a CPU is slow, suited to small models and tests"
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
@@ -34,6 +35,9 @@ def resolve(config: Config, facts: Facts) -> Plan:
         draft.warn(option, f"given as {name}", kind="name")
     for option, preset in facts.preset.items():
         draft.set(option, preset.value, preset.reason)
+    if facts.ready_tracker is not None:
+        reason = f"--project_name is set, and {facts.ready_tracker} is set up; --log_to tqdm turns it off"
+        draft.set("log_to", f"tqdm,{facts.ready_tracker}", reason)
     choose_method(draft)
     if draft.method == "llama_pro" and draft["llama_pro_path"]:
         draft.set("model_name", draft["llama_pro_path"], "set by llama_pro_path", kind="choice")
@@ -96,7 +100,7 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
         draft = Draft(request=config, facts=facts, report=machine.backends[name])
         reason = auto_reason(machine, preference=facts.preference())
         if draft.report.is_torch_cpu:
-            reason += "; a CPU is slow, suited to small models and tests"
+            reason += f"; {_SLOW_CPU}"
         draft.set("backend", name, reason, kind="choice")
         return draft
     report = machine.backends.get(config.backend)
@@ -104,10 +108,13 @@ def _choose_backend(config: Config, facts: Facts) -> Draft:
         raise UserError(
             f"Backend '{config.backend}' is not available",
             why=report.reason if report else f"the report of {machine.name} does not have it.",
-            do=f"{facts.backends[config.backend].install.rstrip('.')}; or use --backend auto, or one of those available: "
-            f"{', '.join(machine.available())}",
+            do=f"{facts.backends[config.backend].install.rstrip('.')}; otherwise use --backend auto, or "
+            f"specify an available backend: {', '.join(machine.available())}",
         )
-    return Draft(request=config, facts=facts, report=report)
+    draft = Draft(request=config, facts=facts, report=report)
+    if report.is_torch_cpu:
+        draft.warn("backend", _SLOW_CPU)
+    return draft
 
 
 def _fit_world(draft: Draft) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.estimate.machine import BackendReport
+from crosstune.estimate.memory import GIB
 
 GUIDE_DATA = "datasets/judge_eval"
 DEMO_DATA = "judge_translations"
@@ -123,7 +124,7 @@ def read_billions(model: str) -> float | None:
 
 def _fit_card(total_bytes: int, billions: float | None) -> dict[str, tuple[Any, str]]:
     """Return the original interface's presets for a card with this much memory."""
-    size = f"a card of {total_bytes / 1e9:.0f} GB"
+    size = f"a GPU with {total_bytes / GIB:.0f} GiB"
     if 0 < total_bytes <= SMALL_CARD_BYTES:
         return {"batch_size": (1, size), "gradient_accumulation_steps": (4, size)}
     fits = billions is not None and BYTES_PER_PARAMETER * 1e9 * billions <= total_bytes

@@ -405,6 +405,12 @@ class TorchSession:
     def _to_device(self, batch: PreparedBatch) -> Tensors:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.arrays.items()}
 
+    @property
+    def optimizer_name(self) -> str:
+        """The --optimizer, and whether it is torch's fused version, which `adamw` becomes on a GPU."""
+        name = self.plan.config.optimizer.removeprefix("fused_")
+        return f"{name} (fused)" if self.optimizer and self.optimizer.defaults.get("fused") else name
+
     def _trained_optimizer(self) -> torch.optim.Optimizer:
         assert self.optimizer is not None, "this session was opened without training"
         return self.optimizer

@@ -1,0 +1,194 @@
+"""Search for the mildest changes of options with which a step fits into memory."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from crosstune.config.resolve.fit_compute import prefers_fast
+from crosstune.config.resolve.memory_advice import SHORT_ROW, quantized_train_types
+from crosstune.config.resolve.plan import Plan
+from crosstune.core.quantization import read_quantizers
+from crosstune.estimate.machine import held_score_bits
+from crosstune.estimate.memory import GIB, step_bytes
+from crosstune.estimate.model_shape import ModelShape, Step
+
+SHARDS = (2, 4, 8, 16, 32, 64)
+_RECOMPUTE, _OFFLOAD, _OPTIMIZER, _PRECISION, _QUANTIZE, _ADAPTERS, _SHORTER = 1, 3, 3, 4, 8, 9, 16
+"""How much a change costs: time first, then rounding, then another method, at last shorter rows (each time by half)."""
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Changes with which a step fits."""
+
+    text: str
+    """The changed flags with the memory they need; or that no option helps."""
+    command: str | None
+    """The whole command; None if no option of one machine helps."""
+
+
+@dataclass(frozen=True)
+class _Change:
+    cost: int
+    options: Options
+    step: Mapping[str, Any]
+    """The changed fields of the step."""
+
+
+def find_fit(plan: Plan) -> Fit | None:
+    """Return the cheapest changes with which the step is predicted to fit; None if it fits already."""
+    fitted = plan.fitted
+    assert fitted is not None
+    if not plan.usable_bytes or fitted.estimated_bytes <= plan.usable_bytes:
+        return None
+    factor = fitted.estimated_bytes / max(1, fitted.parts.total)
+    for changes in sorted(_sets(plan, fitted.step), key=lambda found: sum(each.cost for each in found)):
+        options: dict[str, Any] = {}
+        step = fitted.step
+        for change in changes:
+            options |= change.options
+            step = replace(step, **change.step)
+        step = replace(step, fast=step.fast and _stays_fast(plan, step))
+        need = int(step_bytes(fitted.shape, step) * factor)
+        if need <= plan.usable_bytes:
+            asked = plan.config.options_asked() | options
+            words = ["crosstune", "train", *_flags(asked)]
+            return Fit(
+                text=f"{' '.join(_flags(options))} ({need / GIB:.1f} GiB)",
+                command=shlex.join(words),
+            )
+    return Fit(text=_more_devices(fitted.shape, fitted.step, plan, factor=factor), command=None)
+
+
+def _sets(plan: Plan, step: Step) -> Iterator[list[_Change]]:
+    """Yield the sets of changes: at most one from each group."""
+    groups = [_batch(step), _recompute(step), _offload(plan, step), _optimizer(plan, step)]
+    groups += [_precision(plan, step), _weights(plan, step), _context(step)]
+    for chosen in itertools.product(*([None, *group] for group in groups)):
+        if found := [change for change in chosen if change is not None]:
+            yield found
+
+
+def _batch(step: Step) -> list[_Change]:
+    if step.batch == 1:
+        return []
+    rows = step.batch * step.num_micro_batches
+    options = {"batch_size": 1, "gradient_accumulation_steps": rows}
+    return [_Change(0, options, {"batch": 1, "num_micro_batches": rows})]
+
+
+def _recompute(step: Step) -> list[_Change]:
+    if step.checkpointing or (step.fast and step.recomputes_by_memory):
+        return []
+    return [_Change(_RECOMPUTE, {"use_gradient_checkpointing": True}, {"checkpointing": True})]
+
+
+def _offload(plan: Plan, step: Step) -> list[_Change]:
+    report = plan.backend
+    if step.offloads_activations or step.fast or report.engine != "torch":
+        return []
+    if report.device == "cpu" or report.unified_memory:
+        return []
+    return [_Change(_OFFLOAD, {"use_activation_cpu_offload": True}, {"offloads_activations": True})]
+
+
+def _optimizer(plan: Plan, step: Step) -> list[_Change]:
+    """Return an 8-bit optimizer, where all weights are trained."""
+    report = plan.backend
+    able = report.name in ("cuda", "rocm", "xpu", "cpu") and (
+        "bnb" in report.quantizers or not report.quantizers
+    )
+    if step.method != "full" or not able or step.optimizer.endswith("_8bit") or step.num_shards > 1:
+        return []
+    return [_Change(_OPTIMIZER, {"optimizer": "adamw_8bit"}, {"optimizer": "adamw_8bit"})]
+
+
+def _precision(plan: Plan, step: Step) -> list[_Change]:
+    """Return a 16-bit dtype for the weights and the computation."""
+    report = plan.backend
+    dtype = next((name for name in ("bf16", "fp16") if name in report.dtypes), None)
+    if dtype is None or (step.compute_bits == 16 and step.weight_bits == 16):
+        return []
+    shares = plan.fitted is not None and plan.fitted.shape.keys < plan.fitted.shape.queries
+    scores = held_score_bits(
+        report,
+        flash=plan.config.use_flash_attention,
+        compute_bits=16,
+        shares_keys=shares and not plan.config.packing,
+    )
+    changed = {"compute_bits": 16, "weight_bits": 16, "score_bits": scores}
+    return [_Change(_PRECISION, {"precision": dtype}, changed)]
+
+
+def _weights(plan: Plan, step: Step) -> list[_Change]:
+    """Return a quantized base, fewer bits, or adapters in place of full fine-tuning."""
+    report = plan.backend
+    if step.quantizer != "none":
+        able = report.quantizers.get(step.quantizer, ()) if step.quantizer != "fp8" else ()
+        fewer = [bits for bits in able if 4 <= bits < plan.n_bits]
+        return [_Change(_QUANTIZE, {"n_bits": bits}, {"n_bits": bits}) for bits in fewer[-1:]]
+    method = "lora" if step.method == "full" else step.method
+    found = [_Change(_ADAPTERS, {"train_type": "lora"}, {"method": "lora"})] if step.method == "full" else []
+    order = sorted(read_quantizers().values(), key=lambda each: each.preference_for(report.name))
+    able_names = [each.name for each in order if 4 in report.quantizers.get(each.name, ())]
+    for train_type in quantized_train_types(method, report)[:1]:
+        named = train_type.partition("_")[0]
+        quantizer = named if named in report.quantizers else (able_names or ["bnb"])[0]
+        changed = {"method": method, "quantizer": quantizer, "n_bits": 4}
+        cost = _QUANTIZE + (_ADAPTERS if step.method == "full" else 0)
+        options: dict[str, Any] = {"train_type": train_type}
+        asked = plan.config.options_asked()
+        options |= {"n_bits": 4} if "n_bits" in asked else {}
+        options |= {"quantization_backend": "auto"} if asked.get("quantization_backend") == "none" else {}
+        options |= {"no_4bit": False} if asked.get("no_4bit") else {}
+        found.append(_Change(cost, options, changed))
+    return found
+
+
+def _context(step: Step) -> list[_Change]:
+    found, context, cost = [], step.context // 2, _SHORTER
+    while context >= SHORT_ROW:
+        found.append(_Change(cost, {"context_length": context}, {"context": context}))
+        context, cost = context // 2, cost + _SHORTER
+    return found
+
+
+def _stays_fast(plan: Plan, step: Step) -> bool:
+    precision = plan.precision
+    if step.weight_bits == 16 and precision.endswith("_autocast"):
+        precision = precision.removesuffix("_autocast")
+    return plan.config.kernels == "fast" and (
+        "kernels" in plan.config.sources or prefers_fast(plan.backend, precision, quantizer=step.quantizer)
+    )
+
+
+def _flags(options: Options) -> list[str]:
+    """Return the options as words of a command line."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None:
+            words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
+
+
+def _more_devices(shape: ModelShape, step: Step, plan: Plan, *, factor: float) -> str:
+    """Return how many devices fit the sharded model, or that no option helps."""
+    if plan.engine == "torch" and plan.backend.name in ("cuda", "rocm", "xpu"):
+        small = replace(step, batch=1, checkpointing=True, fast=False)  # the fast layers need whole weights
+        for count in SHARDS:
+            if count > step.num_shards:
+                need = int(step_bytes(shape, replace(small, num_shards=count)) * factor)
+                if need <= plan.usable_bytes:
+                    return (
+                        f"{count} such devices with --sharding_strategy full_shard --batch_size 1 "
+                        f"--use_gradient_checkpointing ({need / GIB:.1f} GiB each)"
+                    )
+    return "no option: use a smaller model or a larger machine"
