@@ -99,6 +99,8 @@ class _Source:
 
 def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
     """Convert a model or adapter folder, and return a report."""
+    if request.out is not None:
+        check_out(request.out)
     if mlx_adapters.adapter_form(Path(request.model).expanduser()) is not None:
         return _convert_adapter(request.model, to=request.to, out=request.out, base=request.original)
     if request.to == "peft":

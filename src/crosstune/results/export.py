@@ -57,6 +57,8 @@ def export(
 ) -> dict[str, Any]:
     """Write the target in the given format, read it back, compare it, and return a report that includes `facts`."""
     write = {"hf": _write_hf, "mlx": _write_mlx, "gguf": _write_gguf}[form.to]
+    if request.out is not None:
+        check_out(request.out)
     if form.to == "mlx":
         open_engine("mlx").check_form(form.mlx)  # before the costly merge
     opened, warnings = open_request(request, observer, engine="torch" if form.to == "gguf" else None)
@@ -67,7 +69,6 @@ def export(
             f"{out} is a GGUF file name, but --to {form.to} writes a folder.",
             do="choose a different --out, or use --to gguf",
         )
-    check_out(out)
     num_copies = 1 if form.to == "hf" else 2
     with staged(out, need_bytes=num_copies * dense_bytes(opened.model.path, request.dtype)) as stage:
         source = _make_dense(stage, opened, request, observer)

@@ -37,6 +37,8 @@ class DenseModel:
 
 def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
     """Write a merged model folder and return a report."""
+    if request.out is not None:
+        check_out(request.out)
     opened, warnings = open_request(request, observer)
     trained = opened.trained
     if trained.adapter is None:
@@ -47,7 +49,6 @@ def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
             do="use the model folder itself, or crosstune export",
         )
     out = request.out or opened.trained.result_path("merged")
-    check_out(out)
     with staged(out, need_bytes=dense_bytes(opened.model.path, request.dtype)) as stage:
         report = merge_into(stage.result, opened, request, observer).report
         report["warnings"] = [*warnings, *report.get("warnings", ())]
