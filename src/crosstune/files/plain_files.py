@@ -21,7 +21,7 @@ _NO_ROOM_WORDS = re.compile(
             *map(os.strerror, sorted(NO_ROOM)),  # safetensors
             r"\d+ requested and \d+ written",  # numpy
             r"Unable to write \d+ bytes to file",  # MLX
-            "PytorchStreamWriter failed writing file",
+            r"PytorchStreamWriter failed writing file|unexpected pos \d+ vs \d+",  # torch
         ]
     )
 )

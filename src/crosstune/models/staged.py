@@ -35,11 +35,11 @@ class DiskFullError(UserError):
     def __init__(
         self, folder: Path, need_bytes: int, *, larger: str = LARGER_CACHE, cause: str | None = None
     ) -> None:
-        reason = f" ({cause})" if cause else ""
+        reason = f"the disk is full or a limit was reached ({cause}); " if cause else ""
         free = readable_bytes(free_space(folder))
         super().__init__(
             f"There is not enough disk space for the model in {folder}.",
-            why=f"it needs about {readable_bytes(need_bytes)}, and {free} are free{reason}.",
+            why=f"{reason}it needs about {readable_bytes(need_bytes)}, and {free} are free.",
             do=f"free some space, or {larger}",
         )
 

@@ -27,7 +27,7 @@ from crosstune.results.opened import (
     read_logits,
     show_bytes,
 )
-from crosstune.results.verify import chat_problems, judge, refuse_unverified
+from crosstune.results.verify import chat_problems, check_finite, judge, refuse_unverified
 
 FORMATS = ("hf", "mlx", "gguf")
 _VERDICT = ("agreement", "bound", "verified")
@@ -100,7 +100,7 @@ def _make_dense(stage: Stage, opened: Opened, request: Request, observer: Observ
         return merge_into(stage.scratch / "merged", opened, request, observer)
     if trained.quantization is not None:
         return write_expanded(stage.scratch / "expanded", opened, request, observer)
-    expected = read_logits(folder, opened)
+    expected = check_finite(read_logits(folder, opened), trained.base)
     if request.dtype != "auto" or read_quantization(folder) is not None:
         weights, folder = DenseWeights(folder=folder, dtype=request.dtype), stage.scratch / "plain"
         opened.engine.write_dense(folder, weights, on_bytes=show_bytes(observer, "read", trained.base))
