@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import warm
+from latent_sessions import grammar_pairs
 from safetensors.numpy import load_file, save_file
 from unprivileged import as_other_user, reachable_folder
 
@@ -195,7 +196,6 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs / "run" / "adapter"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", [["merge"], ["export", "--to", "hf"], ["export", "--to", "gguf"]])
 def test_a_disk_that_fills_at_every_tenth_leaves_nothing(
     command: list[str], adapter: Path, tiny_model: Path, tmp_path: Path, capsys: Captured
@@ -373,3 +373,63 @@ def test_verdicts_continue_after_a_kill_and_go_into_pipes(
     assert main(words) == 0
     assert output.read_text() == continued
     assert "continues after" not in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def latent_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("latents")
+    pairs = grammar_pairs(home / "pairs", count=60)
+    words = ["train", "--recipe", "latent_diffusion", "--dataset", str(pairs.folder), "--max_steps", "1"]
+    words += ["--hidden_size", "32", "--n_blocks", "1", "--backend", "cpu", "--loss_type", "random"]
+    assert main([*words, "--output_dir", str(home), "--name", "run", "--skip_eval"]) == 0
+    vectors = np.random.default_rng(0).standard_normal((2100, pairs.dim)).astype(np.float32)
+    np.save(home / "vectors.npy", vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+    return home / "run"
+
+
+def test_decoded_texts_continue_after_a_kill(latent_run: Path, tmp_path: Path, capsys: Captured) -> None:
+    output, whole = tmp_path / "texts.jsonl", tmp_path / "whole.jsonl"
+    words = ["latents", "decode", str(latent_run), "--vectors", str(latent_run.parent / "vectors.npy")]
+    words += ["--device", "cpu", "--steps", "2", "--temperature", "1"]
+    kill_when_kept([*words, "--out", output], tmp_path / "texts.jsonl.partial", num_lines=513)
+    assert not output.exists()
+    assert main([*words, "--out", str(output)]) == 0
+    assert "continues after" in capsys.readouterr().err
+    assert main([*words, "--out", str(whole)]) == 0
+    assert output.read_text() == whole.read_text() and output.read_text().count("\n") == 2100
+    assert len({*output.read_text().split("\n")[:512]} & {*output.read_text().split("\n")[512:1024]}) < 500
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["texts.jsonl", "whole.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "limit"),
+    [
+        (["latents", "build", "grammar", "--max_texts", "400"], 50_000),
+        (["latents", "export", "PAIRS", "--layout", "shards"], 1000),
+        (["latents", "encode", "RUN", "--text", "the cat", "--device", "cpu"], 100),
+    ],
+)
+def test_latents_on_a_full_disk_leave_nothing(
+    words: list[str], limit: int, latent_run: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    places = {"PAIRS": str(latent_run.parent / "pairs"), "RUN": str(latent_run)}
+    words = [*(places.get(word, word) for word in words), "--out", str(tmp_path / "out")]
+    with file_limit(limit):
+        code, said = main(words), capsys.readouterr().err
+    assert code == 2 and "full or a limit" in said and "do:" in said, said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_test_of_a_judge_continues_after_a_kill(tiny_model: Path, tmp_path: Path, capsys: Captured) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    rows = [{"task": f"Add {n} and {n}.", "answer": str(2 * n), "score": n % 11} for n in range(40)]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = ["judge", "eval", str(tiny_model), "--dataset", str(data), "--backend", "cpu", "--out", str(out)]
+    words += ["--batch_size", "1"]
+    kill_when_kept(list(words), out / "test_predictions.json.untrained.partial", num_lines=17)
+    assert main(words) == 0
+    assert capsys.readouterr().err.count("continues after") == 2
+    continued = (out / "test_predictions.json").read_text()
+    assert sorted(path.name for path in out.iterdir()) == ["test_metrics.json", "test_predictions.json"]
+    assert main(words) == 0
+    assert (out / "test_predictions.json").read_text() == continued
