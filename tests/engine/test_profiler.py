@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from crosstune.config.load import make_config
+from crosstune.core.profiling import ProfileSettings
 from crosstune.files.json_files import read_json, read_jsonl
 from crosstune.runs.pipeline import train
 
@@ -123,3 +124,30 @@ def test_the_device_is_busy_and_its_memory_recorded(tmp_path: Path, tiny_model: 
     assert 0 < result["limit_share"] < 1 and result["limits"]["bytes_per_s"] > 1e11
     assert list((folder / "profiles").glob("memory-*.pickle"))
     assert max(size for _, size in result["memory_timeline"]) > 10_000
+
+
+def test_a_trace_on_a_full_disk_leaves_nothing_and_says_so(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch reports it only with a line on standard error."""
+    import resource
+
+    import torch
+
+    from crosstune.torch_engine.session.profiler import TorchProfiler
+
+    settings = ProfileSettings(stacks=False, shapes=True, memory=True, memory_timeline=True, trace=True)
+    profiler = TorchProfiler(torch.device("cpu"), settings, dtype=torch.float32)
+    profiler.warm_up()
+    profiler.start()
+    for _ in range(50):
+        torch.randn(16, 16) @ torch.randn(16, 16)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="the disk is full or a limit was reached"):
+            profiler.stop(tmp_path, step=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+    assert "output_json" not in capfd.readouterr().err

@@ -155,13 +155,22 @@ def test_a_layer_that_the_model_lacks_is_refused(
 @pytest.mark.parametrize(
     ("listed", "tied", "settings"),
     [
-        ("embed_tokens,lm_head,model.norm", False, {"modules_to_save": ["embed_tokens", "lm_head", "model.norm"]}),
+        (
+            "embed_tokens,lm_head,model.norm",
+            False,
+            {"modules_to_save": ["embed_tokens", "lm_head", "model.norm"]},
+        ),
         ("lm_head", True, {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True}),
         ("input_layernorm", False, {"modules_to_save": ["input_layernorm"]}),
     ],
 )
 def test_modules_to_save_is_that_of_peft(
-    models: dict[bool, Path], data_file: Path, tmp_path: Path, listed: str, tied: bool, settings: dict[str, Any]
+    models: dict[bool, Path],
+    data_file: Path,
+    tmp_path: Path,
+    listed: str,
+    tied: bool,
+    settings: dict[str, Any],
 ) -> None:
     model = models[tied]
     asked = run_options(model, data_file, tmp_path, modules_to_save=listed)
@@ -206,7 +215,11 @@ def test_a_quantized_base_has_dense_modules_to_save(
     models: dict[bool, Path], data_file: Path, tmp_path: Path
 ) -> None:
     for precision in ("bf16", "bf16_autocast"):
-        options = {"train_type": "qlora", "precision": precision, "modules_to_save": "embed_tokens,lm_head,norm"}
+        options = {
+            "train_type": "qlora",
+            "precision": precision,
+            "modules_to_save": "embed_tokens,lm_head,norm",
+        }
         asked = run_options(models[False], data_file, tmp_path / precision, **options)
         run = train(make_config(**asked)).folder
         column(run, "loss")
@@ -236,7 +249,9 @@ def test_an_adapter_that_untied_its_head_is_refused(
     models: dict[bool, Path], data_file: Path, tmp_path: Path
 ) -> None:
     base = AutoModelForCausalLM.from_pretrained(models[True])
-    config = LoraConfig(r=8, target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=8, target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM"
+    )
     get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
     opened = load(tmp_path / "adapter", backend="cpu", progress=False)
     for use in (lambda: opened.logits(TOKENS), lambda: opened.merge(tmp_path / "merged")):

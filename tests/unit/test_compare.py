@@ -102,4 +102,4 @@ def test_the_command_writes_the_page(runs: Path, tmp_path: Path, capsys: Capture
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert main(["compare", "one", "two", "--output_dir", str(runs), "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert "Cannot write the page" in said and "Errno" not in said and "do:" in said
+    assert "cannot be written" in said and "a folder" in said and "Errno" not in said and "do:" in said

@@ -20,7 +20,7 @@ from crosstune.core.safe_text import printable
 from crosstune.files.json_files import read_jsonl
 from crosstune.files.run_record import RunRecord
 from crosstune.report import write_report
-from crosstune.results.prompt_file import write_row
+from crosstune.results.prompt_file import json_line
 
 CLIPBOARD = "\x1b]52;c;aGVsbG8=\x07"
 HOSTILE = f"a{CLIPBOARD}b\x9b2Jc\u202ed\u2066e\x7ff\x08g"
@@ -91,8 +91,7 @@ def test_the_files_of_a_run_and_of_answers_are_clean(tmp_path: Path) -> None:
     record = RunRecord.create(run, config_yaml="", plan={"name": HOSTILE})
     record.on_event(Warned(message=f"{HOSTILE} \ud83d"))
     record.finish({"status": "finished", "name": HOSTILE})
-    with (run / "answers.jsonl").open("w", encoding="utf-8") as file:
-        write_row(file, {"prompt": HOSTILE, "answer": HOSTILE})
+    (run / "answers.jsonl").write_bytes(json_line({"prompt": HOSTILE, "answer": HOSTILE}))
     for name, key in {"plan.json": "name", "summary.json": "name", "answers.jsonl": "answer"}.items():
         assert is_clean((run / name).read_text(encoding="utf-8")), name
         assert json.loads((run / name).read_text(encoding="utf-8"))[key] == HOSTILE

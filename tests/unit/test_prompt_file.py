@@ -9,7 +9,7 @@ import pytest
 
 from crosstune.core.errors import ConfigError, UserError
 from crosstune.core.sampling import Sampling
-from crosstune.results.prompt_file import Conversation, check_output, open_output, read_prompts, write_row
+from crosstune.results.prompt_file import Conversation, json_line, read_prompts
 
 
 def test_a_text_file_has_a_prompt_per_line(tmp_path: Path) -> None:
@@ -68,14 +68,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(UserError, match="Cannot read"):
         read_prompts(tmp_path / "binary.txt")
-    with open_output(tmp_path / "out.jsonl") as file:
-        write_row(file, {"answer": "ä"})
-    with pytest.raises(UserError, match="already exists"):
-        check_output(tmp_path / "out.jsonl")
-    check_output(tmp_path / "out.jsonl", overwrite=True)
-    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == '{"answer": "ä"}\n'
-    with pytest.raises(UserError, match="Cannot write"):
-        open_output(tmp_path / "none" / "out.jsonl")
+    assert json_line({"answer": "ä"}) == '{"answer": "ä"}\n'.encode()
 
 
 def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:

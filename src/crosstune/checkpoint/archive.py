@@ -70,7 +70,11 @@ def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, An
                 with source.open("rb") as content:
                     _add(tar, name, content, os.fstat(content.fileno()).st_size)
     except OSError as error:
-        raise UserError(f"The archive {path} could not be written.", why=str(error)) from error
+        raise UserError(
+            f"The archive {path} could not be written.",
+            why=f"{error.strerror or error}.",
+            do="free space, or choose a different --out",
+        ) from error
     return path.stat().st_size
 
 

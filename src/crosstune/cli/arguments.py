@@ -122,6 +122,14 @@ def print_result(data: object, lines: Iterable[Line], *, as_json: bool) -> int:
     return EXIT_DONE
 
 
+def print_written(path: Path, what: str) -> None:
+    """Print the path of a written file; on standard error if standard output may be that file."""
+    from crosstune.cli.terminal.output import Output
+    from crosstune.files.outputs import is_stream
+
+    Output(sys.stderr if is_stream(path) else sys.stdout).line(f"written  {path} ({what})")
+
+
 def print_json(data: object) -> None:
     """Print data as JSON, non-finite numbers as null."""
     from crosstune.files.json_files import to_json

@@ -15,6 +15,7 @@ from crosstune.core.errors import EXIT_AT_ONCE, EXIT_DONE, EXIT_OUR_FAULT, UserE
 from crosstune.core.names import unknown_name
 from crosstune.core.out_of_memory import OutOfMemory, memory_errors
 from crosstune.files.paths import check_home
+from crosstune.files.plain_files import no_room
 from crosstune.process.this_process import end_at_once, may_hang
 
 COMMANDS = {
@@ -182,8 +183,16 @@ def _run(command: str, words: list[str]) -> int:
             # Libraries that clean up at exit also run out of memory and would print tracebacks.
             sys.unraisablehook = lambda _: None
         return _report(error)
-    except OSError as error:
-        if error.filename is None:
+    except Exception as error:
+        if (full := no_room(error)) is not None:
+            return _report(
+                UserError(
+                    f"crosstune {command} cannot write its files.",
+                    why=f"the disk is full or a limit was reached ({full}).",
+                    do="free some space, then run the same command again",
+                )
+            )
+        if not isinstance(error, OSError) or error.filename is None:
             raise
         # The user can fix a file error: its name, its permissions, its disk.
         return _report(

@@ -1,21 +1,27 @@
 """Write files and folders atomically: stage them next to the target, fsync, then rename.
 
-After a crash or a power loss, a reader finds the old or the new contents, never a mix. Staged files have hidden names, so
-leftovers of a killed process can be found and removed.
+After a crash or a power loss, a reader finds the old or the new contents, never a mix. Staged files have hidden names that
+identify their process, so leftovers of a killed process can be found and removed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
+import logging
 import os
+import platform
 import re
 import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+
+from crosstune.files.plain_files import readable_bytes
 
 _STAGED = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}")
 _CANNOT_SWAP = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
@@ -23,6 +29,7 @@ _SWAP = 2
 """RENAME_EXCHANGE on Linux and RENAME_SWAP on macOS."""
 _AT_FDCWD = -100
 """Linux: resolve relative paths against the working directory."""
+_log = logging.getLogger(__name__)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -55,7 +62,8 @@ def _staging(staged: Path, *, target: Path) -> Iterator[None]:
     except BaseException as error:
         with suppress(OSError):
             staged.unlink(missing_ok=True)
-        if isinstance(error, OSError) and str(staged) in (error.filename, error.filename2):
+        # A failed write or sync does not name its file.
+        if isinstance(error, OSError) and {error.filename, error.filename2} & {str(staged), None}:
             raise OSError(error.errno, error.strerror, str(target)) from error
         raise
 
@@ -123,7 +131,19 @@ def set_aside(path: Path) -> Path:
 
 def staging_path(target: Path) -> Path:
     """Return a new hidden path next to `target`, on the same file system."""
-    return target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    machine, boot = _machine()
+    return target.with_name(f".{target.name}.{machine}{boot}{os.getpid():08x}{uuid.uuid4().hex[:12]}")
+
+
+@cache
+def _machine() -> tuple[str, str]:
+    """Return hashes of this machine with its process namespace, and of its last boot, 6 digits each."""
+    space, boot = "", ""
+    with suppress(OSError):  # Linux only
+        space = str(Path("/proc/self/ns/pid").readlink())
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    one, other = (hashlib.sha256(text.encode()).hexdigest()[:6] for text in (platform.node() + space, boot))
+    return one, other
 
 
 def staged_name(path: Path) -> str | None:
@@ -143,11 +163,40 @@ def clear_leftovers(folder: Path, *, of: Callable[[str], object]) -> int:
     """Remove the leftovers and return their number. Only the process that holds the targets' lock may call this."""
     found = leftovers(folder, of=of)
     for path in found:
-        if path.is_symlink() or path.is_file():
-            path.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+        _remove(path)
     return len(found)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what processes of this machine staged in `folder` and left when they were killed; log each path."""
+    for path in leftovers(folder, of=bool):
+        if _is_abandoned(path):
+            files = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
+            num_bytes = sum(file.lstat().st_size for file in files)
+            _remove(path)
+            _log.warning("removed  %s (%s), left by a killed process", path, readable_bytes(num_bytes))
+
+
+def _is_abandoned(path: Path) -> bool:
+    """True if the process that staged a path ran on this machine and exited."""
+    owner = path.name[-32:]
+    machine, boot = _machine()
+    if os.name == "nt" or owner[:6] != machine:  # os.kill would end a process of Windows
+        return False
+    try:
+        os.kill(int(owner[12:20], 16), 0)
+    except (ProcessLookupError, OverflowError):
+        return True
+    except PermissionError:  # the process of another user
+        pass
+    return owner[6:12] != boot
 
 
 def sync_folder(folder: Path) -> None:

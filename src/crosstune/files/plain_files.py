@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -14,6 +15,17 @@ from crosstune.core.errors import UserError
 
 # A quota or a file-size limit stops a write just as a full disk does.
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_ROOM_WORDS = re.compile(
+    "|".join(
+        [
+            *map(os.strerror, sorted(NO_ROOM)),  # safetensors
+            r"\d+ requested and \d+ written",  # numpy
+            r"Unable to write \d+ bytes to file",  # MLX
+            r"PytorchStreamWriter failed writing file|unexpected pos \d+ vs \d+",  # torch
+        ]
+    )
+)
+"""The words of a full disk in the errors of libraries."""
 _BLOCK_BYTES = 2**20
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -22,6 +34,7 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFLNK: "a symbolic link",
+    stat.S_IFREG: "a file",
 }
 
 
@@ -133,6 +146,17 @@ def free_space(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
+def no_room(error: BaseException | None) -> str | None:
+    """Return the system's words if an error, or an error it comes from, is a full disk, a quota or a file-size limit."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return error.strerror
+        if found := _NO_ROOM_WORDS.search(str(error)):
+            return found[0]
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def readable_bytes(count: int) -> str:
     """Format a size for display."""
     if count >= 10e9:
@@ -151,5 +175,15 @@ def file_sha256(path: Path) -> str:
 
 def _check_regular(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "a special file")
-        raise UnreadableFile(path, f"it is {kind}, not a regular file", do="put the file itself there")
+        raise UnreadableFile(
+            path, f"it is {_kind(found)}, not a regular file", do="put the file itself there"
+        )
+
+
+def kind_of(path: Path) -> str:
+    """Describe what a path that is not a regular file is, such as `a folder`."""
+    return _kind(path.stat())
+
+
+def _kind(found: os.stat_result) -> str:
+    return _KINDS.get(stat.S_IFMT(found.st_mode), "a special file")

@@ -138,9 +138,7 @@ def target_name(expert_layer: str) -> str:
     return f"{parent}.experts.{'gate_up_proj' if part in ('gate_proj', 'up_proj') else part}"
 
 
-def warn_of_left_out(
-    model: nn.Module, targets: str, *, quantized: bool, layers: Layers
-) -> list[str]:
+def warn_of_left_out(model: nn.Module, targets: str, *, quantized: bool, layers: Layers) -> list[str]:
     """Return warnings about experts without adapters under `all`, or dense in a quantized base."""
     experts = expert_layers(model)
     chosen = choose_targets(model, targets, layers=layers)

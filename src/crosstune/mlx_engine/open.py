@@ -12,7 +12,13 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
-from crosstune.mlx_engine.adapters import AdaptedLinear, add_adapters, saved_parameters, tied_parameters, train_in_full
+from crosstune.mlx_engine.adapters import (
+    AdaptedLinear,
+    add_adapters,
+    saved_parameters,
+    tied_parameters,
+    train_in_full,
+)
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, set_limits
 from crosstune.mlx_engine.load import DTYPES, num_parameters

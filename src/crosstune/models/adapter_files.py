@@ -159,7 +159,11 @@ def peft_settings(settings: AdapterSettings, targets: Targets, *, base: str) -> 
 
 
 def load_adapter(
-    folder: Path, wanted: Mapping[str, tuple[int, ...]], *, settings: AdapterSettings, tied: Mapping[str, str] = MappingProxyType({})
+    folder: Path,
+    wanted: Mapping[str, tuple[int, ...]],
+    *,
+    settings: AdapterSettings,
+    tied: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Array]:
     """Return the tensors of a PEFT adapter folder after checking its settings and their shapes; `tied` has the names that
     share the values of another parameter."""

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 from crosstune.core.errors import UserError
-from crosstune.files.atomic_files import put_new, staging_folder
+from crosstune.files.atomic_files import put_new, remove_abandoned, staging_folder
+from crosstune.files.outputs import check_output_folder
 from crosstune.files.paths import CACHE_VARIABLE
-from crosstune.files.plain_files import NO_ROOM, free_space, readable_bytes
+from crosstune.files.plain_files import free_space, no_room, readable_bytes
 from crosstune.models.file_hashes import write_checksums
 
 LARGER_CACHE = f"set the environment variable {CACHE_VARIABLE} to a folder on a larger disk"
@@ -34,11 +35,11 @@ class DiskFullError(UserError):
     def __init__(
         self, folder: Path, need_bytes: int, *, larger: str = LARGER_CACHE, cause: str | None = None
     ) -> None:
-        reason = f" ({cause})" if cause else ""
+        reason = f"the disk is full or a limit was reached ({cause}); " if cause else ""
         free = readable_bytes(free_space(folder))
         super().__init__(
             f"There is not enough disk space for the model in {folder}.",
-            why=f"it needs about {readable_bytes(need_bytes)}, and {free} are free{reason}.",
+            why=f"{reason}it needs about {readable_bytes(need_bytes)}, and {free} are free.",
             do=f"free some space, or {larger}",
         )
 
@@ -50,10 +51,12 @@ def disk_space(folder: Path, need_bytes: int, *, larger: str = LARGER_CACHE) -> 
         raise DiskFullError(folder, need_bytes, larger=larger)
     try:
         yield
-    except OSError as error:
-        if error.errno not in NO_ROOM:
+    except DiskFullError:
+        raise
+    except Exception as error:  # libraries have their own errors for a full disk
+        if (cause := no_room(error)) is None:
             raise
-        raise DiskFullError(folder, need_bytes, larger=larger, cause=error.strerror) from error
+        raise DiskFullError(folder, need_bytes, larger=larger, cause=cause) from error
 
 
 class Unverified(UserError):
@@ -72,12 +75,8 @@ class Stage:
 def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
     """Yield the paths for a result, and move it to `out` at the end. A crash leaves no `out`."""
     check_out(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"Cannot write to {out.parent}.", why=str(error), do="choose another --out"
-        ) from error
+    out.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(out.parent)
     larger = "choose an --out on a larger disk"
     with disk_space(out.parent, need_bytes, larger=larger), staging_folder(out) as home:
         stage = Stage(result=home / "result", scratch=home / "scratch")
@@ -86,14 +85,28 @@ def staged(out: Path, *, need_bytes: int) -> Iterator[Stage]:
             yield stage
             if stage.result.is_dir():
                 write_checksums(stage.result)
-            put_new(stage.result, out)
+            _put(stage.result, out)
         except Unverified:
             put_new(stage.result, unverified_path(out))
             raise
 
 
+def _put(result: Path, out: Path) -> None:
+    """Move a result to `out`; raise a UserError if another process has put one there since."""
+    check_out(out)
+    try:
+        put_new(result, out)
+    except OSError as error:
+        if no_room(error) is not None:
+            raise
+        raise UserError(
+            f"The result cannot be moved to {out}.", why=f"{error.strerror}.", do="choose another --out"
+        ) from error
+
+
 def check_out(out: Path) -> None:
-    """Raise a UserError unless `out` is free or an empty folder."""
+    """Raise a UserError unless `out` is free or an empty folder, and can be written."""
+    check_output_folder(out.parent, option="out")
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} already exists.", do="choose another --out, or remove the file first")
     if out.is_dir() and any(out.iterdir()):

@@ -13,9 +13,8 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from crosstune.core import __version__
-from crosstune.core.errors import UserError
 from crosstune.core.safe_text import printable
-from crosstune.files.atomic_files import write_bytes
+from crosstune.files.outputs import write_output
 from crosstune.report.charts import Chart
 from crosstune.report.layout import layout
 
@@ -57,14 +56,8 @@ def _environment() -> Environment:
 
 def write_page(target: Path, html: str) -> None:
     """Write a page atomically."""
-    try:
-        # A model may generate a lone surrogate, which UTF-8 cannot encode.
-        write_bytes(target, html.encode("utf-8", errors="replace"))
-    except OSError as error:
-        why = f"{error.strerror or error}."
-        raise UserError(
-            f"Cannot write the page {target}.", why=why, do="specify a file in a writable folder"
-        ) from error
+    # A model may generate a lone surrogate, which UTF-8 cannot encode.
+    write_output(target, html.encode("utf-8", errors="replace"))
 
 
 def _digest(text: str) -> str:

@@ -34,7 +34,7 @@ from crosstune.results.opened import (
     show_bytes,
 )
 from crosstune.results.trained_folder import Trained
-from crosstune.results.verify import judge, refuse_unverified
+from crosstune.results.verify import check_finite, judge, refuse_unverified
 
 _PLAIN = ("none", "hf")
 _ADAPTER_BYTES = 50_000_000
@@ -99,6 +99,8 @@ class _Source:
 
 def convert(request: ConvertRequest, *, observer: Observer) -> dict[str, Any]:
     """Convert a model or adapter folder, and return a report."""
+    if request.out is not None:
+        check_out(request.out)
     if mlx_adapters.adapter_form(Path(request.model).expanduser()) is not None:
         return _convert_adapter(request.model, to=request.to, out=request.out, base=request.original)
     if request.to == "peft":
@@ -149,7 +151,7 @@ def _rewrite(request: ConvertRequest, source: _Source, out: Path, observer: Obse
     with staged(out, need_bytes=engine.result_bytes(rewrite)) as stage:
         reference = engine.readable(source.start, view=stage.scratch / "reference")
         errors = _check_original(request, source)
-        expected = read_logits(reference, opened)
+        expected = check_finite(read_logits(reference, opened), str(source.start))
         before = read_logits(source.model.path, opened) if errors is not None else None
         on_bytes = show_bytes(observer, "convert", request.model)
         written = engine.rewrite_folder(stage.result, rewrite, scratch=stage.scratch, on_bytes=on_bytes)

@@ -27,7 +27,7 @@ from crosstune.results.opened import (
     read_logits,
     show_bytes,
 )
-from crosstune.results.verify import chat_problems, judge, refuse_unverified
+from crosstune.results.verify import chat_problems, check_finite, judge, refuse_unverified
 
 FORMATS = ("hf", "mlx", "gguf")
 _VERDICT = ("agreement", "bound", "verified")
@@ -57,6 +57,8 @@ def export(
 ) -> dict[str, Any]:
     """Write the target in the given format, read it back, compare it, and return a report that includes `facts`."""
     write = {"hf": _write_hf, "mlx": _write_mlx, "gguf": _write_gguf}[form.to]
+    if request.out is not None:
+        check_out(request.out)
     if form.to == "mlx":
         open_engine("mlx").check_form(form.mlx)  # before the costly merge
     opened, warnings = open_request(request, observer, engine="torch" if form.to == "gguf" else None)
@@ -67,7 +69,6 @@ def export(
             f"{out} is a GGUF file name, but --to {form.to} writes a folder.",
             do="choose a different --out, or use --to gguf",
         )
-    check_out(out)
     num_copies = 1 if form.to == "hf" else 2
     with staged(out, need_bytes=num_copies * dense_bytes(opened.model.path, request.dtype)) as stage:
         source = _make_dense(stage, opened, request, observer)
@@ -99,7 +100,7 @@ def _make_dense(stage: Stage, opened: Opened, request: Request, observer: Observ
         return merge_into(stage.scratch / "merged", opened, request, observer)
     if trained.quantization is not None:
         return write_expanded(stage.scratch / "expanded", opened, request, observer)
-    expected = read_logits(folder, opened)
+    expected = check_finite(read_logits(folder, opened), trained.base)
     if request.dtype != "auto" or read_quantization(folder) is not None:
         weights, folder = DenseWeights(folder=folder, dtype=request.dtype), stage.scratch / "plain"
         opened.engine.write_dense(folder, weights, on_bytes=show_bytes(observer, "read", trained.base))

@@ -13,7 +13,9 @@ from crosstune.config.schema import Config, option_list
 from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, EvaluationStarted, Observer, Warned
 from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.files.journal import Journal, file_stamps
 from crosstune.files.json_files import read_json, write_json
+from crosstune.files.outputs import check_output_folder
 from crosstune.files.run_record import JUDGE_METRICS, JUDGE_PREDICTIONS
 from crosstune.models.folder import longest_context
 from crosstune.planner.gather import make_plan
@@ -31,6 +33,9 @@ from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, read_
 from crosstune.results.opened import check_base
 from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.runs.open_parts import find_model, open_session
+
+_BATCHES_AT_ONCE = 16
+"""Batches whose verdicts are kept together; items are sorted by length within them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +129,37 @@ def _find_judge(request: JudgeRequest) -> tuple[Trained, JudgeSettings | None]:
     return trained, read_judge_settings(trained.adapter or Path(trained.base).expanduser())
 
 
-def ask(judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Observer) -> list[Judgement]:
-    """Judge items and show the progress."""
+def make_journal(
+    output: Path | None, judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Observer
+) -> Journal:
+    """Return the journal of the verdicts for an output; the same judge, items and options continue it."""
+    trained, _ = _find_judge(request)
+    asked = {
+        "request": dataclasses.asdict(request),
+        "judge": dataclasses.asdict(judge.settings),
+        "files": file_stamps(trained.adapter, Path(trained.base).expanduser()),
+        "items": repr(list(items)),
+    }
+    block = _BATCHES_AT_ONCE * request.batch_size
+    return Journal(output, asked, say=lambda said: observer.on_event(Warned(message=said)), block=block)
+
+
+def ask(
+    judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Observer, *, journal: Journal
+) -> list[Judgement]:
+    """Judge the items that the journal lacks, add them to it, and show the progress."""
     observer.on_event(EvaluationStarted(step=0, when="test"))
 
     def show(done: int, total: int) -> None:
-        observer.on_event(Evaluating(done=done, total=total, what="items"))
+        finished = len(journal.rows) + len(block) * done // total
+        observer.on_event(Evaluating(done=finished, total=len(items), what="items"))
 
-    found = judge.judge(items, by=request.by, max_new_tokens=request.max_new_tokens, progress=show)
+    with journal:
+        for start in range(len(journal.rows), len(items), journal.block):
+            block = items[start : start + journal.block]
+            judged = judge.judge(block, by=request.by, max_new_tokens=request.max_new_tokens, progress=show)
+            journal.add(dataclasses.asdict(one) for one in judged)
+    found = [_read_judgement(row) for row in journal.rows]
     if num_long := sum(one.too_long for one in found):
         observer.on_event(
             Warned(
@@ -140,6 +168,11 @@ def ask(judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Ob
             )
         )
     return found
+
+
+def _read_judgement(row: Mapping[str, Any]) -> Judgement:
+    lists = {name: tuple(row[name]) for name in ("probabilities", "issues")}
+    return Judgement(**{**row, **lists})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +185,16 @@ class JudgeTest:
     scale: Scale
     report: Report
 
+    journals: Sequence[Journal] = ()
+
     def write(self, folder: Path) -> Path:
-        """Write the predictions and the metrics; return the predictions file."""
+        """Write the predictions and the metrics, and remove the journals; return the predictions file."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / JUDGE_PREDICTIONS
         write_predictions(path, self.items, self.found, scale=self.scale, others=self.others)
         write_json(folder / JUDGE_METRICS, self.report)
+        for journal in self.journals:
+            journal.remove()
         return path
 
 
@@ -169,21 +206,32 @@ def measure_judge(
     observer: Observer,
     train: Sequence[Item] = (),
     with_untrained: bool = True,
+    out: Path | None = None,
 ) -> JudgeTest:
-    """Judge labeled items, and measure the agreement with human labels and with the baselines."""
+    """Judge labeled items, and measure the agreement with human labels and with the baselines. Finished verdicts are kept in
+    the folder `out` until the test is written."""
+    if out is not None:
+        check_output_folder(out, option="out")
     judge = open_judge(request, items=items, config=config, observer=observer)
-    found = ask(judge, items, request, observer)
+    output = None
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        output = out / JUDGE_PREDICTIONS
+    journals = [make_journal(output, judge, items, request, observer)]
+    found = ask(judge, items, request, observer, journal=journals[0])
     scale, settings = judge.verdict.scale, judge.settings
     del judge  # free its memory for the untrained model
     others = baseline_verdicts(items, scale=scale, train=train)
     if with_untrained:
         untrained = dataclasses.replace(request, untrained=True)
         base = open_judge(untrained, items=items, config=config, observer=observer)
-        others[UNTRAINED] = ask(base, items, untrained, observer)
+        output = output.with_name(f"{output.name}.untrained") if output is not None else None
+        journals.append(make_journal(output, base, items, untrained, observer))
+        others[UNTRAINED] = ask(base, items, untrained, observer, journal=journals[1])
     report = evaluate_with_baselines(items, found, scale=scale, others=others)
     report["judge"] = dataclasses.asdict(settings) | {"by": request.by, "target": request.target}
     report["worst"] = [prediction_row(items[place], found[place]) for place in worst_items(items, found)]
-    return JudgeTest(items=items, found=found, others=others, scale=scale, report=report)
+    return JudgeTest(items=items, found=found, others=others, scale=scale, report=report, journals=journals)
 
 
 def _untrained_base(trained: Trained, request: JudgeRequest) -> str:

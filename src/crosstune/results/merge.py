@@ -18,7 +18,7 @@ from crosstune.models.identity import RECORD
 from crosstune.models.quantized_folder import dense_bytes, read_quantization, stored_format
 from crosstune.models.staged import check_out, staged
 from crosstune.results.opened import Opened, Request, find_original, open_adapter, open_request, show_bytes
-from crosstune.results.verify import chat_problems, judge, refuse_unverified
+from crosstune.results.verify import chat_problems, check_finite, judge, refuse_unverified
 
 _INTO = ("original", "dequantized")
 _FAR_FROM_TRAINED = 0.1
@@ -37,6 +37,8 @@ class DenseModel:
 
 def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
     """Write a merged model folder and return a report."""
+    if request.out is not None:
+        check_out(request.out)
     opened, warnings = open_request(request, observer)
     trained = opened.trained
     if trained.adapter is None:
@@ -47,7 +49,6 @@ def merge(request: Request, *, observer: Observer) -> dict[str, Any]:
             do="use the model folder itself, or crosstune export",
         )
     out = request.out or opened.trained.result_path("merged")
-    check_out(out)
     with staged(out, need_bytes=dense_bytes(opened.model.path, request.dtype)) as stage:
         report = merge_into(stage.result, opened, request, observer).report
         report["warnings"] = [*warnings, *report.get("warnings", ())]
@@ -65,7 +66,7 @@ def merge_into(folder: Path, opened: Opened, request: Request, observer: Observe
     into = request.into or "original"
     engine.check_adapter(choices[into])
     session = open_adapter(opened)
-    wanted = expected = session.logits(opened.prompts)
+    wanted = expected = check_finite(session.logits(opened.prompts), str(trained.adapter))
     if into == "original" and trained.quantization is not None:
         session = None
         gc.collect()  # a session has reference cycles, and the next session needs its memory
@@ -109,7 +110,7 @@ def write_expanded(folder: Path, opened: Opened, request: Request, observer: Obs
     )
     exact = replace(seen, dtype="fp32")
     original, found = opened.engine.variant_logits(path, opened.prompts, {"dequantized": exact})
-    wanted = found["dequantized"]
+    wanted = check_finite(found["dequantized"], trained.base)
     into = request.into or "original"
     if into == "dequantized" or request.dtype != "auto":
         source = seen if into == "dequantized" else DenseWeights(folder=path, dtype=request.dtype)

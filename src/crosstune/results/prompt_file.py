@@ -6,12 +6,13 @@ import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.data.read.formats import to_conversation
 from crosstune.data.render.types import Message
 from crosstune.files.json_files import LINE_LIMIT, parse_json, to_json
+from crosstune.files.outputs import is_stream, write_output
 from crosstune.files.plain_files import UnreadableFile, open_plain, read_plain_text
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
@@ -88,29 +89,13 @@ def _system(text: str) -> list[Message]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def check_output(path: Path, *, overwrite: bool = False) -> None:
-    """Raise a UserError if a file exists and must not be overwritten."""
-    if path.exists() and not overwrite:
-        raise UserError(
-            f"{path} already exists.", do="choose a different file name, or remove the file first"
-        )
+def json_line(row: dict[str, Any]) -> bytes:
+    return f"{to_json(row)}\n".encode()
 
 
-def open_output(path: Path) -> TextIO:
-    try:
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"Cannot write {path}.", why=str(error)) from error
-
-
-def write_row(file: TextIO, row: dict[str, Any]) -> None:
-    """Write and flush a row, so that an interruption keeps it."""
-    file.write(to_json(row) + "\n")
-    file.flush()
-
-
-def batches(prompts: list[Prompt], size: int) -> Iterator[list[Prompt]]:
-    for start in range(0, len(prompts), size):
+def batches(prompts: list[Prompt], size: int, *, first: int = 0) -> Iterator[list[Prompt]]:
+    """Yield batches of the prompts from number `first`."""
+    for start in range(first, len(prompts), size):
         yield prompts[start : start + size]
 
 
@@ -138,9 +123,9 @@ class Conversation:
         """Write the conversation as one row of a dataset."""
         if not self.turns:
             raise UserError("There is nothing to save yet.")
-        check_output(path)
-        with open_output(path) as file:
-            write_row(file, {"messages": self.messages()})
+        if path.exists() and not is_stream(path):
+            raise UserError(f"{path} already exists.", do="choose a different file name")
+        write_output(path, json_line({"messages": self.messages()}))
 
     def load(self, path: Path) -> None:
         """Replace this conversation with the first one in a file."""

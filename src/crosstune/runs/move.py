@@ -23,6 +23,7 @@ from crosstune.core.names import unknown_name
 from crosstune.core.protocols import Recipe
 from crosstune.core.weights import result_weights
 from crosstune.data.read.dataset_list import parse_dataset
+from crosstune.files.outputs import check_output
 from crosstune.machines.probe import load_machine, probe_machine, typical_machine
 from crosstune.models.adapter_files import TOKENIZER_FILES
 from crosstune.models.locate import ModelFolder
@@ -60,6 +61,8 @@ def move(
     """Check a run, measure its loss to compare after the move, and write the archive."""
     if to not in backend_specs():
         raise unknown_name("backend", to, backend_specs())
+    if out is not None:
+        check_output(out, option="out", streams=False, makes_folder=True)
     checkpoint = pick_checkpoint(run, observer)
     home = find_run(checkpoint.folder)
     trained_on = str(checkpoint.manifest.backend)

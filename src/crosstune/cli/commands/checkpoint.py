@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path
 from crosstune.cli.terminal.units import size
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
+from crosstune.files.outputs import check_output_folder
 
 if TYPE_CHECKING:
     from crosstune.checkpoint.read import Checkpoint
@@ -59,8 +60,10 @@ def run(words: Sequence[str]) -> int:
     own, flags = parser.parse_known_args(list(words))
     if flags and own.action not in ("import", "export"):
         parser.refuse_unknown(flags)
-    if own.action in ("import", "export") and own.out is None:
-        parser.error(f"{own.action} needs --out")
+    if own.action in ("import", "export"):
+        if own.out is None:
+            parser.error(f"{own.action} needs --out")
+        check_output_folder(own.out, option="out")
     actions = {"list": _list, "verify": _verify, "show": _show, "prune": _prune}
     if own.action in actions:
         return actions[own.action](own)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
-from crosstune.cli.arguments import Parser, at_least, print_result, read_path_or_name
+from crosstune.cli.arguments import (
+    Parser,
+    at_least,
+    print_result,
+    print_written,
+    read_path,
+    read_path_or_name,
+)
 from crosstune.cli.terminal.output import QUIET, WARNING, Output, print_error, print_line
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.names import did_you_mean
 from crosstune.core.sampling import Sampling
 
 if TYPE_CHECKING:
+    from crosstune.files.journal import Journal
     from crosstune.results.chat_model import ChatModel
     from crosstune.results.prompt_file import Conversation, Prompt
 
@@ -54,8 +61,8 @@ def make_parser() -> Parser:
     add_model_arguments(parser)
     add = parser.add_argument
     add("--prompt", help="the user's message (default: read standard input)")
-    add("--prompt_file", type=Path, metavar="FILE", help="read prompts from FILE, one per line")
-    add("--output", type=Path, metavar="FILE", help="write the answers to this file as JSON lines")
+    add("--prompt_file", type=read_path, metavar="FILE", help="read prompts from FILE, one per line")
+    add("--output", type=read_path, metavar="FILE", help="write the answers to this file as JSON lines")
     add("--overwrite", action="store_true", help="replace an existing --output file")
     add("--batch_size", type=at_least(1), default=8, help="prompts per batch (default 8)")
     return parser
@@ -65,15 +72,31 @@ def run(words: Sequence[str]) -> int:
     own = make_parser().parse_args(list(words))
     sampling = read_sampling(own)
     prompts = _read_prompts(own)
-    from crosstune.results.prompt_file import check_output, open_output
+    from crosstune.files.outputs import check_output
 
     if own.output is not None:
-        check_output(own.output, overwrite=own.overwrite)
+        check_output(own.output, option="output", inputs=[own.prompt_file], overwrite=own.overwrite)
     chat_model = open_model(own)  # before the file, so that a failure leaves no file
     if own.output is None and len(prompts) == 1:
         return _answer_one(chat_model, prompts[0], own, sampling)
-    with open_output(own.output) if own.output is not None else nullcontext() as file:
-        return _answer_all(chat_model, prompts, own, sampling, file=file)
+    with _make_journal(prompts, own, sampling) as journal:
+        return _answer_all(chat_model, prompts, own, sampling, journal=journal)
+
+
+def _make_journal(prompts: list[Prompt], own: argparse.Namespace, sampling: Sampling) -> Journal:
+    """Return the journal of the answers; the same model, prompts and options continue it."""
+    from crosstune.files.journal import Journal, file_stamps
+    from crosstune.results.trained_folder import find_trained
+
+    trained = find_trained(own.model)
+    names = ("model", "max_new_tokens", "backend", "precision", "batch_size")
+    asked = {
+        "options": {name: getattr(own, name) for name in names},
+        "sampling": asdict(sampling),
+        "prompts": [[list(prompt.messages), prompt.reference] for prompt in prompts],
+        "files": file_stamps(trained.adapter, Path(trained.base).expanduser()),
+    }
+    return Journal(own.output, asked, say=Output().line, block=own.batch_size)
 
 
 def _read_prompts(own: argparse.Namespace) -> list[Prompt]:
@@ -82,7 +105,7 @@ def _read_prompts(own: argparse.Namespace) -> list[Prompt]:
     if own.prompt_file is not None:
         if own.prompt is not None:
             raise UserError("--prompt and --prompt_file cannot be combined.", do="remove one of them")
-        return read_prompts(own.prompt_file.expanduser(), system=own.system)
+        return read_prompts(own.prompt_file, system=own.system)
     text = own.prompt if own.prompt is not None else sys.stdin.read().strip()
     if not text:
         raise UserError("No prompt was given.", do='pass --prompt "..." or pipe text to standard input')
@@ -106,35 +129,44 @@ def _answer_all(
     own: argparse.Namespace,
     sampling: Sampling,
     *,
-    file: TextIO | None,
+    journal: Journal,
 ) -> int:
     from crosstune.cli.terminal.screen import BarLine, LiveLine
-    from crosstune.results.prompt_file import batches, write_row
+    from crosstune.files.outputs import is_stream, open_stream, send, write_output
+    from crosstune.results.prompt_file import batches, json_line
 
-    output = Output()
+    output, rows = Output(), journal.rows
     line = LiveLine(output.console)
-    rows: list[dict[str, Any]] = []
+    # A reader of a pipe gets each answer at once.
+    stream = open_stream(own.output) if own.output is not None and is_stream(own.output) else None
     try:
-        for batch in batches(prompts, own.batch_size):
+        for batch in batches(prompts, own.batch_size, first=len(rows)):
             if output.is_terminal:
                 share = len(rows) / len(prompts)
                 line.show(BarLine(title="answers", share=share, figures=[f"{len(rows)}/{len(prompts)}"]))
             answers = chat_model.answers(
                 [prompt.messages for prompt in batch], max_new_tokens=own.max_new_tokens, sampling=sampling
             )
-            for prompt, answer in zip(batch, answers, strict=True):
-                rows.append(prompt.row(answer))
-                if file is not None:
-                    write_row(file, rows[-1])
-                elif not own.json:
+            journal.add(prompt.row(answer) for prompt, answer in zip(batch, answers, strict=True))
+            if stream is not None:
+                send(stream, b"".join(map(json_line, rows[-len(batch) :])), path=own.output)
+            elif own.output is None and not own.json:
+                for prompt, answer in zip(batch, answers, strict=True):
                     print_line(f"> {prompt.text or prompt.messages[-1]['content']}", style=QUIET)
                     print(answer, end="\n\n", flush=True)
     finally:
         line.clear()
-    if file is None:
+        if stream is not None:
+            stream.close()
+    if own.output is None:
         return print_result({"answers": rows}, [], as_json=own.json)
-    written = {"output": str(own.output), "num_answers": len(rows)}
-    return print_result(written, [f"written  {own.output} ({len(rows)} answers)"], as_json=own.json)
+    if stream is None:
+        write_output(own.output, b"".join(map(json_line, rows)))
+        journal.remove()
+    if own.json and stream is None:
+        return print_result({"output": str(own.output), "num_answers": len(rows)}, [], as_json=True)
+    print_written(own.output, f"{len(rows)} answers")
+    return EXIT_DONE
 
 
 def add_model_arguments(parser: Parser) -> None:

@@ -12,8 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from crosstune.cli.arguments import (
+    Line,
+    Parser,
+    at_least,
+    parse_config,
+    print_json,
+    print_result,
+    print_written,
+    read_path,
+)
 from crosstune.cli.commands.train import add_machine
-from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_json, print_result, read_path
 from crosstune.cli.terminal.output import Column, table_lines
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
@@ -204,6 +213,7 @@ def _test(
             observer=screen,
             train=train,
             with_untrained=not own.skip_untrained,
+            out=out,
         )
     report = test.report
     lines = [*metric_lines(report), *_worst_lines(report["worst"])]
@@ -237,27 +247,30 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
             "judge predict needs a judge and answers.",
             do="crosstune judge predict RUN --input FILE [--output FILE]",
         )
-    from crosstune.cli.terminal.output import print_line
     from crosstune.cli.terminal.screen import Screen
-    from crosstune.files.atomic_files import write_bytes
     from crosstune.files.json_files import to_json
+    from crosstune.files.outputs import check_output, write_output
     from crosstune.recipes.judge.open_splits import item_reader, read_split
     from crosstune.recipes.judge.predictions import prediction_row
-    from crosstune.results.judge import ask, judge_scale, open_judge
+    from crosstune.results.judge import ask, judge_scale, make_journal, open_judge
 
+    if own.output is not None:
+        check_output(own.output, option="output", inputs=[own.input])
     request = _make_request(own, config, target=own.target, backend=config.backend)
     reader = item_reader(config, labelled=False, scale=judge_scale(request))
     items = read_split(reader, str(own.input), "test")
     with Screen(live=True) as screen:
         judge = open_judge(request, items=items, config=config, observer=screen)
-        found = ask(judge, items, request, screen)
+        journal = make_journal(own.output, judge, items, request, screen)
+        found = ask(judge, items, request, screen, journal=journal)
     rows = [
         {name: value for name, value in prediction_row(item, one).items() if name != "expected"}
         for item, one in zip(items, found, strict=True)
     ]
     if own.output is not None:
-        write_bytes(own.output, "".join(f"{to_json(row)}\n" for row in rows).encode())
-        print_line(f"written  {own.output} ({len(rows)} verdicts)")
+        write_output(own.output, "".join(f"{to_json(row)}\n" for row in rows).encode())
+        journal.remove()
+        print_written(own.output, f"{len(rows)} verdicts")
         return EXIT_DONE
     lines = [
         f"{row['id']}  {_verdict(row['predicted'], digits=2)}"
@@ -326,11 +339,13 @@ def _split(own: argparse.Namespace, config: Config) -> int:
     from crosstune.cli.terminal.output import print_line
     from crosstune.data.read.dataset_list import unweighted
     from crosstune.files.json_files import write_json
+    from crosstune.files.outputs import check_output_folder
     from crosstune.recipes.judge.items import common_scale
     from crosstune.recipes.judge.open_splits import HELD_OUT_SHARE, by_split, item_reader, split_groups
     from crosstune.recipes.judge.read_items import split_row
 
     reader, folder = item_reader(config), Path(own.split_to)
+    check_output_folder(folder, option="split_to")
     entries = unweighted(config.dataset, option="dataset")
     found: list[Item] = [
         item for entry in entries for source in by_split(entry.name).values() for item in reader.read(source)

@@ -7,7 +7,15 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name
+from crosstune.cli.arguments import (
+    Line,
+    Parser,
+    at_least,
+    print_result,
+    print_written,
+    read_path,
+    read_path_or_name,
+)
 from crosstune.cli.terminal.output import Output
 from crosstune.cli.terminal.units import count, size
 from crosstune.config.load import cache_override
@@ -27,7 +35,7 @@ EXAMPLES = """examples:
   crosstune latents export pairs/mine --out original --layout shards
   crosstune train --recipe latent_diffusion --dataset pairs/mine --max_steps 2000
   crosstune latents decode runs/NAME --text "the tiny cat sees a red ball" --live
-  crosstune latents decode runs/NAME --vectors vectors.npy --correct 8
+  crosstune latents decode runs/NAME --vectors vectors.npy --correct 8 --out texts.jsonl
   crosstune latents encode runs/NAME --text "the tiny cat sees a red ball" --out vectors.npy
   crosstune latents sample runs/NAME --samples 5 --temperature 0.8 --out vectors.npy
   crosstune latents eval runs/NAME --data pairs/mine --correct 8 --json"""
@@ -72,7 +80,8 @@ def make_parser() -> _LatentsParser:
     parser.add_argument("action", choices=tuple(ACTIONS))
     parser.add_argument("target", type=read_path_or_name, metavar="TEXTS|PAIRS|RUN")
     add = parser.add_for
-    add("build export encode sample", "--out", type=read_path, help="folder, or .npy file for vectors")
+    out = "folder of pairs; .npy file of the vectors; for decode, a JSON Lines file of the texts"
+    add("build export decode encode sample", "--out", type=read_path, help=out)
     encoder = "sentence-transformers folder, instead of minilm-l6-v2 or the model's own"
     add("build decode sample eval", "--encoder", type=read_path_or_name, help=encoder)
     add("build decode encode sample eval", "--device", help="torch device (default: the GPU, if any)")
@@ -120,6 +129,11 @@ def run(words: Sequence[str]) -> int:
     if own.action == "encode" and not own.text:
         parser.error("encode needs --text")
     parser.refuse_others(own)
+    if own.out is not None and own.action in ("decode", "encode", "sample"):
+        from crosstune.files.outputs import check_output
+
+        makes_folder = own.action != "decode"
+        check_output(own.out, option="out", inputs=[own.vectors], makes_folder=makes_folder)
     actions = {"build": _build, "export": _export, "decode": _decode, "encode": _encode}
     return (actions | {"sample": _sample, "eval": _eval})[own.action](own)
 
@@ -211,11 +225,17 @@ def _decode(own: argparse.Namespace) -> int:
         encoder=own.encoder,
         rounds=own.correct,
         device=own.device,
+        out=own.out,
         on_step=_live(trained, output) if live else None,
         on_round=show_round if live else None,
+        on_done=lambda done, total: output.line(f"decoded  {done:,} of {total:,} vectors"),
+        say=output.line,
     )
     for note in () if own.json else found["notes"]:
         output.line(f"note     {note}")
+    if own.out is not None:
+        print_written(own.out, f"{len(found['texts'])} texts")
+        return EXIT_DONE
     return print_result(found, [row["text"] for row in found["texts"]], as_json=own.json)
 
 

@@ -13,6 +13,7 @@ from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE
 from crosstune.distributed.jobs.job import load_scheduler, make_job, options_of_schedulers, scheduler_names
 from crosstune.distributed.jobs.option import COMMON
+from crosstune.files.outputs import check_output, write_output
 
 EXAMPLES = """examples:
   crosstune launch --on slurm --nnodes 2 --gpus 8 --partition gpu --time 4:00:00 --model_name ORG/MODEL --dataset chats.jsonl
@@ -47,6 +48,8 @@ def make_parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     own, flags, config = _parse(words)
+    if own.output is not None:
+        check_output(own.output, option="output", inputs=[own.config])
 
     from crosstune.runs.resume import run_folder
 
@@ -62,7 +65,7 @@ def run(words: Sequence[str]) -> int:
     scheduler = load_scheduler(own.on)
     text = scheduler.write(job)
     if own.output is not None:
-        own.output.write_text(text, encoding="utf-8")
+        write_output(own.output, text.encode())
     if own.print:
         if own.output is None:
             print(text, end="")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name
 from crosstune.cli.terminal.output import QUIET, STRONG, WARNING, Column, table_lines, terminal_width
 from crosstune.cli.terminal.units import duration, figure, size
+from crosstune.files.outputs import check_output
 
 if TYPE_CHECKING:
     from crosstune.report.comparison import Comparison, Row
@@ -124,6 +125,8 @@ def make_parser_compare() -> Parser:
 
 def run_compare(words: Sequence[str]) -> int:
     own = make_parser_compare().parse_args(list(words))
+    if own.out is not None:
+        check_output(own.out, option="out")
 
     from crosstune.report.comparison import compare_runs, write_comparison
 

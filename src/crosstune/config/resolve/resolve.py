@@ -262,12 +262,17 @@ def _check_values(draft: Draft) -> None:
     if draft["lora_dropout"] == 1:
         draft.refuse("lora_dropout is 1.", why="it would drop all adapter inputs.")
     if draft["layers_to_transform"] and draft.facts.mlx_settings.get("num_layers", -1) != -1:
-        draft.refuse("layers_to_transform and num_layers of --mlx_config are both set.", do="keep one of the two")
+        draft.refuse(
+            "layers_to_transform and num_layers of --mlx_config are both set.", do="keep one of the two"
+        )
     if draft["max_steps"] != -1 and (draft["warmup_steps"] or 0) > draft["max_steps"]:
         draft.warn("warmup_steps", "exceeds max_steps: the warm-up is shortened to the whole run")
     rows, size, world = draft["rows_per_step"], draft["batch_size"], draft.world_size
     if rows and size and (parts := -(-rows // size)) < world:
-        draft.warn("rows_per_step", f"{rows} rows in micro-batches of {size} leave {world - parts} of {world} devices idle")
+        draft.warn(
+            "rows_per_step",
+            f"{rows} rows in micro-batches of {size} leave {world - parts} of {world} devices idle",
+        )
     if draft.method == "llama_pro" and draft["base_adapter"]:
         why = "llama_pro trains blocks, not adapters."
         draft.refuse("base_adapter cannot be combined with llama_pro.", why=why)

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.files.atomic_files import put_new, remove_abandoned, staging_folder
 from crosstune.files.json_fields import TEXT, check_fields, whole
 from crosstune.files.json_files import object_of, to_json, write_json
+from crosstune.files.outputs import check_output_folder
 from crosstune.files.plain_files import UnreadableFile, open_plain
 from crosstune.recipes.latent_diffusion.pair_folder import NUMPY_FAULTS, PairFolder, load_array
 
@@ -150,10 +152,15 @@ def _read_rows(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def write_layout(pairs: PairFolder, folder: Path, *, layout: str) -> int:
     """Write the pairs in an original layout into a new folder; return their number."""
+    check_output_folder(folder, option="out")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty.", do="pass a different --out FOLDER")
     write = _write_files if layout == "files" else _write_shards
-    write(pairs, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder.parent)
+    with staging_folder(folder) as stage:
+        write(pairs, stage / "layout")
+        put_new(stage / "layout", folder)
     return sum(map(len, pairs.splits.values()))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import LIBRARY_FAULTS, UserError
-from crosstune.files.atomic_files import put_in_place, staging_folder
+from crosstune.files.atomic_files import put_in_place, remove_abandoned, staging_folder
 from crosstune.files.json_fields import FLAG, OBJECT, TEXT, check_fields, map_of, object_with, whole
 from crosstune.files.json_files import read_object, write_json
 from crosstune.files.plain_files import MissingFile, UnreadableFile, file_sha256, open_plain, read_plain
@@ -230,6 +230,7 @@ def write_pairs(folder: Path, made: Made, *, options: WriteOptions) -> dict[str,
     check_out(folder)
     norms, vocabulary = vector_norms(latents, source=made.source), chosen.vocabulary
     folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder.parent)
     with staging_folder(folder) as stage:
         new = stage / "pairs"
         new.mkdir()
@@ -241,12 +242,14 @@ def write_pairs(folder: Path, made: Made, *, options: WriteOptions) -> dict[str,
             dtype = np.uint16 if int(tokens.ids.max(initial=0)) < 2**16 else np.uint32
             np.save(target / "tokens.npy", tokens.stack(width=options.max_tokens, dtype=dtype))
             np.save(target / "lengths.npy", tokens.lengths.astype(np.int32))
-            vectors = np.lib.format.open_memmap(
-                target / "latents.npy", "w+", DTYPES[options.dtype], (len(rows), latents.shape[1])
-            )
-            for part in _parts(len(rows)):
-                vectors[part] = np.asarray(latents[rows[part]], np.float32) / norms[rows[part]]
-            vectors.flush()
+            stored, shape = np.dtype(DTYPES[options.dtype]), (len(rows), latents.shape[1])
+            header = {"descr": np.lib.format.dtype_to_descr(stored), "fortran_order": False, "shape": shape}
+            # Not mapped into memory: on a full disk the system would end the process.
+            with (target / "latents.npy").open("wb") as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                for part in _parts(len(rows)):
+                    vectors = np.asarray(latents[rows[part]], np.float32) / norms[rows[part]]
+                    file.write(vectors.astype(stored).tobytes())
             lines = "".join(f"{clean(texts[row])}\n" for row in rows.tolist())
             (target / "texts.txt").write_text(lines, encoding="utf-8")
         files = sorted(path for path in new.rglob("*") if path.is_file())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 
 from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
+from crosstune.files.journal import Journal, file_stamps
+from crosstune.files.json_files import to_json
+from crosstune.files.outputs import is_stream, write_output
 from crosstune.files.paths import missing_run
 from crosstune.recipes.latent_diffusion.correction import correct_texts
 from crosstune.recipes.latent_diffusion.encoders import UNRECORDED, Encoder, open_encoder_of
@@ -28,6 +32,8 @@ from crosstune.recipes.latent_diffusion.vocabulary import Vocabulary, load_vocab
 if TYPE_CHECKING:
     from crosstune.recipes.latent_diffusion.torch_parts_sampling import Sampler
 
+_BLOCK = 512
+"""Vectors that are decoded and kept together."""
 _CANNOT = {
     "l2t": "decode vectors",
     "t2l": "encode texts",
@@ -146,12 +152,16 @@ def decode(
     encoder: str | None = None,
     rounds: int = 0,
     device: str | None = None,
+    out: Path | None = None,
     on_step: OnStep | None = None,
     on_round: Callable[[int, float], None] | None = None,
+    on_done: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Decode the vectors of an .npy file or the embeddings of texts, with `rounds` of correction.
+    """Decode the vectors of an .npy file or the embeddings of texts, with `rounds` of correction; write the texts to `out`.
 
-    Return the texts, with their cosine if the encoder was opened, and notes.
+    Return the texts, with their cosine if the encoder was opened, and notes. With `out`, vectors are decoded in blocks, and
+    finished blocks are kept next to it. `on_done` gets the number of decoded vectors and their total.
     """
     trained.check_mode("l2t")
     opened = trained.encoder(encoder, device=device) if texts or rounds else None
@@ -163,14 +173,18 @@ def decode(
     else:
         assert opened is not None
         latents = opened.encode(texts)
-    if rounds:
+
+    def decode_block(block: NDArray[Any], options: DecodeOptions) -> list[dict[str, Any]]:
+        if not rounds:
+            tokens = trained.sampler.decode(block, options=options, on_step=on_step).tokens
+            return _rows(trained, tokens, block, encoder=opened)
         assert opened is not None
         for number, best in enumerate(
             correct_texts(
                 trained.sampler,
                 opened,
                 trained.vocabulary,
-                latents,
+                block,
                 options=options,
                 rounds=rounds,
                 on_step=on_step,
@@ -179,9 +193,28 @@ def decode(
             tokens = best.tokens
             if number and on_round is not None:
                 on_round(number, float(best.cosine.mean()))
-    else:
-        tokens = trained.sampler.decode(latents, options=options, on_step=on_step).tokens
-    return {"texts": _rows(trained, tokens, latents, encoder=opened), "notes": notes}
+        return _rows(trained, tokens, block, encoder=opened)
+
+    if out is None:
+        return {"texts": decode_block(latents, options), "notes": notes}
+    asked = {
+        "files": file_stamps(trained.folder, vectors),
+        "texts": texts,
+        "options": asdict(options),
+        "encoder": encoder,
+        "rounds": rounds,
+    }
+    with Journal(out, asked, say=say, block=_BLOCK) as journal:
+        for start in range(len(journal.rows), len(latents), _BLOCK):
+            # Different noise for each block.
+            journal.add(
+                decode_block(latents[start : start + _BLOCK], replace(options, seed=options.seed + start))
+            )
+            if on_done is not None:
+                on_done(len(journal.rows), len(latents))
+        write_output(out, "".join(f"{to_json(row)}\n" for row in journal.rows).encode())
+        journal.remove()
+    return {"texts": journal.rows, "notes": notes}
 
 
 def sample(
@@ -228,13 +261,8 @@ def _rows(trained: Trained, tokens: Any, latents: Any, *, encoder: Encoder | Non
 def _write_vectors(path: Path | None, vectors: Any) -> None:
     if path is None:
         return
-    try:
+    if not is_stream(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:  # np.save would add .npy to a name without it
-            np.save(file, vectors)
-    except OSError as error:
-        raise UserError(
-            f"The vectors cannot be written to {path}.",
-            why=f"{error.strerror or error}.",
-            do="pass a different --out FILE",
-        ) from error
+    file = io.BytesIO()
+    np.save(file, vectors)
+    write_output(path, file.getvalue())

@@ -260,9 +260,7 @@ def _cast_frozen(part: nn.Module, dtype: torch.dtype) -> None:
             module.to(dtype)
 
 
-def name_targets(
-    model: nn.Module, adapters: Mapping[str, Adapted], *, saved: Sequence[str] = ()
-) -> Targets:
+def name_targets(model: nn.Module, adapters: Mapping[str, Adapted], *, saved: Sequence[str] = ()) -> Targets:
     """Return the adapted layers and the parameters trained in full under their names in PEFT's settings."""
     stacks = [name for name, adapter in adapters.items() if isinstance(adapter, AdaptedStack)]
     layers = [name for name in adapters if name not in stacks]
@@ -280,9 +278,7 @@ def name_targets(
     return replace(found, saved=name_saved([*saved, *tied], modules), tied=tied)
 
 
-def choose_targets(
-    model: nn.Module, targets: str, *, dora: bool, layers: Layers = ALL_LAYERS
-) -> list[str]:
+def choose_targets(model: nn.Module, targets: str, *, dora: bool, layers: Layers = ALL_LAYERS) -> list[str]:
     """Return the linear layers and expert stacks that match `targets`."""
     return choose_names(
         list(linear_layers(model)),

@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from crosstune.core.profiling import Limits, Operator, ProfileSettings, Recorded
+from crosstune.files.atomic_files import staging_folder
 from crosstune.torch_engine.capabilities import mean_s
 
 _MICROSECOND = 1e-6
@@ -86,7 +87,9 @@ class TorchProfiler:
         with _without_messages():
             recording.stop_trace()
         events = list(recording.events() or ())
-        files, timeline = self._write_files(recording, folder, step)
+        with staging_folder(folder / "trace") as stage:
+            written, timeline = self._write_files(recording, stage, step)
+            files = [path.rename(folder / path.name) for path in written]
         operators = _operators(recording, by_shape=self.settings.shapes)
         collectives = [each.seconds for each in operators if each.name.lower().startswith(_COLLECTIVES)]
         return Recorded(
@@ -108,7 +111,10 @@ class TorchProfiler:
         files, timeline = list[Path](), list[tuple[float, int]]()
         plain = folder / f"trace-step-{step:08d}.json"
         if self.settings.trace or self.settings.memory_timeline:
-            recording.export_chrome_trace(str(plain))
+            with _without_messages():
+                recording.export_chrome_trace(str(plain))
+            if not plain.is_file():  # torch only prints the error, and leaves a file with another name
+                raise OSError(f"torch cannot write {plain.name}: the disk is full or a limit was reached")
         if self.settings.memory_timeline:
             timeline = memory_timeline(plain, self.device)
             times = folder / f"memory-step-{step:08d}.json"
@@ -119,7 +125,6 @@ class TorchProfiler:
             files.insert(0, plain.with_suffix(".json.gz"))
             with plain.open("rb") as source, gzip.open(files[0], "wb", compresslevel=3) as file:
                 shutil.copyfileobj(source, file, 1 << 20)
-        plain.unlink(missing_ok=True)
         if self.settings.memory and self.device.type == "cuda":
             snapshot = folder / f"memory-step-{step:08d}.pickle"
             torch.cuda.memory._dump_snapshot(str(snapshot))
