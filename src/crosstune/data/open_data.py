@@ -123,7 +123,9 @@ class DataOpener:
             writer.append(tokens, np.ones(length, dtype=np.bool_), row=index)
         counts = {"rows": num_examples, "empty": 0, "unlocated_answers": 0}
         corpus = Corpus(
-            store=writer.to_store(counts | {"unused_columns": [], "ignored_by_template": []}),
+            store=writer.to_store(
+                counts | {"unused_columns": [], "ignored_by_template": [], "joined_tokens": []}
+            ),
             kept=np.arange(num_examples, dtype=np.int64),
             limit=length,
             form=DUMMY,

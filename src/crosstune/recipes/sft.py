@@ -36,6 +36,7 @@ from crosstune.data.read.files import Row
 from crosstune.data.read.formats import to_conversation, tools_of
 from crosstune.data.render.built_in_templates import plain_template, read_template
 from crosstune.data.render.rendering import encode_prompt
+from crosstune.data.render.types import NO_LOSS
 from crosstune.data.tokens.corpus import Corpus
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_files import has_trained_template, replace_tokenizer, save_template
@@ -104,7 +105,7 @@ class TokenRecipe:
     def describe_rows(self, *, form: str, identity: str, without_answer: int = 0) -> dict[str, Any]:
         """Return the part of the data report that all token recipes share."""
         facts = self.corpus.store.facts
-        kept = ("unlocated_answers", "unused_columns", "ignored_by_template")
+        kept = ("unlocated_answers", "unused_columns", "ignored_by_template", "joined_tokens")
         counts = {"rows": facts["rows"], "empty_answers": facts["empty"], "without_answer": without_answer}
         return {
             "dataset": self.config.dataset,
@@ -305,6 +306,7 @@ def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
         shape = config_shape(read_config_json(model_folder))
         if shape is not None:
             tokenizer.check_fits(shape.vocab, source=config.tokenizer)
+    tokenizer = replace(tokenizer, splits_prompts=config.data_rules > 1)
     if config.chat_template is None:
         return tokenizer
     template = read_template(config.chat_template, adds_bos=tokenizer.adds_bos)
@@ -327,6 +329,8 @@ def _questions(rows: Sequence[tuple[Row, str]], tokenizer: Tokenizer) -> list[Qu
     for row, form in rows:
         conversation = to_conversation(row, form)
         if isinstance(conversation, str) or conversation[-1]["role"] != "assistant":
+            continue
+        if NO_LOSS in conversation[-1]:
             continue
         asked, reference = conversation[:-1], conversation[-1]["content"].strip()
         if not asked or not reference:  # an answer that only calls a tool has no text to compare

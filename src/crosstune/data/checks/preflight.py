@@ -17,7 +17,7 @@ from crosstune.data.read.columns import Columns, check_columns, uniform_sources
 from crosstune.data.read.dataset_list import parse_dataset, unweighted
 from crosstune.data.read.formats import has_empty_answer, to_conversation
 from crosstune.data.read.sources import Source, open_source
-from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.render.rendering import encode_conversation, unlike_prompt
 from crosstune.data.tokens.corpus import Corpus
 from crosstune.data.tokens.encode import Encoder, check_any_answer, located
 from crosstune.data.tokens.tokenizer import Tokenizer
@@ -36,8 +36,8 @@ def leave_out_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]
     if not len(supervised):
         raise UserError(
             f"No token of {source} is supervised: there is nothing to learn.",
-            why="no row has an assistant answer within the context.",
-            do="check the roles of the messages, raise --context_length, or pass --train_on_prompt",
+            why="no row has an assistant answer with loss within the context.",
+            do="check the roles and weights of the messages, raise --context_length, or pass --train_on_prompt",
         )
     return corpus.part(supervised), len(corpus) - len(supervised)
 
@@ -70,6 +70,11 @@ def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Seque
         (
             bool(last := "" if plain or missing else _unending(tokenizer)),
             f"the chat template ends an answer with {last!r}, which is not an end token of this model: it will not stop",
+        ),
+        (
+            bool(unlike := None if plain else unlike_prompt(tokenizer)),
+            "the chat template prompts with {!r}, but training rows have {!r}: write the same before an answer as in the "
+            "generation prompt".format(*(unlike or ("", ""))),
         ),
         (plain and config.train_on_prompt, "train_on_prompt has no effect: plain text has no prompt"),
         (
@@ -125,6 +130,8 @@ _WARNINGS = {
     "duplicates": "{duplicates:,} of {examples:,} examples are duplicates",
     "unused_columns": "columns that are not read: {unused_columns}",
     "ignored_by_template": "this model's chat template ignores {ignored_by_template}: nothing is learned from it",
+    "joined_tokens": "the end of the prompt and the beginning of an answer form tokens that generation cannot produce after the "
+    "prompt ({joined_tokens}): end the generation prompt of the chat template without white space",
     "num_shared": "{num_shared:,} held-out examples are also in the training data",
 }
 

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
 from crosstune.data.read.formats import (
@@ -29,7 +29,8 @@ from crosstune.data.read.formats import (
     unused_columns,
 )
 from crosstune.data.read.sources import Part, Source
-from crosstune.data.render.rendering import check_characters, mask_of, render_conversation
+from crosstune.data.render.encoding import Encoded, encode_rendered
+from crosstune.data.render.rendering import check_characters, prompts_change_tokens, render_conversation
 from crosstune.data.render.types import Rendered
 from crosstune.data.tokens.store import (
     MemoryWriter,
@@ -48,7 +49,7 @@ from crosstune.files.plain_files import NO_ROOM, UnreadableFile
 OnProgress = Callable[[int, int, int], None]
 """Receives the bytes read, the total bytes, and the number of examples so far."""
 
-LAYOUT = 3
+LAYOUT = 4
 """Increase when rows are tokenized differently, so that cached stores are made again."""
 IN_MEMORY_BYTES = 64 << 20
 """Larger sources are tokenized to disk."""
@@ -60,6 +61,7 @@ _BATCH_TEXTS = 512
 _SECONDS_BETWEEN_REPORTS = 0.2
 _ROWS_TO_TRY = 50
 _MOST_COLUMNS_NAMED = 20
+_MOST_TOKENS_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +81,20 @@ class Encoder:
             conversation, self.tokenizer, whole=self.whole, tools=tools_of(row), extras=extras
         )
 
-    def to_tokens(self, texts: Sequence[Rendered]) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+    @cached_property
+    def _compares_prompts(self) -> bool:
+        return prompts_change_tokens(self.tokenizer)
+
+    def to_tokens(self, texts: Sequence[Rendered]) -> list[Encoded]:
         """Return the tokens of each text and their loss mask."""
         if self.form in WITHOUT_TURNS:
             plain = self.tokenizer.encode_plain_batch([rendered.text for rendered in texts])
-            return [(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)) for ids in plain]
+            return [
+                Encoded(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)) for ids in plain
+            ]
         encodings = self.tokenizer.encode_batch([rendered.text for rendered in texts])
         return [
-            (np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered))
+            encode_rendered(rendered, encoding, self.tokenizer, compare_all=self._compares_prompts)
             for encoding, rendered in zip(encodings, texts, strict=True)
         ]
 
@@ -113,6 +121,8 @@ class _Pass:
     num_tried: Counter[str] = field(default_factory=Counter)
     """The number of rows tested for each extra key."""
     rendered_extras: set[str] = field(default_factory=set)
+    joined: set[str] = field(default_factory=set)
+    """Tokens with the end of a prompt and the beginning of an answer."""
 
     def add(self, row: Row) -> None:
         """Render a row, unless its answer is empty, and submit the batch once it is full."""
@@ -154,9 +164,11 @@ class _Pass:
         if self.pending is None:
             return
         batch, encoded = self.pending
-        for (row, _), (tokens, mask) in zip(batch, encoded.result(), strict=True):
-            self.encoder.tokenizer.check_largest(int(tokens.max(initial=0)))
-            self.writer.append(tokens, mask, row=row)
+        for (row, _), found in zip(batch, encoded.result(), strict=True):
+            self.encoder.tokenizer.check_largest(int(found.tokens.max(initial=0)))
+            self.writer.append(found.tokens, found.supervised, row=row)
+            if found.joined and len(self.joined) < _MOST_TOKENS_NAMED:
+                self.joined.add(found.joined)
         self.pending = None
 
     def facts(self) -> dict[str, Any]:
@@ -166,6 +178,7 @@ class _Pass:
             "unlocated_answers": self.num_unlocated,
             "unused_columns": sorted(self.unused),
             "ignored_by_template": sorted(self.num_tried.keys() - self.rendered_extras),
+            "joined_tokens": sorted(map(repr, self.joined)),
         }
 
 
@@ -223,6 +236,7 @@ def tokenize_source(
         "specials": [tokenizer.leading_bos, tokenizer.bos_token, tokenizer.eos_token],
         "format": source.form,
         "whole": encoder.whole,
+        "splits_prompts": tokenizer.splits_prompts,
         "rows": limit,
     }
     if source.size_bytes <= in_memory_bytes:
