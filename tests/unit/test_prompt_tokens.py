@@ -139,7 +139,7 @@ def test_a_prompt_that_rows_do_not_contain_is_reported(spaced_model: Path, write
     file = spaced_model / "chat_template.jinja"
     path = write_jsonl([{"prompt": "a", "completion": "b"}])
     assert "warnings" not in opened(spaced_model, path).describe()
-    file.write_text(template("Answer: ") + "{% if add_generation_prompt %}\n{% endif %}")
+    file.write_text(template("Answer: ") + "{% if add_generation_prompt %}{{ '\\n' }}{% endif %}")
     [told] = [line for line in opened(spaced_model, path).describe()["warnings"] if "prompts with" in line]
     assert "Answer: \\n'" in told
     assert "Answer: Good" in told
