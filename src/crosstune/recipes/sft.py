@@ -105,7 +105,7 @@ class TokenRecipe:
     def describe_rows(self, *, form: str, identity: str, without_answer: int = 0) -> dict[str, Any]:
         """Return the part of the data report that all token recipes share."""
         facts = self.corpus.store.facts
-        kept = ("unlocated_answers", "unused_columns", "ignored_by_template", "joined_tokens")
+        kept = ("bad_rows", "unlocated_answers", "unused_columns", "ignored_by_template", "joined_tokens")
         counts = {"rows": facts["rows"], "empty_answers": facts["empty"], "without_answer": without_answer}
         return {
             "dataset": self.config.dataset,
@@ -128,6 +128,7 @@ class SftRecipe(TokenRecipe):
         model_folder: Path,
         cache: Path | None = None,
         observer: Observer | None = None,
+        cut_long: bool = False,
     ) -> None:
         self.config = config
         self.tokenizer = open_tokenizer(config, model_folder)
@@ -137,6 +138,7 @@ class SftRecipe(TokenRecipe):
             cache=cache if cache is not None else cache_override(),
             observer=observer or Observers(),
             model_limit=longest_context(model_folder),
+            cut_long=cut_long,
         )
         self.data = opener.open()
         self.train = self.corpus = self.data.train
@@ -172,6 +174,10 @@ class SftRecipe(TokenRecipe):
         """Return a hash of the token ids and the number of supervised tokens: a copy of the file has the same."""
         return _identity(self.train)
 
+    def skipped_rows(self) -> Sequence[str]:
+        """Return the rows that cannot be read, as JSON text: file, line and reason."""
+        return self.data.skipped
+
     def eval_identity(self) -> str | None:
         return _identity(self.held_out) if self.held_out is not None and not self.config.skip_eval else None
 
@@ -181,6 +187,8 @@ class SftRecipe(TokenRecipe):
         described = self.describe_rows(
             form=self.train.form, identity=self.data.identity(), without_answer=self.data.without_answer
         )
+        if self.data.rows:
+            described["rows"] = dict(self.data.rows)
         if self.data.sources:
             described["sources"] = list(self.data.sources)
         if self.packed is not None:
@@ -200,7 +208,9 @@ class SftRecipe(TokenRecipe):
         ]
         if self.held_out is None and not config.skip_eval and config.eval_samples:
             warnings.append(
-                "nothing is evaluated: the data is too small to hold out a tenth; pass other rows with --eval_dataset"
+                "nothing is evaluated: the data is too small to hold out "
+                f"{'a tenth' if config.eval_fraction is None else f'{config.eval_fraction:.0%}'}, or its rows are the same; "
+                "pass other rows with --eval_dataset"
             )
         adapter = Path(config.base_adapter).expanduser() if config.base_adapter else None
         if adapter is not None and config.chat_template is None and has_trained_template(adapter):
@@ -265,6 +275,7 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
         columns=parse_columns(config.columns),
         tokenizer=open_tokenizer(config, model_folder) if model_folder is not None else None,
         whole=config.train_on_prompt,
+        skips_bad=config.skip_bad_rows,
     )
     left = checker.check(config.dataset, limit=config.dataset_samples)
     if config.eval_dataset and config.eval_samples and not config.skip_eval:

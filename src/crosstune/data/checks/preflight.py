@@ -127,12 +127,13 @@ _WARNINGS = {
     "they carry no loss",
     "cut_examples": "{cut_examples:,} of {examples:,} examples are cut, by {cut_tokens:,} tokens in all",
     "dropped_examples": "{dropped_examples:,} examples are longer than the context and are skipped",
-    "duplicates": "{duplicates:,} of {examples:,} examples are duplicates",
+    "bad_rows": "{bad_rows:,} rows cannot be read and are skipped",
+    "duplicates": "{duplicates:,} of {examples:,} examples are duplicates; --dedup drops them",
     "unused_columns": "columns that are not read: {unused_columns}",
     "ignored_by_template": "this model's chat template ignores {ignored_by_template}: nothing is learned from it",
     "joined_tokens": "the end of the prompt and the beginning of an answer form tokens that generation cannot produce after the "
     "prompt ({joined_tokens}): end the generation prompt of the chat template without white space",
-    "num_shared": "{num_shared:,} held-out examples are also in the training data",
+    "num_shared": "{num_shared:,} held-out examples are also in the training data; --dedup drops them from training",
 }
 
 
@@ -154,6 +155,7 @@ class RowChecker:
     columns: Columns
     tokenizer: Tokenizer | None
     whole: bool
+    skips_bad: bool = False
 
     def check(self, name: str, *, limit: int, training: bool = True) -> list[str]:
         """Raise a UserError for a row that does not match the format or cannot be rendered; return the skipped checks.
@@ -170,6 +172,7 @@ class RowChecker:
         for source in sources:
             if not training and source.held_out:
                 source = source.own_held_out()
+            source = replace(source, skips_bad=self.skips_bad)
             for uniform in uniform_sources(source, asked=self.asked_format, columns=self.columns):
                 left += self._check(uniform, limit=limit)
         return left
@@ -178,13 +181,16 @@ class RowChecker:
         encoder = None
         if self.tokenizer is not None:
             encoder = Encoder(tokenizer=self.tokenizer, form=source.form, whole=self.whole)
-        num_rows = num_empty = 0
+        num_rows = num_empty = num_bad = 0
         for part, found, done_bytes in source.rows():
             if num_rows == limit:
                 break
             if done_bytes > MOST_BYTES:
                 return [f"the rows of {source.name} beyond the first {num_rows:,}"]
             num_rows += 1
+            if found.error is not None:
+                num_bad += 1
+                continue
             try:
                 conversation = to_conversation(found.row, source.form)
                 if has_empty_answer(conversation):
@@ -192,8 +198,10 @@ class RowChecker:
                 elif encoder is not None:
                     encoder.render(conversation, found.row)
             except UserError as error:
-                raise located(error, part, found.number) from error
-        check_any_answer(source.name, source.form, num_rows=num_rows, num_empty=num_empty)
+                if not self.skips_bad:
+                    raise located(error, part, found.number) from error
+                num_bad += 1
+        check_any_answer(source.name, source.form, num_rows=num_rows - num_bad, num_empty=num_empty)
         return []
 
 
