@@ -15,6 +15,10 @@ from crosstune.cli.main import main
 GOOD = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"}]}
 
 
+def pairs(number: int) -> list[Any]:
+    return [{"prompt": f"question {place}", "completion": f"answer {place}"} for place in range(number)]
+
+
 def data(model: Path, path: Path | str, *words: str) -> int:
     return main(["data", str(path), "--model_name", str(model), *words])
 
@@ -95,7 +99,7 @@ def test_the_report_and_marked_examples(tiny_model: Path, write_jsonl: Any, caps
 
 
 def test_the_report_as_json(tiny_model: Path, write_jsonl: Any, capsys: Any) -> None:
-    assert data(tiny_model, write_jsonl([GOOD] * 12), "--json", "--show", "2") == 0
+    assert data(tiny_model, write_jsonl(pairs(12)), "--json", "--show", "2") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["train"]["examples"] == 11
     assert report["eval"]["examples"] == 1
@@ -138,3 +142,61 @@ for name in ("1.jsonl", "7.jsonl"):
     small, large = map(int, done.stdout.split())
     assert large < 300
     assert large < small + 20, (small, large)
+
+
+def test_the_report_comes_before_the_errors_and_accounts_for_every_row(
+    tiny_model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    rows = [*pairs(40), {"prompt": "a", "completion": ""}, {"prompt": "b", "completion": "long " * 300}]
+    lines = [json.dumps(row) for row in rows]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    assert data(tiny_model, path, "--context_length", "128") == 2
+    told = capsys.readouterr()
+    assert "42 read = 37 to train on + 4 held out + 1 empty" in told.out
+    assert "example 1" in told.out
+    assert "1 of 42 rows" in told.err
+    path.write_text("\n".join([*lines[:41], "{", json.dumps({"prompt": "a"}), lines[0]]))
+    assert data(tiny_model, path) == 2
+    told = capsys.readouterr()
+    assert "44 read = 37 to train on + 4 held out + 1 empty + 2 unreadable" in told.out
+    assert "rows.jsonl, line 42 is not JSON" in told.err
+    assert "rows.jsonl, line 43: Missing column completion" in told.err
+    assert data(tiny_model, path, "--skip_bad_rows", "--dedup", "--truncation", "drop") == 0
+    told = capsys.readouterr()
+    assert "44 read = 36 to train on + 4 held out + 1 empty + 1 duplicate + 2 unreadable" in told.out
+    assert "2 rows cannot be read and are skipped" in told.out
+
+
+def test_skipped_rows_are_listed_in_the_run(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    good = [json.dumps(row) for row in pairs(6)]
+    path.write_text("\n".join([*good[:3], "[1]", *good[3:], '{"prompt": 1, "completion": "x"}']))
+    words = f"train --model_name {tiny_model} --dataset {path} --backend cpu --max_steps 1 --skip_eval --output_dir {tmp_path}"
+    assert main([*words.split(), "--name", "stopped"]) == 2
+    assert main([*words.split(), "--name", "run", "--skip_bad_rows"]) == 0
+    listed = [json.loads(line) for line in (tmp_path / "run/skipped_rows.jsonl").read_text().splitlines()]
+    assert [(row["file"], row["line"]) for row in listed] == [(str(path), 4), (str(path), 8)]
+    assert "is not a row" in listed[0]["reason"]
+    assert "must contain text" in listed[1]["reason"]
+    assert main(["data", str(path), "--model_name", str(tiny_model)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", '{"text": "a"}\nno\n{"text": "b"}\n'),
+        ("a.json", '[{"text": "a"}, 1, {"text": "b"}]'),
+        ("a.csv", "text\na\nno,no\nb\n"),
+        ("a.tsv", "text\na\nno\tno\nb\n"),
+    ],
+)
+def test_bad_rows_of_every_kind_of_file_are_skipped(
+    tiny_model: Path, tmp_path: Path, capsys: Any, name: str, text: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert data(tiny_model, path, "--skip_bad_rows") == 0
+    assert "3 read = 2 to train on + 1 unreadable" in capsys.readouterr().out
+    path.write_text(text.replace('"text"', '"other"').replace("text\n", "other\n"))
+    assert data(tiny_model, path, "--skip_bad_rows") == 2

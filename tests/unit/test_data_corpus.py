@@ -143,7 +143,7 @@ def test_what_is_cut_and_left_out_is_counted(write_jsonl: Any, tokenizer: Tokeni
     assert cut.num_supervised.tolist() == [int(example.supervised[1:].sum()) for example in cut]
     drop = opened(path, tokenizer, tmp_path, context_length=64, truncation="drop")
     assert (len(drop), drop.stats["dropped_examples"]) == (2, 1)
-    with pytest.raises(UserError, match=r"1 of 3 examples .* longer than the context of 64"):
+    with pytest.raises(UserError, match=r"1 of 4 rows .* longer than the context of 64"):
         opened(path, tokenizer, tmp_path, context_length=64, truncation="error")
 
 
@@ -171,6 +171,93 @@ def test_held_out_rows_are_not_trained_on_and_have_their_questions(data: Path, t
         made.held_out.rows().tolist()
         == recipe(tiny_model, dataset=str(data), context_length=4096, eval_samples=7).held_out.rows().tolist()
     )  # type: ignore[union-attr]
+
+
+def ask(question: str, answer: str) -> dict[str, str]:
+    return {"prompt": question, "completion": answer}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [ask(f"q{n % 50}", f"a{n % 50}") for n in range(200)],
+        [ask(f"q{n // 2}", f"a{n}") for n in range(200)],
+        [{"text": f"text {n % 60}"} for n in range(200)],
+        [*(ask(f"q{n}", f"a{n}") for n in range(100)), *[ask("same", f"a{n}") for n in range(100)]],
+    ],
+    ids=["equal rows", "equal prompts", "equal texts", "a frequent prompt"],
+)
+def test_duplicates_are_on_one_side_of_the_split(
+    tiny_model: Path, write_jsonl: Any, rows: list[dict[str, str]]
+) -> None:
+    path = write_jsonl(rows)
+    for seed in range(3):
+        made = recipe(tiny_model, dataset=str(path), seed=seed)
+        assert made.held_out is not None
+        assert 10 <= len(made.held_out) <= 20
+        sides = [
+            {rows[row].get("prompt", rows[row].get("text")) for row in corpus.rows().tolist()}
+            for corpus in (made.train, made.held_out)
+        ]
+        assert not sides[0] & sides[1]
+        counts = made.describe()["rows"]
+        assert counts["read"] == sum(counts.values()) - counts["read"] == 200
+        old = recipe(tiny_model, dataset=str(path), seed=seed, data_rules=1)
+        assert old.held_out is not None
+        assert len(old.held_out) == 20
+
+
+def test_one_prompt_for_all_rows_is_held_out_by_text(tiny_model: Path, write_jsonl: Any) -> None:
+    path = write_jsonl([ask("Write a poem.", f"poem {n // 2}") for n in range(100)])
+    made = recipe(tiny_model, dataset=str(path))
+    assert made.held_out is not None
+    assert len(made.held_out) == 10
+    assert not set(made.held_out.hashes()) & set(made.train.hashes())
+
+
+def test_a_split_without_duplicates_does_not_depend_on_the_rules(data: Path, tiny_model: Path) -> None:
+    new, old = (
+        recipe(tiny_model, dataset=str(data), context_length=4096, data_rules=rules) for rules in (2, 1)
+    )
+    assert new.identity() == old.identity()
+    assert new.eval_identity() == old.eval_identity() is not None
+
+
+def test_dedup_drops_rows_in_all_sources_and_held_out_rows(
+    tiny_model: Path, write_jsonl: Any, tmp_path: Path
+) -> None:
+    first = write_jsonl([ask(f"q{n % 10}", "a") for n in range(15)], "first.jsonl")
+    second = write_jsonl([ask(f"q{n}", "a") for n in range(5, 20)], "second.jsonl")
+    held_out = write_jsonl([ask("q0", "a"), ask("q19", "a"), ask("q0", "a")], "other.jsonl")
+    options = {"dataset": f"{first},{second}", "eval_dataset": str(held_out)}
+    made = recipe(tiny_model, **options, dedup=True)
+    described = made.describe()
+    assert len(made.train) == 18
+    assert len(made.held_out or ()) == 2
+    assert described["train"]["duplicates"] == 0
+    assert described["rows"]["duplicates"] == 12
+    assert not any("--dedup" in line for line in described.get("warnings", ()))
+    told = recipe(tiny_model, **options).describe()["warnings"]
+    assert sum("--dedup" in line for line in told) == 2
+    with pytest.raises(UserError, match="is a duplicate"):
+        recipe(tiny_model, dataset=str(held_out), eval_dataset=str(held_out), dedup=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"eval_fraction": 0.5}, (100, 100)),
+        ({"eval_fraction": 0.5, "eval_samples": 30}, (170, 30)),
+        ({"eval_fraction": 0.25, "dataset_samples": 90}, (90, 30)),
+        ({"eval_fraction": 0.5, "eval_samples": 0}, (200, 0)),
+    ],
+)
+def test_the_fraction_held_out(
+    tiny_model: Path, write_jsonl: Any, options: dict[str, Any], sizes: tuple[int, int]
+) -> None:
+    path = write_jsonl([ask(f"q{n}", "a") for n in range(200)])
+    made = recipe(tiny_model, dataset=str(path), **options)
+    assert (len(made.train), len(made.held_out or ())) == sizes
 
 
 def test_a_sample_of_the_data(data: Path, tiny_model: Path) -> None:

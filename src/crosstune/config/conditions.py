@@ -108,6 +108,7 @@ def _with_option(*names: str) -> Condition:
     )
 
 
+SFT = Condition("", lambda now: now["recipe"] == "sft", "with the {recipe} recipe")
 ADAPTERS = Condition("lora or dora", lambda now: now["method"] in ADAPTER_METHODS, "with method {method}")
 LLAMA_PRO = Condition("llama_pro", lambda now: now["method"] == "llama_pro", "without a llama_pro train type")
 BLOCKS_TO_ADD = Condition(

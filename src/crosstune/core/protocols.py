@@ -208,6 +208,14 @@ class HasEvaluationData(Protocol):
 
 
 @runtime_checkable
+class SkipsRows(Protocol):
+    """A recipe that can skip rows it cannot read."""
+
+    def skipped_rows(self) -> Sequence[str]:
+        """Return the skipped rows, as JSON text: file, line and reason."""
+
+
+@runtime_checkable
 class RecordsBase(Protocol):
     """A task that trains on top of a base model."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
@@ -31,6 +33,7 @@ from crosstune.data.tokens.store import MemoryWriter
 from crosstune.data.tokens.tokenizer import Tokenizer
 
 HELD_OUT_SHARE = 0.1
+_UNLIMITED = 2**40
 # Keeps the random streams of held-out rows and epochs apart; both use the same seed.
 _HELD_OUT_KEY = 2**32
 
@@ -42,6 +45,10 @@ class RunData:
     train: Corpus
     without_answer: int
     """Rows skipped because they have no supervised token."""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    """What became of the rows that were read: trained, held_out, empty, ...; they add up to `read`."""
+    skipped: Sequence[str] = ()
+    """Rows that cannot be read, as JSON text: file, line and reason."""
     held_out: Corpus | None = None
     held_out_rows: Sequence[tuple[Row, str]] = ()
     """The rows of the held-out examples, and their formats."""
@@ -68,23 +75,33 @@ class DataOpener:
     observer: Observer
     model_limit: int | None
     """The model's maximum context length."""
+    cut_long: bool = False
+    """Cut examples that are too long where training would raise an error, for a report about them."""
 
     def open(self) -> RunData:
         config = self.config
         entries = parse_dataset(config.dataset)
-        sources = [open_source(entry.name) for entry in entries]
+        sources = [self._source(entry.name) for entry in entries]
         if any(source.form == DUMMY for source in sources):
             return self._open_dummy(sources)
         columns = parse_columns(config.columns)
         check_columns(sources, columns)
-        most = 0 if config.skip_eval or config.eval_dataset else config.eval_samples
-        opened = [
-            self._open_source(source, number=number, most=share)
-            for number, (source, share) in enumerate(zip(sources, _divide(most, len(sources)), strict=True))
+        most = 0 if config.skip_eval or config.eval_dataset else self._most_held_out()
+        shares = _divide(most, len(sources))
+        held_out = [
+            self._evaluated(source.own_held_out(), most=share)
+            for source, share in zip(sources, shares, strict=True)
+            if share and source.held_out
         ]
-        held_out = [(one.held_out, one.held_out_rows) for one in opened if one.held_out is not None]
         if config.eval_dataset and config.eval_samples and not config.skip_eval:
             held_out = self._open_evaluation(config.eval_dataset)
+        seen = [corpus.hashes() for corpus, _ in held_out]
+        opened = []
+        for number, (source, share) in enumerate(zip(sources, shares, strict=True)):
+            opened.append(self._open_source(source, number=number, most=share, seen=seen))
+            if config.dedup:
+                seen += [one.hashes() for one in (opened[-1].train, opened[-1].held_out) if one is not None]
+        held_out += [(one.held_out, one.held_out_rows) for one in opened if one.held_out is not None]
         mixture = None
         if len(entries) > 1 and all(entry.weight is not None for entry in entries):
             mixture = Mixture(
@@ -99,9 +116,12 @@ class DataOpener:
                 f"{source['passes_per_epoch']:.2f} times its {source['examples']:,} examples"
                 for source in described
             ]
+        corpora = [*(one.train for one in opened), *(corpus for corpus, _ in held_out)]
         return RunData(
             train=join_corpora([one.train for one in opened]),
             without_answer=sum(one.without_answer for one in opened),
+            rows={name: sum(one.rows[name] for one in opened) for name in opened[0].rows},
+            skipped=list(dict.fromkeys(row for one in corpora for row in one.store.facts["skipped_rows"])),
             held_out=join_corpora([corpus for corpus, _ in held_out]) if held_out else None,
             held_out_rows=[row for _, rows in held_out for row in rows],
             mixture=mixture,
@@ -121,9 +141,13 @@ class DataOpener:
             random = np.random.Generator(np.random.Philox(key=(0, index)))
             tokens = random.integers(0, vocabulary, size=length, dtype=np.int32)
             writer.append(tokens, np.ones(length, dtype=np.bool_), row=index)
-        counts = {"rows": num_examples, "empty": 0, "unlocated_answers": 0}
+        counts = dict.fromkeys(("empty", "unlocated_answers", "bad_rows"), 0) | {"rows": num_examples}
+        names = {
+            name: list[str]()
+            for name in ("unused_columns", "ignored_by_template", "joined_tokens", "skipped_rows")
+        }
         corpus = Corpus(
-            store=writer.to_store(counts | {"unused_columns": [], "ignored_by_template": []}),
+            store=writer.to_store(counts | names),
             kept=np.arange(num_examples, dtype=np.int64),
             limit=length,
             form=DUMMY,
@@ -131,27 +155,64 @@ class DataOpener:
         )
         return RunData(train=corpus, without_answer=0)
 
-    def _open_source(self, source: Source, *, number: int, most: int) -> RunData:
-        """Return the training examples of a source, and at most `most` held-out examples: of its held-out split, or of a
-        tenth of its rows."""
-        samples = source.samples if self.config.dataset_samples == -1 else self.config.dataset_samples
-        reserved = 0 if samples == -1 or source.held_out else most
+    def _source(self, name: str, *, needs_training: bool = True) -> Source:
+        source = open_source(name, needs_training=needs_training)
+        return replace(source, skips_bad=self.config.skip_bad_rows)
+
+    def _most_held_out(self) -> int:
+        """Return the maximum number of held-out examples: --eval_fraction alone has no other limit."""
+        config = self.config
+        is_limited = config.eval_fraction is None or "eval_samples" in config.sources
+        return config.eval_samples if is_limited or not config.eval_samples else _UNLIMITED
+
+    def _open_source(
+        self, source: Source, *, number: int, most: int, seen: Sequence[NDArray[np.uint64]]
+    ) -> RunData:
+        """Return the training examples of a source, and, if it has no held-out split, a fraction of them as held-out examples,
+        at most `most`. With --dedup, examples in `seen` are dropped."""
+        config = self.config
+        samples = source.samples if config.dataset_samples == -1 else config.dataset_samples
+        fraction = HELD_OUT_SHARE if config.eval_fraction is None else config.eval_fraction
+        if source.held_out:
+            most = 0
+        reserved = 0 if samples == -1 else most
+        if config.eval_fraction is not None:
+            reserved = min(reserved, math.ceil(max(samples, 0) * fraction / (1 - fraction)))
         corpus, without_answer = self._corpus(source, limit=samples + reserved)
+        facts, num_rows = corpus.store.facts, len(np.unique(corpus.rows()))
+        if config.dedup:
+            corpus = corpus.without(np.concatenate([*seen, np.empty(0, dtype=np.uint64)]))
+            if not len(corpus):
+                raise UserError(
+                    f"Every row of {source.name} is a duplicate of a held-out row or of a row in a source before it.",
+                    do="remove the source, or remove --dedup",
+                )
         places = np.arange(len(corpus))
         held_out: Corpus | None = None
         rows: Sequence[tuple[Row, str]] = ()
-        if most and source.held_out:
-            held_out, rows = self._evaluated(source.own_held_out(), most=most)
-        elif num_held_out := min(most, int(len(corpus) * HELD_OUT_SHARE)):
-            key = (self.config.seed, _HELD_OUT_KEY + number)
-            draw = np.random.Generator(np.random.Philox(key=key))
-            chosen = np.sort(draw.choice(len(corpus), size=num_held_out, replace=False))
-            places = np.setdiff1d(places, chosen, assume_unique=True)
-            held_out = corpus.part(chosen)
-            rows = self._rows(source, held_out)
+        if num_held_out := min(most, int(len(corpus) * fraction)):
+            draw = np.random.Generator(np.random.Philox(key=(config.seed, _HELD_OUT_KEY + number)))
+            chosen = _draw(corpus, num_held_out, draw, by_group=config.data_rules > 1)
+            if len(chosen):
+                places = np.setdiff1d(places, chosen, assume_unique=True)
+                held_out = corpus.part(chosen)
+                rows = self._rows(source, held_out)
+        train = corpus.part(places[_first(samples)])
+        trained = np.unique(train.rows())
+        counts = {
+            "trained": len(trained),
+            "held_out": len(np.setdiff1d(held_out.rows(), trained)) if held_out is not None else 0,
+            "empty": facts["empty"],
+            "without_answer": without_answer,
+            "too_long": corpus.dropped,
+            "duplicates": num_rows - len(np.unique(corpus.rows())),
+            "bad": facts["bad_rows"],
+        }
+        counts["unused"] = facts["rows"] - sum(counts.values())
         return RunData(
-            train=corpus.part(places[_first(samples)]),
+            train=train,
             without_answer=without_answer,
+            rows={"read": facts["rows"], **counts},
             held_out=held_out,
             held_out_rows=rows,
         )
@@ -161,7 +222,7 @@ class DataOpener:
         entries = unweighted(names, option="eval_dataset")
         opened = []
         for entry, most in zip(entries, _divide(self.config.eval_samples, len(entries)), strict=True):
-            source = open_source(entry.name, needs_training=False)
+            source = self._source(entry.name, needs_training=False)
             if most:
                 opened.append(
                     self._evaluated(source.own_held_out() if source.held_out else source, most=most)
@@ -169,7 +230,9 @@ class DataOpener:
         return opened
 
     def _evaluated(self, source: Source, *, most: int) -> tuple[Corpus, Sequence[tuple[Row, str]]]:
-        corpus = self._corpus(source, limit=most)[0].part(_first(most))
+        corpus = self._corpus(source, limit=-1 if most >= _UNLIMITED // 2 else most)[0].part(_first(most))
+        if self.config.dedup:
+            corpus = corpus.without(np.empty(0, dtype=np.uint64))
         return corpus, self._rows(source, corpus)
 
     def _rows(self, source: Source, corpus: Corpus) -> list[tuple[Row, str]]:
@@ -199,6 +262,7 @@ class DataOpener:
             model_limit=self.model_limit,
             cache=self.cache,
             progress=show,
+            cut_long=self.cut_long,
         )
         return leave_out_unsupervised(corpus, source=source.name)
 
@@ -213,6 +277,28 @@ class DataOpener:
                     f"{source.name}: long documents are split into {num_pieces:,} pieces of at most {one.train.limit:,} tokens"
                 )
         return notes
+
+
+def _draw(
+    corpus: Corpus, num_examples: int, draw: np.random.Generator, *, by_group: bool
+) -> NDArray[np.int64]:
+    """Return the places of at most `num_examples` examples to hold out. Examples with the same text or prompt stay together;
+    if too few can be held out because prompts repeat, only those with the same text."""
+    for by_prompt in (True, False):
+        groups = corpus.groups(by_prompt=by_prompt) if by_group else np.arange(len(corpus))
+        sizes = np.bincount(groups)
+        if len(sizes) == len(corpus):  # no duplicates
+            return np.sort(draw.choice(len(corpus), size=num_examples, replace=False))
+        chosen, left = [], num_examples
+        for group in draw.permutation(len(sizes)):
+            if sizes[group] <= left:
+                chosen.append(group)
+                left -= int(sizes[group])
+            if not left:
+                break
+        if 2 * left <= num_examples:
+            break
+    return np.flatnonzero(np.isin(groups, chosen))
 
 
 def _describe_sources(

@@ -36,6 +36,7 @@ from crosstune.data.read.files import Row
 from crosstune.data.read.formats import to_conversation, tools_of
 from crosstune.data.render.built_in_templates import plain_template, read_template
 from crosstune.data.render.rendering import encode_prompt
+from crosstune.data.render.types import NO_LOSS
 from crosstune.data.tokens.corpus import Corpus
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_files import has_trained_template, replace_tokenizer, save_template
@@ -104,7 +105,7 @@ class TokenRecipe:
     def describe_rows(self, *, form: str, identity: str, without_answer: int = 0) -> dict[str, Any]:
         """Return the part of the data report that all token recipes share."""
         facts = self.corpus.store.facts
-        kept = ("unlocated_answers", "unused_columns", "ignored_by_template")
+        kept = ("bad_rows", "unlocated_answers", "unused_columns", "ignored_by_template", "joined_tokens")
         counts = {"rows": facts["rows"], "empty_answers": facts["empty"], "without_answer": without_answer}
         return {
             "dataset": self.config.dataset,
@@ -127,6 +128,7 @@ class SftRecipe(TokenRecipe):
         model_folder: Path,
         cache: Path | None = None,
         observer: Observer | None = None,
+        cut_long: bool = False,
     ) -> None:
         self.config = config
         self.tokenizer = open_tokenizer(config, model_folder)
@@ -136,6 +138,7 @@ class SftRecipe(TokenRecipe):
             cache=cache if cache is not None else cache_override(),
             observer=observer or Observers(),
             model_limit=longest_context(model_folder),
+            cut_long=cut_long,
         )
         self.data = opener.open()
         self.train = self.corpus = self.data.train
@@ -171,6 +174,10 @@ class SftRecipe(TokenRecipe):
         """Return a hash of the token ids and the number of supervised tokens: a copy of the file has the same."""
         return _identity(self.train)
 
+    def skipped_rows(self) -> Sequence[str]:
+        """Return the rows that cannot be read, as JSON text: file, line and reason."""
+        return self.data.skipped
+
     def eval_identity(self) -> str | None:
         return _identity(self.held_out) if self.held_out is not None and not self.config.skip_eval else None
 
@@ -180,6 +187,8 @@ class SftRecipe(TokenRecipe):
         described = self.describe_rows(
             form=self.train.form, identity=self.data.identity(), without_answer=self.data.without_answer
         )
+        if self.data.rows:
+            described["rows"] = dict(self.data.rows)
         if self.data.sources:
             described["sources"] = list(self.data.sources)
         if self.packed is not None:
@@ -199,7 +208,9 @@ class SftRecipe(TokenRecipe):
         ]
         if self.held_out is None and not config.skip_eval and config.eval_samples:
             warnings.append(
-                "nothing is evaluated: the data is too small to hold out a tenth; pass other rows with --eval_dataset"
+                "nothing is evaluated: the data is too small to hold out "
+                f"{'a tenth' if config.eval_fraction is None else f'{config.eval_fraction:.0%}'}, or its rows are the same; "
+                "pass other rows with --eval_dataset"
             )
         adapter = Path(config.base_adapter).expanduser() if config.base_adapter else None
         if adapter is not None and config.chat_template is None and has_trained_template(adapter):
@@ -264,6 +275,7 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
         columns=parse_columns(config.columns),
         tokenizer=open_tokenizer(config, model_folder) if model_folder is not None else None,
         whole=config.train_on_prompt,
+        skips_bad=config.skip_bad_rows,
     )
     left = checker.check(config.dataset, limit=config.dataset_samples)
     if config.eval_dataset and config.eval_samples and not config.skip_eval:
@@ -305,6 +317,7 @@ def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
         shape = config_shape(read_config_json(model_folder))
         if shape is not None:
             tokenizer.check_fits(shape.vocab, source=config.tokenizer)
+    tokenizer = replace(tokenizer, splits_prompts=config.data_rules > 1)
     if config.chat_template is None:
         return tokenizer
     template = read_template(config.chat_template, adds_bos=tokenizer.adds_bos)
@@ -327,6 +340,8 @@ def _questions(rows: Sequence[tuple[Row, str]], tokenizer: Tokenizer) -> list[Qu
     for row, form in rows:
         conversation = to_conversation(row, form)
         if isinstance(conversation, str) or conversation[-1]["role"] != "assistant":
+            continue
+        if NO_LOSS in conversation[-1]:
             continue
         asked, reference = conversation[:-1], conversation[-1]["content"].strip()
         if not asked or not reference:  # an answer that only calls a tool has no text to compare

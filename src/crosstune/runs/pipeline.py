@@ -22,9 +22,11 @@ from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Observers, RunMovedAside, Started, Warned, check_metric_names
+from crosstune.core.protocols import SkipsRows
 from crosstune.core.safe_text import redact, redact_command
 from crosstune.data.tokens.tokenizer import TEMPLATE_LIMIT
 from crosstune.distributed.group import check_shared_folder, remember_folder
+from crosstune.files.atomic_files import write_text
 from crosstune.files.plain_files import read_plain_text
 from crosstune.files.run_lock import InUse, hold
 from crosstune.files.run_record import Record, RunRecord, holds_run, move_aside, read_log
@@ -209,6 +211,8 @@ def _open_record(prepared: PreparedRun, described: Mapping[str, Any], screen: Ob
         if point is not None:
             record.carry_on(point.run / "metrics.jsonl", step=point.step)
     _keep_files(folder, prepared.plan.config)
+    if isinstance(prepared.recipe, SkipsRows) and (skipped := prepared.recipe.skipped_rows()):
+        write_text(folder / "skipped_rows.jsonl", "".join(f"{row}\n" for row in skipped))
     for adjustment in prepared.plan.adjustments:
         record.on_event(adjustment.to_event())
     return record

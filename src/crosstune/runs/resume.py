@@ -204,7 +204,7 @@ def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
     """Return the options inherited from a checkpoint: recipe presets, the precision and kernels chosen on this backend, the
-    optimizer of its moments, and the run's copies of missing files."""
+    rules of its data, the optimizer of its moments, and the run's copies of missing files."""
     manifest = checkpoint.manifest
     presets: frozenset[str] = frozenset()
     if manifest.recipe in recipe_names():  # older manifests have none, and a recipe may not be installed
@@ -218,6 +218,8 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
     before = manifest.options.get("kernels", "general")  # older runs had no others
     if manifest.backend in FAST_BY_DEFAULT and here and asked.get("kernels", "auto") == "auto":
         kept |= {"kernels": before} if before == "general" or manifest.backend == "cpu" else {}
+    if "data_rules" not in asked:
+        kept["data_rules"] = manifest.options.get("data_rules", 1)  # older runs had no others
     used = manifest.identity.get("optimizer")
     if used and asked.get("optimizer", used) != used:
         kept["optimizer"] = used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,8 @@ from crosstune.cli.terminal.streams import styled
 from crosstune.cli.terminal.units import count
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.safe_text import printable
+
+_BAD_ROWS_SHOWN = 5
 
 EXAMPLES = """examples:
   crosstune data chats.jsonl
@@ -58,7 +61,9 @@ def run(words: Sequence[str]) -> int:
             lowered = f"is lowered from {config.context_length} to {limit}, the model's context"
             screen.on_event(Warned(message=f"context_length {lowered}"))
             config = replace(config, context_length=limit)
-        recipe = SftRecipe(config, model_folder=model.path, observer=screen)
+        # Rows that stop a training are in the report too.
+        lenient = replace(config, skip_bad_rows=True)
+        recipe = SftRecipe(lenient, model_folder=model.path, observer=screen, cut_long=True)
     report = recipe.describe()
     marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() and not own.json else ("[[", "]]")
     shown = [
@@ -67,10 +72,13 @@ def run(words: Sequence[str]) -> int:
     ]
     lines = ((line, WARNING if line.startswith("warning") else None) for line in report_lines(report))
     print_result({**report, "model": model.name, "shown": shown}, lines, as_json=own.json)
-    if own.json:
-        return EXIT_DONE
-    for number, text in enumerate(shown, start=1):
+    for number, text in enumerate(shown if not own.json else (), start=1):
         print(f"\nexample {number}\n{text}", file=styled(sys.stdout))  # the text is already escaped
+    bad = [json.loads(row)["reason"] for row in recipe.skipped_rows() if not config.skip_bad_rows]
+    for reason in bad[1:_BAD_ROWS_SHOWN]:
+        print(printable(reason), file=styled(sys.stderr))
+    if bad or (config.truncation == "error" and report["train"]["cut_examples"]):
+        SftRecipe(config, model_folder=model.path)  # raises as training does
     return EXIT_DONE
 
 
@@ -80,13 +88,12 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     rows = {
         "data": f"{report['dataset']}, read as {report['format']}",
         "identity": report["identity"][:16],
-        "rows": f"{train['rows']:,} read, {train['examples']:,} to train on",
-        "tokens": f"{count(train['tokens'])}, {count(train['supervised_tokens'])} supervised "
+        "rows": _account(report["rows"]) if "rows" in report else f"{train['rows']:,}",
+        "tokens": f"{count(train['tokens'])} in {train['examples']:,} examples, {count(train['supervised_tokens'])} supervised "
         f"({train['supervised_share']:.1%})",
         "lengths": f"50 % up to {train['length_p50']:,}, 90 % up to {train['length_p90']:,}, "
         f"99 % up to {train['length_p99']:,}, longest {train['longest']:,} (context {report['context_length']:,})",
-        "left out": f"{train['empty_answers']:,} empty, {train['without_answer']:,} without an answer, "
-        f"{train['dropped_examples']:,} too long; {train['cut_examples']:,} cut by {train['cut_tokens']:,} tokens",
+        "too long": f"{train['dropped_examples']:,} left out, {train['cut_examples']:,} cut by {train['cut_tokens']:,} tokens",
         "duplicates": f"{train['duplicates']:,}",
     }
     if "packed_rows" in report:
@@ -98,6 +105,22 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     lines = [f"{name:<11} {value}" for name, value in rows.items()]
     lines += [f"{'note':<11} {sentence}" for sentence in report.get("notes", ())]
     return lines + [f"{'warning':<11} {sentence}" for sentence in report.get("warnings", ())]
+
+
+def _account(rows: Mapping[str, int]) -> str:
+    """Return what became of the rows: "300 read = 240 to train on + 30 held out + 30 empty"."""
+    names = {
+        "trained": "to train on",
+        "held_out": "held out",
+        "empty": "empty",
+        "without_answer": "without an answer",
+        "too_long": "too long",
+        "duplicates": "duplicate",
+        "bad": "unreadable",
+        "unused": "beyond --dataset_samples",
+    }
+    parts = [f"{rows[name]:,} {title}" for name, title in names.items() if rows[name] or name == "trained"]
+    return f"{rows['read']:,} read = {' + '.join(parts)}"
 
 
 def mark_supervised(example: Any, tokenizer: Any, begin: str, end: str) -> str:

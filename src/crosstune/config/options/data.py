@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from crosstune.config.conditions import EVALUATION, NO_SKIP_EVAL, STREAMED_LOADING, TORCH_ENGINE
+from crosstune.config.conditions import EVALUATION, NO_SKIP_EVAL, SFT, STREAMED_LOADING, TORCH_ENGINE
 from crosstune.config.option import Holds, OnResume, not_zero, option
 
 _option = partial(option, on_resume=OnResume.MAY_CHANGE_DATA)
@@ -27,6 +27,22 @@ class DataOptions:
         needs=(EVALUATION,),
         holds=Holds.PATH,
         joins_items=":",
+    )
+    eval_fraction: float | None = _option(
+        None,
+        "Fraction of the rows to hold out if the dataset has no held-out split and eval_dataset is unset, without the limit of "
+        "eval_samples unless that is set; unset: a tenth",
+        low=0.0001,
+        high=0.9,
+        needs=(EVALUATION, SFT),
+    )
+    dedup: bool = _option(
+        False, "Drop duplicate rows, and training rows that are also held out", needs=(SFT,)
+    )
+    skip_bad_rows: bool = _option(
+        False,
+        "Skip rows that cannot be read instead of stopping; they are counted and listed in skipped_rows.jsonl of the run",
+        needs=(SFT,),
     )
     dataset_format: str = _option(
         "auto", "Format of the rows; auto: detected from the columns", choices=("auto", *_FORMATS)
@@ -73,6 +89,13 @@ class DataOptions:
     )
     packing: bool = option(False, "Pack multiple examples into one row, without attention between them")
     train_on_prompt: bool = _option(False, "Compute the loss on prompts as well as answers")
+    data_rules: int = _option(
+        2,
+        "Version of the rules that tokenize and hold out rows; a resumed run keeps its version. 1: rows are tokenized without "
+        "regard to where the prompt ends, and duplicates may be in both training and evaluation",
+        low=1,
+        high=2,
+    )
     loading_workers: int = option(
         -1,
         "Number of workers that load and quantize weights; -1: chosen automatically",

@@ -17,7 +17,7 @@ from crosstune.data.read.columns import Columns, check_columns, uniform_sources
 from crosstune.data.read.dataset_list import parse_dataset, unweighted
 from crosstune.data.read.formats import has_empty_answer, to_conversation
 from crosstune.data.read.sources import Source, open_source
-from crosstune.data.render.rendering import encode_conversation
+from crosstune.data.render.rendering import encode_conversation, unlike_prompt
 from crosstune.data.tokens.corpus import Corpus
 from crosstune.data.tokens.encode import Encoder, check_any_answer, located
 from crosstune.data.tokens.tokenizer import Tokenizer
@@ -36,8 +36,8 @@ def leave_out_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]
     if not len(supervised):
         raise UserError(
             f"No token of {source} is supervised: there is nothing to learn.",
-            why="no row has an assistant answer within the context.",
-            do="check the roles of the messages, raise --context_length, or pass --train_on_prompt",
+            why="no row has an assistant answer with loss within the context.",
+            do="check the roles and weights of the messages, raise --context_length, or pass --train_on_prompt",
         )
     return corpus.part(supervised), len(corpus) - len(supervised)
 
@@ -70,6 +70,11 @@ def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Seque
         (
             bool(last := "" if plain or missing else _unending(tokenizer)),
             f"the chat template ends an answer with {last!r}, which is not an end token of this model: it will not stop",
+        ),
+        (
+            bool(unlike := None if plain else unlike_prompt(tokenizer)),
+            "the chat template prompts with {!r}, but training rows have {!r}: write the same before an answer as in the "
+            "generation prompt".format(*(unlike or ("", ""))),
         ),
         (plain and config.train_on_prompt, "train_on_prompt has no effect: plain text has no prompt"),
         (
@@ -122,10 +127,13 @@ _WARNINGS = {
     "they carry no loss",
     "cut_examples": "{cut_examples:,} of {examples:,} examples are cut, by {cut_tokens:,} tokens in all",
     "dropped_examples": "{dropped_examples:,} examples are longer than the context and are skipped",
-    "duplicates": "{duplicates:,} of {examples:,} examples are duplicates",
+    "bad_rows": "{bad_rows:,} rows cannot be read and are skipped",
+    "duplicates": "{duplicates:,} of {examples:,} examples are duplicates; --dedup drops them",
     "unused_columns": "columns that are not read: {unused_columns}",
     "ignored_by_template": "this model's chat template ignores {ignored_by_template}: nothing is learned from it",
-    "num_shared": "{num_shared:,} held-out examples are also in the training data",
+    "joined_tokens": "the end of the prompt and the beginning of an answer form tokens that generation cannot produce after the "
+    "prompt ({joined_tokens}): end the generation prompt of the chat template without whitespace",
+    "num_shared": "{num_shared:,} held-out examples are also in the training data; --dedup drops them from training",
 }
 
 
@@ -147,6 +155,7 @@ class RowChecker:
     columns: Columns
     tokenizer: Tokenizer | None
     whole: bool
+    skips_bad: bool = False
 
     def check(self, name: str, *, limit: int, training: bool = True) -> list[str]:
         """Raise a UserError for a row that does not match the format or cannot be rendered; return the skipped checks.
@@ -163,6 +172,7 @@ class RowChecker:
         for source in sources:
             if not training and source.held_out:
                 source = source.own_held_out()
+            source = replace(source, skips_bad=self.skips_bad)
             for uniform in uniform_sources(source, asked=self.asked_format, columns=self.columns):
                 left += self._check(uniform, limit=limit)
         return left
@@ -171,13 +181,16 @@ class RowChecker:
         encoder = None
         if self.tokenizer is not None:
             encoder = Encoder(tokenizer=self.tokenizer, form=source.form, whole=self.whole)
-        num_rows = num_empty = 0
+        num_rows = num_empty = num_bad = 0
         for part, found, done_bytes in source.rows():
             if num_rows == limit:
                 break
             if done_bytes > MOST_BYTES:
                 return [f"the rows of {source.name} beyond the first {num_rows:,}"]
             num_rows += 1
+            if found.error is not None:
+                num_bad += 1
+                continue
             try:
                 conversation = to_conversation(found.row, source.form)
                 if has_empty_answer(conversation):
@@ -185,8 +198,10 @@ class RowChecker:
                 elif encoder is not None:
                     encoder.render(conversation, found.row)
             except UserError as error:
-                raise located(error, part, found.number) from error
-        check_any_answer(source.name, source.form, num_rows=num_rows, num_empty=num_empty)
+                if not self.skips_bad:
+                    raise located(error, part, found.number) from error
+                num_bad += 1
+        check_any_answer(source.name, source.form, num_rows=num_rows - num_bad, num_empty=num_empty)
         return []
 
 

@@ -62,7 +62,10 @@ def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Sou
     groups: dict[tuple[str, Sequence[tuple[str, str]], bool], list[Part]] = {}
     for part in source.parts:
         name = part.name if len(source.parts) > 1 else source.name
-        found = _read_part(part, asked=asked, columns=columns, source=name)
+        good = (found.row for found in source.rows_of(part) if found.error is None)
+        # The first row determines the format, but it may lack an optional column of --columns.
+        rows = list(islice(good, _ROWS_LOOKED_AT if columns else 1))
+        found = _read_part(part, rows, asked=asked, columns=columns, source=name) if rows else None
         if found is not None:
             form, used = found
             splits = isinstance(part, FilePart) and part.is_text
@@ -98,8 +101,12 @@ def check_columns(sources: Sequence[Source], columns: Columns) -> None:
     """Raise a UserError for a column of --columns that no source has."""
     if not columns:
         return
-    parts = [part for source in sources for part in source.parts]
-    rows = (found.row for part in parts for found in islice(part.rows(), _ROWS_LOOKED_AT))
+    rows = (
+        found.row
+        for source in sources
+        for part in source.parts
+        for found in islice(source.rows_of(part), _ROWS_LOOKED_AT)
+    )
     present = dict.fromkeys(str(name) for row in rows for name in row)
     for name in columns:
         if name not in present:
@@ -110,12 +117,10 @@ def check_columns(sources: Sequence[Source], columns: Columns) -> None:
             )
 
 
-def _read_part(part: Part, *, asked: str, columns: Columns, source: str) -> tuple[str, Columns] | None:
-    """Return the format of a part and the columns to rename; None for a part without rows."""
-    # The first row determines the format, but it may lack an optional column of --columns.
-    rows = [found.row for found in islice(part.rows(), _ROWS_LOOKED_AT if columns else 1)]
-    if not rows:
-        return None
+def _read_part(
+    part: Part, rows: Sequence[Row], *, asked: str, columns: Columns, source: str
+) -> tuple[str, Columns]:
+    """Return the format of a part that begins with these rows, and the columns to rename."""
     present = {name for row in rows for name in row}
     used: Columns = {name: target for name, target in columns.items() if name in present}
     first = rename(rows[0], used)

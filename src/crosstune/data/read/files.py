@@ -37,6 +37,8 @@ class Found(NamedTuple):
     row: Row
     number: int
     end_byte: int
+    error: UserError | None = None
+    """Why this row cannot be read; the rows after it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,14 @@ class FilePart:
                 total.update(block)
         return total.hexdigest()
 
-    def rows(self) -> Iterator[Found]:
+    def rows(self, *, keep_bad: bool = False) -> Iterator[Found]:
+        """Yield the rows. A row that cannot be read raises its error, unless it is to be kept."""
+        for found in self._read():
+            if found.error is not None and not keep_bad:
+                raise found.error
+            yield found
+
+    def _read(self) -> Iterator[Found]:
         suffix = self.path.suffix.lower()
         if suffix == ".parquet":
             yield from _read_parquet(self.path)
@@ -120,10 +129,14 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[Found]:
             row = parse_json(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line, foreign=True)
         except ValueError as error:
             hint = "write one row per line, or an array of rows in a .json file"
-            raise UserError(f"{path}, line {number} is not JSON.", why=str(error), do=hint) from error
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number} is not a row.", why="each line must be a JSON object.")
-        yield Found(row, number, end_byte)
+            bad = UserError(f"{path}, line {number} is not JSON.", why=str(error), do=hint)
+            yield Found({}, number, end_byte, bad)
+            continue
+        if isinstance(row, dict):
+            yield Found(row, number, end_byte)
+        else:
+            bad = UserError(f"{path}, line {number} is not a row.", why="each line must be a JSON object.")
+            yield Found({}, number, end_byte, bad)
 
 
 def _read_json(path: Path, file: BinaryIO) -> Iterator[Found]:
@@ -167,9 +180,10 @@ def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
             if not isinstance(row, dict):
                 raise ValueError(f"it is not a JSON object: {shown(row)}")
             check_parsed(row, text[place:end], foreign=True)
+            yield Found(row, number, raw.tell())
         except ValueError as error:
-            raise UserError(f"Row {number} of {path} cannot be read.", why=f"{error}.") from error
-        yield Found(row, number, raw.tell())
+            bad = UserError(f"Row {number} of {path} cannot be read.", why=f"{error}.")
+            yield Found({}, number, raw.tell(), bad)
         place = end
 
 
@@ -201,11 +215,13 @@ def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
                     )
                 continue
             if len(values) != len(header):
-                raise UserError(
+                bad = UserError(
                     f"{path}, line {start} has {len(values)} fields instead of {len(header)}.",
                     why=f"the header lists the columns {', '.join(header)}.",
                     do="quote fields that contain a separator or a line break",
                 )
+                yield Found({}, start, file.tell(), bad)
+                continue
             yield Found(dict(zip(header, values, strict=True)), start, file.tell())
     except csv.Error as error:
         raise UserError(f"{path}, line {line} cannot be read.", why=str(error)) from error

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.data.render.types import NO_LOSS
+from crosstune.data.render.types import EXCLUDED, NO_LOSS
 from crosstune.files.json_files import parse_json
 
 Row = Mapping[str, Any]
@@ -36,6 +36,11 @@ TURN_KEYS = (
     "tool_calls", "tool_call_id", "tool_plan", "name", "reasoning_content", "reasoning", "thinking"
 )  # fmt: skip
 """Extra keys of a message; the chat template determines how they are rendered."""
+LOSS_KEYS: Mapping[str, bool] = {
+    "weight": True, "train": True, "training": True, "mask": False, "masked": False
+}  # fmt: skip
+"""Keys of other tools that include a turn in the loss or exclude it -> the value that includes it."""
+_MESSAGE_KEYS = {"role", "from", "content", "value", *TURN_KEYS}
 
 # Role names of other tools, in any case -> ours.
 ROLE_ALIASES: Mapping[str, str] = {
@@ -50,6 +55,7 @@ ROLE_ALIASES: Mapping[str, str] = {
     "function": "tool",
     "observation": "tool",
 }
+_EMPTY: tuple[Any, ...] = (None, "", [])
 _IMAGE_COLUMNS = ("image", "images", "pixel_values", "video", "audio")
 _NAME_COLUMNS = "specify the columns to read with --columns, as in --columns query=prompt,reply=completion"
 _GUANACO_TURNS = {"### Human:": "user", "### Assistant:": "assistant"}
@@ -89,11 +95,20 @@ def tools_of(row: Row) -> list[Any] | None:
 
 
 def unused_columns(row: Row, form: str) -> set[str]:
-    """Return the non-empty columns that are not read."""
+    """Return the non-empty columns that are not read, and such keys of messages as `messages.key`."""
     used = {*_needed(form), *_MORE_COLUMNS.get(form, ())}
     if form not in WITHOUT_TURNS:
         used |= {TOOLS_COLUMN} | ({column} if (column := _system_column(row)) is not None else set())
-    return {str(name) for name, value in row.items() if name not in used and value not in (None, "", [])}
+    unused = {str(name) for name, value in row.items() if name not in used and value not in _EMPTY}
+    lists = [] if form in WITHOUT_TURNS else [(name, _listed(row[name])) for name in _needed(form)]
+    return unused | {
+        f"{name}.{key}"
+        for name, items in lists
+        if isinstance(items, list)
+        for item in items
+        for key, value in item.items()
+        if key not in _MESSAGE_KEYS and value not in _EMPTY and not (key in LOSS_KEYS and _is_flag(value))
+    }
 
 
 def turn_keys(conversation: Conversation) -> set[str]:
@@ -159,10 +174,31 @@ def _message(item: Any) -> Turn:
         content = "".join(_text_part(part) for part in content)
     if not isinstance(content, str):
         raise UserError("The content of a message must be text.", why=f"found {_short(content)}")
-    more = {key: item[key] for key in TURN_KEYS if item.get(key) not in (None, "", [])}
+    more = {key: item[key] for key in TURN_KEYS if item.get(key) not in _EMPTY}
     if "tool_calls" in more:
         more["tool_calls"] = _parsed_list(more["tool_calls"], "tool_calls")
+    if role == "assistant" and not _carries_loss(item):
+        more[NO_LOSS] = EXCLUDED
     return {"role": role, "content": content, **more}
+
+
+def _carries_loss(item: Mapping[str, Any]) -> bool:
+    """Return False if a key such as `weight: 0` excludes a turn from the loss."""
+    weight = item.get("weight")
+    if isinstance(weight, (int, float)) and weight not in (0, 1):
+        raise UserError(
+            f"A message has the weight {weight}.",
+            why="a turn either carries loss or does not.",
+            do="set its weight to 0 or 1",
+        )
+    for key, includes in LOSS_KEYS.items():
+        if _is_flag(item.get(key)) and bool(item[key]) != includes:
+            return False
+    return True
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and value in (0, 1)
 
 
 def _text_part(part: Any) -> str:
@@ -178,6 +214,9 @@ def _check_order(roles: list[str]) -> None:
             raise UserError(
                 f"The roles are out of order: {role} is turn {place + 1}.",
                 why="system instructions come first." if late else "it is an answer before any question.",
+                do="move its text to the first turn, or make it a user turn"
+                if late
+                else "start the conversation with a user turn",
             )
 
 
@@ -204,7 +243,7 @@ def _system_column(row: Row) -> str | None:
 
 
 def _check_media(row: Row, *, what: str) -> None:
-    media = [name for name in _IMAGE_COLUMNS if row.get(name) not in (None, "", [])]
+    media = [name for name in _IMAGE_COLUMNS if row.get(name) not in _EMPTY]
     if media:
         raise UserError(
             f"{what} has columns that are not text: {', '.join(media)}.",
@@ -250,7 +289,7 @@ def _prompt_and_completion(row: Row) -> list[Turn]:
     if not any(turn["role"] == "assistant" for turn in turns[len(prompt) :]):
         raise UserError("The completion has no assistant message.")
     return [
-        {**turn, NO_LOSS: True} if turn["role"] == "assistant" and place < len(prompt) else turn
+        {NO_LOSS: True, **turn} if turn["role"] == "assistant" and place < len(prompt) else turn
         for place, turn in enumerate(turns)
     ]
 

@@ -47,6 +47,8 @@ class Source:
     """True for text files: examples longer than the context are split."""
     unused: tuple[str, ...] = ()
     """Files of other held-out splits; not read."""
+    skips_bad: bool = False
+    """Pass on rows that cannot be read, with their errors, to be counted and skipped."""
     samples: int = -1
     """The default number of rows of a known name; -1 for all."""
 
@@ -64,11 +66,16 @@ class Source:
             "".join(f"{part.digest()}{renamed}" for part in self.parts).encode()
         ).hexdigest()
 
+    def rows_of(self, part: Part) -> Iterator[Found]:
+        if self.skips_bad and isinstance(part, FilePart):
+            return part.rows(keep_bad=True)
+        return part.rows()
+
     def rows(self) -> Iterator[tuple[Part, Found, int]]:
         """Yield every row, its columns renamed, with its part and the number of bytes of the source read so far."""
         before, columns = 0, dict(self.columns)
         for part in self.parts:
-            for found in part.rows():
+            for found in self.rows_of(part):
                 if columns:
                     found = found._replace(row=rename(found.row, columns))
                 yield part, found, before + found.end_byte

@@ -13,7 +13,7 @@ from crosstune.data.render.template_marks import Marks
 from crosstune.data.render.types import NO_LOSS, PLAIN_TEMPLATE, ChatTokens, Message, Span, Tools
 
 # Where a generation prompt opens or skips the reasoning. Both carry loss, as in TRL.
-_OPENED_REASONING = re.compile(
+OPENED_REASONING = re.compile(
     r"(<(?P<tag>[\w:]*(think|thought|reason)[\w:]*)>|\[(?P<name>\w*THINK\w*)\])\s*"
     r"((</(?P=tag)>|\[/(?P=name)\])\s*)?$"
 )
@@ -58,6 +58,24 @@ def locate_answers(
     return spans, found.count([])
 
 
+def find_prompt_ends(text: str, spans: Sequence[Span], tokenizer: ChatTokens) -> list[int]:
+    """Return where the generation prompt of each answer ends: inside the span if the marks of the template include the
+    header or if the prompt opens the reasoning, at its start if the template has no generation prompt."""
+    header = _full_header(tokenizer)
+    ends = []
+    for start, _ in spans:
+        found = text.find(header, max(0, start - len(header)), start + len(header))
+        if found >= 0:
+            ends.append(found + len(header) if header else start)
+    return [end for end in ends if 0 < end < len(text)]
+
+
+@lru_cache(maxsize=8)
+def _full_header(tokenizer: ChatTokens) -> str:
+    """Return the generation prompt after a question, with the reasoning that it opens."""
+    return _prompt([_QUESTION], tokenizer, None, opened=True)
+
+
 def effective_extras(
     messages: Sequence[Message], text: str, tokenizer: ChatTokens, extras: Sequence[str], *, tools: Tools
 ) -> frozenset[str]:
@@ -86,7 +104,7 @@ def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> list[Span
         return list(marked)
     if len(marked) != len(answers):
         raise UserError(
-            "The completion cannot be distinguished from the answers in its prompt.",
+            "The answers that carry loss cannot be distinguished from the others.",
             why=f"the chat template marks {len(marked)} parts for {len(answers)} answers.",
         )
     return [span for span, message in zip(marked, answers, strict=True) if _is_answer(message)]
@@ -165,15 +183,15 @@ def _probe(tokenizer: ChatTokens) -> tuple[str, Span | None]:
     return text, (spans[0][0], spans[-1][1]) if spans else None
 
 
-def _prompt(messages: Sequence[Message], tokenizer: ChatTokens, tools: Tools) -> str:
-    """Return the generation prompt after these messages, up to where it opens the reasoning."""
+def _prompt(messages: Sequence[Message], tokenizer: ChatTokens, tools: Tools, *, opened: bool = False) -> str:
+    """Return the generation prompt after these messages, up to where it opens the reasoning unless `opened`."""
     asked, marks = _render_part(messages, tokenizer, add_generation_prompt=True, tools=tools)
     told, _ = _render_part(messages, tokenizer, add_generation_prompt=False, tools=tools)
     prompt = asked.removeprefix(told) if told and asked.startswith(told) else ""
     if not prompt and marks.turns:
         # The last message is written differently before a prompt, or its end is the prompt.
         prompt = asked[marks.end :]
-    return _OPENED_REASONING.sub("", prompt)
+    return prompt if opened else OPENED_REASONING.sub("", prompt)
 
 
 def _render_part(

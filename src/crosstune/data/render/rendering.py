@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from crosstune.core.errors import UserError
 from crosstune.data.batches.token_batch import Example
-from crosstune.data.render.answer_spans import effective_extras, locate_answers, render_text
-from crosstune.data.render.types import Message, Rendered, Tools
+from crosstune.data.render.answer_spans import (
+    OPENED_REASONING,
+    effective_extras,
+    find_prompt_ends,
+    locate_answers,
+    render_text,
+)
+from crosstune.data.render.encoding import begins_with, encode_rendered
+from crosstune.data.render.template_marks import Marks
+from crosstune.data.render.types import EXCLUDED, NO_LOSS, ChatTokens, Message, Rendered, Span, Tools
 from crosstune.data.tokens.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from tokenizers import Encoding
+_CHARACTERS_SHOWN = 40
 
 
 def render(
@@ -45,15 +49,38 @@ def render_conversation(
     tokens = tokenizer.chat_tokens
     text, marks = render_text(messages, tokens, add_generation_prompt=False, tools=tools)
     check_characters(text)
-    spans, num_unlocated = [(0, len(text))], 0
-    if not whole:
+    num_unlocated = 0
+    answers: Sequence[Span]
+    if whole:
+        spans, answers = _without_excluded(messages, text, marks, tokens, tools=tools)
+    else:
         spans, num_unlocated = locate_answers(messages, text, marks, tokens, tools=tools)
+        answers = spans
     return Rendered(
         text=text,
         spans=spans,
         num_unlocated=num_unlocated,
+        prompt_ends=find_prompt_ends(text, answers, tokens),
         effective_extras=effective_extras(messages, text, tokens, extras, tools=tools),
     )
+
+
+def _without_excluded(
+    messages: Sequence[Message], text: str, marks: Marks, tokens: ChatTokens, *, tools: Tools
+) -> tuple[list[Span], Sequence[Span]]:
+    """Return the spans of a whole text without the turns that the data excludes, and the spans of its answers."""
+    excluded = [message.get(NO_LOSS) == EXCLUDED for message in messages]
+    cut: list[Span] = []
+    if any(excluded):
+        turned = [{**message, NO_LOSS: not out} for message, out in zip(messages, excluded, strict=True)]
+        cut, _ = locate_answers(turned, text, marks, tokens, tools=tools)
+    starts = [0, *(end for _, end in cut)]
+    ends = [*(start for start, _ in cut), len(text)]
+    kept = [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+    try:
+        return kept, locate_answers(messages, text, marks, tokens, tools=tools)[0]
+    except UserError:  # the loss does not need them
+        return kept, ()
 
 
 def encode_conversation(
@@ -61,17 +88,45 @@ def encode_conversation(
 ) -> Example:
     """Tokenize a conversation. The assistant's tokens are supervised, including the end token of each answer."""
     rendered = render_conversation(messages, tokenizer, whole=whole)
-    encoding = tokenizer.encode(rendered.text)
-    return Example(
-        tokens=np.asarray(encoding.ids, dtype=np.int32),
-        supervised=mask_of(encoding, rendered),
-        index=index,
-    )
+    found = encode_rendered(rendered, tokenizer.encode(rendered.text), tokenizer, compare_all=True)
+    return Example(tokens=found.tokens, supervised=found.supervised, index=index)
 
 
 def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: Tools = None) -> list[int]:
     """Tokenize a conversation with the generation prompt."""
     return list(tokenizer.encode(render(messages, tokenizer, add_generation_prompt=True, tools=tools)).ids)
+
+
+def prompts_change_tokens(tokenizer: Tokenizer) -> bool:
+    """Return True if the prompt of a short question has different tokens with an answer after it."""
+    for answer in ("Good", "1", '"'):
+        turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": answer}]
+        try:
+            rendered = render_conversation(turns, tokenizer, whole=False)
+        except UserError:  # the template expects different turns; the data rows report their own errors
+            return False
+        encoding = tokenizer.encode(rendered.text)
+        if not all(begins_with(encoding, rendered.text[:end], tokenizer) for end in rendered.prompt_ends):
+            return True
+    return False
+
+
+def unlike_prompt(tokenizer: Tokenizer) -> tuple[str, str] | None:
+    """Return the end of a generation prompt and what a training row has in its place, if they differ; None if the row
+    begins with the prompt, up to where it opens the reasoning."""
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good"}]
+    try:
+        prompt = render(turns[:1], tokenizer, add_generation_prompt=True)
+        row = render(turns, tokenizer, add_generation_prompt=False)
+    except UserError:  # the template expects different turns; the data rows report their own errors
+        return None
+    if row.startswith(OPENED_REASONING.sub("", prompt)):
+        return None
+    same = next(
+        (place for place, pair in enumerate(zip(prompt, row, strict=False)) if len({*pair}) > 1), len(row)
+    )
+    first = max(0, same - _CHARACTERS_SHOWN // 2)
+    return prompt[first:][:_CHARACTERS_SHOWN], row[first:][:_CHARACTERS_SHOWN]
 
 
 def check_characters(text: str) -> None:
@@ -84,37 +139,6 @@ def check_characters(text: str) -> None:
             why=f"{text[error.start]!a} cannot be encoded as UTF-8.",
             do="write the row again from its source, or correct the chat template if it adds the character",
         ) from error
-
-
-def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
-    """Return the mask of tokens that have a character inside a span."""
-    if list(rendered.spans) == [(0, len(rendered.text))]:
-        return np.ones(len(encoding.ids), dtype=np.bool_)
-    mask = np.zeros(len(encoding.ids), dtype=np.bool_)
-    for start, end in rendered.spans:
-        first = _token_at(encoding, range(start, end))
-        last = _token_at(encoding, range(end - 1, start - 1, -1))
-        if first is None or last is None:
-            continue
-        # One character can be multiple tokens, one for each byte.
-        while last + 1 < len(mask) and _starts_before(encoding, last + 1, end):
-            last += 1
-        mask[first : last + 1] = True
-    return mask
-
-
-def _token_at(encoding: Encoding, characters: range) -> int | None:
-    """Return the token of the first of these characters that has one; tokenizers drop some whitespace."""
-    for character in characters:
-        token = encoding.char_to_token(character)
-        if token is not None:
-            return int(token)
-    return None
-
-
-def _starts_before(encoding: Encoding, token: int, end: int) -> bool:
-    place = encoding.token_to_chars(token)
-    return place is not None and place[0] < end and place[1] > place[0]
 
 
 def _plain(values: list[Any]) -> Any:

@@ -11,7 +11,9 @@ Tools = Sequence[Any] | None
 Span = tuple[int, int]
 
 NO_LOSS = "no_loss"
-"""Set in an assistant's turn that is part of a prompt."""
+"""Set in an assistant's turn without loss: True if it is part of a prompt, or `EXCLUDED`."""
+EXCLUDED = "excluded"
+"""The data excludes the turn; it carries no loss even with --train_on_prompt."""
 PLAIN_TEMPLATE = (
     "{{ leading_bos }}{% for m in messages %}"
     "{% if m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}\n"
@@ -44,5 +46,7 @@ class Rendered:
     spans: Sequence[Span]
     num_unlocated: int = 0
     """Answers that cannot be found because the template changes them; they carry no loss."""
+    prompt_ends: Sequence[int] = ()
+    """Where the prompts of the answers end."""
     effective_extras: frozenset[str] = frozenset()
     """The tested extra keys that change the text."""

@@ -101,6 +101,29 @@ class Corpus:
             return hashes
         return hashes ^ (np.maximum(self.pieces, 0).astype(np.uint64) * _PIECE_FACTOR)
 
+    def groups(self, *, by_prompt: bool) -> NDArray[np.int64]:
+        """Return a number for each example: equal for duplicates and, on request, for examples with the same prompt."""
+        same_text = np.unique(self.hashes(), return_inverse=True)[1]
+        if not by_prompt or self.pieces is not None:
+            return same_text
+        same_prompt = np.unique(self.store.prompts[self.kept], return_inverse=True)[1]
+        found = same_prompt
+        while True:
+            before = found
+            for same in (same_text, same_prompt):
+                lowest = np.full(len(self), len(self), dtype=np.int64)
+                np.minimum.at(lowest, same, found)
+                found = lowest[same]
+            if (found == before).all():
+                return np.unique(found, return_inverse=True)[1]
+
+    def without(self, seen: NDArray[np.uint64]) -> Corpus:
+        """Return the first of each set of equal examples, without those in `seen`."""
+        hashes = self.hashes()
+        first = np.zeros(len(self), dtype=np.bool_)
+        first[np.unique(hashes, return_index=True)[1]] = True
+        return self.part(np.flatnonzero(first & ~np.isin(hashes, seen)))
+
     def rows(self) -> NDArray[np.int64]:
         """Return the index of each example's row in the source."""
         return self.store.rows[self.kept]
@@ -120,8 +143,10 @@ def open_corpus(
     cache: Path | None = None,
     in_memory_bytes: int = IN_MEMORY_BYTES,
     progress: OnProgress | None = None,
+    cut_long: bool = False,
 ) -> Corpus:
-    """Tokenize a source, or its first `limit` rows unless that is -1. Its files may have different formats."""
+    """Tokenize a source, or its first `limit` rows unless that is -1. Its files may have different formats. `cut_long` cuts
+    examples where they would raise an error because they are too long."""
     corpora: list[Corpus] = []
     for uniform in uniform_sources(source, asked=asked_format, columns=columns or {}):
         remaining = limit - sum(corpus.store.facts["rows"] for corpus in corpora) if limit != -1 else -1
@@ -141,7 +166,7 @@ def open_corpus(
             store,
             source=source.name,
             context_length=context_length,
-            truncation=used,
+            truncation="cut" if cut_long and used == "error" else used,
             form=uniform.form,
             identity=digest(decides | {"context": context_length, "truncation": used}),
             model_limit=model_limit,
@@ -188,7 +213,7 @@ def fit_context(
     if len(long) and (truncation == "error" or (truncation == "split" and form not in WITHOUT_TURNS)):
         longest = int(lengths.argmax())
         raise UserError(
-            f"{len(long)} of {len(store)} examples of {source} are longer than the context of {context_length} tokens.",
+            f"{len(long)} of {store.facts['rows']} rows of {source} are longer than the context of {context_length} tokens.",
             why=f"the longest, row {int(store.rows[longest]) + 1}, has {int(lengths[longest])} tokens.",
             do=_how_to_fit(int(lengths[longest]), model_limit, form=form),
         )

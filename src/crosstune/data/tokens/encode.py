@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.data.read.files import Found
 from crosstune.data.read.formats import (
     TOOLS_COLUMN,
     WITHOUT_TURNS,
@@ -29,7 +30,8 @@ from crosstune.data.read.formats import (
     unused_columns,
 )
 from crosstune.data.read.sources import Part, Source
-from crosstune.data.render.rendering import check_characters, mask_of, render_conversation
+from crosstune.data.render.encoding import Encoded, encode_rendered
+from crosstune.data.render.rendering import check_characters, prompts_change_tokens, render_conversation
 from crosstune.data.render.types import Rendered
 from crosstune.data.tokens.store import (
     MemoryWriter,
@@ -48,7 +50,7 @@ from crosstune.files.plain_files import NO_ROOM, UnreadableFile
 OnProgress = Callable[[int, int, int], None]
 """Receives the bytes read, the total bytes, and the number of examples so far."""
 
-LAYOUT = 3
+LAYOUT = 4
 """Increase when rows are tokenized differently, so that cached stores are made again."""
 IN_MEMORY_BYTES = 64 << 20
 """Larger sources are tokenized to disk."""
@@ -60,6 +62,8 @@ _BATCH_TEXTS = 512
 _SECONDS_BETWEEN_REPORTS = 0.2
 _ROWS_TO_TRY = 50
 _MOST_COLUMNS_NAMED = 20
+_MOST_TOKENS_NAMED = 3
+_MOST_BAD_ROWS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +83,20 @@ class Encoder:
             conversation, self.tokenizer, whole=self.whole, tools=tools_of(row), extras=extras
         )
 
-    def to_tokens(self, texts: Sequence[Rendered]) -> list[tuple[NDArray[np.int32], NDArray[np.bool_]]]:
+    @cached_property
+    def _compares_prompts(self) -> bool:
+        return prompts_change_tokens(self.tokenizer)
+
+    def to_tokens(self, texts: Sequence[Rendered]) -> list[Encoded]:
         """Return the tokens of each text and their loss mask."""
         if self.form in WITHOUT_TURNS:
             plain = self.tokenizer.encode_plain_batch([rendered.text for rendered in texts])
-            return [(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)) for ids in plain]
+            return [
+                Encoded(np.asarray(ids, dtype=np.int32), np.ones(len(ids), dtype=np.bool_)) for ids in plain
+            ]
         encodings = self.tokenizer.encode_batch([rendered.text for rendered in texts])
         return [
-            (np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered))
+            encode_rendered(rendered, encoding, self.tokenizer, compare_all=self._compares_prompts)
             for encoding, rendered in zip(encodings, texts, strict=True)
         ]
 
@@ -113,6 +123,22 @@ class _Pass:
     num_tried: Counter[str] = field(default_factory=Counter)
     """The number of rows tested for each extra key."""
     rendered_extras: set[str] = field(default_factory=set)
+    num_bad: int = 0
+    bad: list[str] = field(default_factory=list)
+    """Rows that cannot be read, as JSON text: file, line and reason."""
+    joined: set[str] = field(default_factory=set)
+    """Tokens with the end of a prompt and the beginning of an answer."""
+
+    def try_row(self, part: Part, found: Found) -> UserError | None:
+        """Add a row, or return why it cannot be read."""
+        if found.error is not None:
+            self.num_rows += 1
+            return found.error
+        try:
+            self.add(found.row)
+        except UserError as error:
+            return located(error, part, found.number)
+        return None
 
     def add(self, row: Row) -> None:
         """Render a row, unless its answer is empty, and submit the batch once it is full."""
@@ -132,6 +158,13 @@ class _Pass:
         self.characters += len(rendered.text)
         if self.characters >= _BATCH_CHARACTERS or len(self.texts) >= _BATCH_TEXTS:
             self.flush()
+
+    def skip(self, part: Part, number: int, error: UserError) -> None:
+        """Count a row that cannot be read."""
+        self.num_bad += 1
+        if len(self.bad) < _MOST_BAD_ROWS:
+            about = {"file": part.name, "line": number, "reason": f"{error.message} {error.why}".strip()}
+            self.bad.append(json.dumps(about))
 
     def _extras_to_try(self, row: Row, conversation: Conversation) -> list[str]:
         """Return the extra keys of a row for which it is unknown whether the template renders them."""
@@ -154,9 +187,11 @@ class _Pass:
         if self.pending is None:
             return
         batch, encoded = self.pending
-        for (row, _), (tokens, mask) in zip(batch, encoded.result(), strict=True):
-            self.encoder.tokenizer.check_largest(int(tokens.max(initial=0)))
-            self.writer.append(tokens, mask, row=row)
+        for (row, _), found in zip(batch, encoded.result(), strict=True):
+            self.encoder.tokenizer.check_largest(int(found.tokens.max(initial=0)))
+            self.writer.append(found.tokens, found.supervised, row=row)
+            if found.joined and len(self.joined) < _MOST_TOKENS_NAMED:
+                self.joined.add(found.joined)
         self.pending = None
 
     def facts(self) -> dict[str, Any]:
@@ -166,6 +201,9 @@ class _Pass:
             "unlocated_answers": self.num_unlocated,
             "unused_columns": sorted(self.unused),
             "ignored_by_template": sorted(self.num_tried.keys() - self.rendered_extras),
+            "bad_rows": self.num_bad,
+            "skipped_rows": self.bad,
+            "joined_tokens": sorted(map(repr, self.joined)),
         }
 
 
@@ -179,10 +217,10 @@ def encode_source(
         for part, found, done_bytes in source.rows():
             if run.num_rows == limit:
                 break
-            try:
-                run.add(found.row)
-            except UserError as error:
-                raise located(error, part, found.number) from error
+            if (error := run.try_row(part, found)) is not None:
+                if not source.skips_bad:
+                    raise error
+                run.skip(part, found.number, error)
             if progress is not None and time.monotonic() - reported >= _SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
                 progress(done_bytes, source.size_bytes, writer.num_examples)
@@ -190,12 +228,26 @@ def encode_source(
         run.finish()
     if progress is not None:
         progress(source.size_bytes, source.size_bytes, writer.num_examples)
-    check_any_answer(source.name, run.encoder.form, num_rows=run.num_rows, num_empty=run.num_empty)
+    check_any_answer(
+        source.name,
+        run.encoder.form,
+        num_rows=run.num_rows - run.num_bad,
+        num_empty=run.num_empty,
+        bad=run.bad,
+    )
     return run.facts()
 
 
-def check_any_answer(source: str, form: str, *, num_rows: int, num_empty: int) -> None:
-    """Raise a UserError when every row has an empty answer."""
+def check_any_answer(
+    source: str, form: str, *, num_rows: int, num_empty: int, bad: Sequence[str] = ()
+) -> None:
+    """Raise a UserError when no row can be read, or every row has an empty answer."""
+    if bad and not num_rows:
+        raise UserError(
+            f"No row of {source} can be read.",
+            why=f"the first: {json.loads(bad[0])['reason']}",
+            do="check the columns, or choose a different --dataset_format",
+        )
     if num_rows and num_empty == num_rows:
         raise UserError(
             f"All {num_rows} rows of {source} have an empty answer.",
@@ -223,7 +275,9 @@ def tokenize_source(
         "specials": [tokenizer.leading_bos, tokenizer.bos_token, tokenizer.eos_token],
         "format": source.form,
         "whole": encoder.whole,
+        "splits_prompts": tokenizer.splits_prompts,
         "rows": limit,
+        "skips_bad": source.skips_bad,
     }
     if source.size_bytes <= in_memory_bytes:
         memory = MemoryWriter()

@@ -24,6 +24,7 @@ ARRAYS: Mapping[str, str] = {
     "ends": "<i8",
     "rows": "<i8",
     "hashes": "<u8",
+    "prompts": "<u8",
     "num_supervised": "<i4",
 }
 
@@ -52,6 +53,8 @@ class TokenStore:
     rows: NDArray[np.int64]
     """The index of each example's row in the source."""
     hashes: NDArray[np.uint64]
+    prompts: NDArray[np.uint64]
+    """Hashes of the tokens before the first supervised token; of all tokens if there are none before it."""
     num_supervised: NDArray[np.int32]
     """Supervised tokens of each example, without its first token, which is never predicted."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -93,6 +96,7 @@ class JoinedStore:
         self.stores = tuple(stores)
         self.starts = np.cumsum([0, *map(len, self.stores)])
         self.hashes: NDArray[np.uint64] = np.concatenate([store.hashes for store in self.stores])
+        self.prompts: NDArray[np.uint64] = np.concatenate([store.prompts for store in self.stores])
         rows_before = np.cumsum([0, *(store.facts["rows"] for store in self.stores)])
         self.rows: NDArray[np.int64] = np.concatenate(
             [store.rows + before for store, before in zip(self.stores, rows_before, strict=False)]
@@ -139,7 +143,9 @@ class StoreWriter:
         self.files["supervised"].write(supervised.tobytes())
         self.files["ends"].write(self.num_tokens.to_bytes(8, "little"))
         self.files["rows"].write(row.to_bytes(8, "little"))
+        prompt = tokens[: int(supervised.argmax()) or None].astype("<i4", copy=False).tobytes()
         self.files["hashes"].write(hashlib.blake2b(written, digest_size=8).digest())
+        self.files["prompts"].write(hashlib.blake2b(prompt, digest_size=8).digest())
         self.files["num_supervised"].write(int(supervised[1:].sum()).to_bytes(4, "little"))
 
 

@@ -69,6 +69,8 @@ class Tokenizer:
     digest: str = ""
     """sha256 of tokenizer.json."""
     template_file: str = ""
+    splits_prompts: bool = True
+    """Tokenize training rows so that they begin with the tokens of their prompts; older runs did not."""
     num_rows: int | None = None
     """The model's number of embeddings, if its config.json is in the same folder."""
 

@@ -1,0 +1,118 @@
+"""Tokenize rendered conversations, so that a training row begins with the tokens of its generation prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.data.batches.token_batch import IntArray
+from crosstune.data.render.types import Rendered
+from crosstune.data.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+# Characters to encode a piece after: some tokenizers write a space before the first word of a text.
+_ANCHORS = ("", "\n", "!")
+
+
+class Encoded(NamedTuple):
+    """The tokens of a conversation and their loss mask."""
+
+    tokens: IntArray
+    supervised: NDArray[np.bool_]
+    joined: str = ""
+    """A token with the end of a prompt and the beginning of its answer that cannot be split."""
+
+
+def encode_rendered(
+    rendered: Rendered, encoding: Encoding, tokenizer: Tokenizer, *, compare_all: bool
+) -> Encoded:
+    """Return the tokens of a rendered text. It is split where a prompt ends if the prompt alone has different tokens: its last
+    characters would form a token with the answer. Only prompts that end within a token are compared, or all of them."""
+    text = rendered.text
+    ends = [
+        end
+        for end in sorted(set(rendered.prompt_ends if tokenizer.splits_prompts else ()))
+        if (compare_all or _is_within_token(encoding, end))
+        and not begins_with(encoding, text[:end], tokenizer)
+    ]
+    if not ends:
+        return Encoded(np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered))
+    pieces = list(zip([0, *ends], [*ends, len(text)], strict=True))
+    for anchor in _ANCHORS:
+        parts = [
+            _encode_piece(rendered, piece, tokenizer, anchor=anchor if piece[0] else "") for piece in pieces
+        ]
+        tokens = np.concatenate([part.tokens for part in parts])
+        if _decoded(tokens.tolist(), tokenizer) == _decoded(encoding.ids, tokenizer):
+            return Encoded(tokens, np.concatenate([part.supervised for part in parts]))
+    token = encoding.char_to_token(ends[0])
+    joined = _decoded([encoding.ids[token]], tokenizer) if token is not None else text[ends[0] - 1 :][:1]
+    return Encoded(np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered), joined)
+
+
+def _is_within_token(encoding: Encoding, place: int) -> bool:
+    token = encoding.char_to_token(place)
+    span = encoding.token_to_chars(token) if token is not None else None
+    return span is not None and span[0] < place
+
+
+def begins_with(encoding: Encoding, prompt: str, tokenizer: Tokenizer) -> bool:
+    ids = tokenizer.encode(prompt).ids
+    return bool(encoding.ids[: len(ids)] == ids)
+
+
+def _encode_piece(
+    rendered: Rendered, piece: tuple[int, int], tokenizer: Tokenizer, *, anchor: str
+) -> Encoded:
+    """Return the tokens of a piece of a text, encoded after `anchor`."""
+    start, end = piece
+    shift = len(anchor) - start
+    spans = [
+        (max(first, start) + shift, min(last, end) + shift)
+        for first, last in rendered.spans
+        if max(first, start) < min(last, end)
+    ]
+    part = Rendered(text=anchor + rendered.text[start:end], spans=spans)
+    encoding = tokenizer.encode(part.text)
+    skipped = len(tokenizer.encode(anchor).ids) if anchor else 0
+    return Encoded(np.asarray(encoding.ids[skipped:], dtype=np.int32), mask_of(encoding, part)[skipped:])
+
+
+def _decoded(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(ids, keep_special=True)
+
+
+def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
+    """Return the mask of tokens that have a character inside a span."""
+    if list(rendered.spans) == [(0, len(rendered.text))]:
+        return np.ones(len(encoding.ids), dtype=np.bool_)
+    mask = np.zeros(len(encoding.ids), dtype=np.bool_)
+    for start, end in rendered.spans:
+        first = _token_at(encoding, range(start, end))
+        last = _token_at(encoding, range(end - 1, start - 1, -1))
+        if first is None or last is None:
+            continue
+        # One character can be multiple tokens, one for each byte.
+        while last + 1 < len(mask) and _starts_before(encoding, last + 1, end):
+            last += 1
+        mask[first : last + 1] = True
+    return mask
+
+
+def _token_at(encoding: Encoding, characters: range) -> int | None:
+    """Return the token of the first of these characters that has one; tokenizers drop some whitespace."""
+    for character in characters:
+        token = encoding.char_to_token(character)
+        if token is not None:
+            return int(token)
+    return None
+
+
+def _starts_before(encoding: Encoding, token: int, end: int) -> bool:
+    place = encoding.token_to_chars(token)
+    return place is not None and place[0] < end and place[1] > place[0]

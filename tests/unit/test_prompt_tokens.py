@@ -1,0 +1,205 @@
+"""What is trained is what is prompted: rows begin with the tokens of their prompts, and excluded turns carry no loss."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.data.render.rendering import encode_conversation, encode_prompt, unlike_prompt
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.recipes.sft import SftRecipe
+
+TEMPLATES = Path(__file__).parents[1] / "chat_templates"
+HEADERS = {
+    "space": "Assistant: ",
+    "lines": "Assistant:\n\n",
+    "quote": 'say="',
+    "special": "<|im_start|>assistant\n",
+}
+ANSWERS = ["Hello there", "\nHello", "  Hello", '"Hello"', "1", "é"]
+WORDS = [
+    "Assistant: Hello there",
+    "Assistant:\n\nHello",
+    'say="Hello" =""Hello""',
+    "User: 1 2 3",
+    "\n\n\n Hello Hello",
+]
+
+
+def template(header: str, *, marked: bool = False) -> str:
+    begin, end = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    return (
+        "{% for m in messages %}{% if m.role == 'assistant' %}" + header + begin + "{{ m.content }}<|im_end|>" + end + "\n"
+        "{% else %}User: {{ m.content }}\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}" + header + "{% endif %}"
+    )  # fmt: skip
+
+
+def trained(kind: str) -> RustTokenizer:
+    """A tokenizer whose tokens join the end of the header and the beginning of the answer."""
+    if kind == "byte_level":
+        found = RustTokenizer(models.BPE())
+        found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        found.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        found = RustTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        found.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        found.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        alphabet = [*'▁\nabcdefghijklmnopqrstuvwxyzé0123456789AHUSs=":']
+    special = ["<unk>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=alphabet)
+    found.train_from_iterator(WORDS * 50, trainer)
+    return found
+
+
+@pytest.fixture(params=["byte_level", "metaspace"])
+def tokenizer(request: Any, tiny_model: Path) -> Tokenizer:
+    rust = trained(request.param)
+    special = ("<unk>", "<|im_start|>", "<|im_end|>")
+    end = rust.token_to_id("<|im_end|>")
+    base = Tokenizer.from_folder(tiny_model)
+    return replace(
+        base, rust=rust, special=special, bos_token=None, eos_token="<|im_end|>",
+        stop_ids=frozenset([end]), adds_bos=False, num_rows=None, other_named=(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+def test_a_row_begins_with_the_tokens_of_its_prompt(tokenizer: Tokenizer, header: str, marked: bool) -> None:
+    tokenizer = replace(tokenizer, chat_template=template(header, marked=marked))
+    joined = 0
+    for answer in ANSWERS:
+        turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": answer}]
+        prompt = encode_prompt(turns[:1], tokenizer)
+        for whole in (False, True):
+            example = encode_conversation(turns, tokenizer, index=0, whole=whole)
+            old = encode_conversation(turns, replace(tokenizer, splits_prompts=False), index=0, whole=whole)
+            assert example.tokens[: len(prompt)].tolist() == prompt
+            assert tokenizer.decode(example.tokens.tolist(), keep_special=True) == tokenizer.decode(
+                old.tokens.tolist(), keep_special=True
+            )
+            joined += old.tokens[: len(prompt)].tolist() != prompt
+        answered = encode_conversation(turns, tokenizer, index=0, whole=False)
+        assert not answered.supervised[: len(prompt)].any()
+        learned = tokenizer.decode(answered.tokens[answered.supervised].tolist(), keep_special=True)
+        assert learned.strip() == f"{answer.strip()}<|im_end|>"
+    assert joined or header == HEADERS["special"], "the case does not occur"
+
+
+def test_every_answer_of_a_conversation_begins_a_token(tokenizer: Tokenizer) -> None:
+    tokenizer = replace(tokenizer, chat_template=template(HEADERS["space"]))
+    turns = [{"role": role, "content": "Hello there"} for role in ("user", "assistant", "user", "assistant")]
+    example = encode_conversation(turns, tokenizer, index=0, whole=False)
+    learned = example.tokens[example.supervised].tolist()
+    half = learned[: len(learned) // 2]
+    assert learned == half * 2
+    first = len(encode_prompt(turns[:1], tokenizer))
+    assert example.tokens[first : first + len(half)].tolist() == half
+
+
+@pytest.fixture
+def spaced_model(tiny_model: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "spaced"
+    shutil.copytree(tiny_model, folder)
+    (folder / "chat_template.jinja").write_text(template("Answer: "))
+    return folder
+
+
+def opened(model: Path, path: Path, **options: Any) -> SftRecipe:
+    config = make_config(model_name=str(model), dataset=str(path), skip_eval=True, **options)
+    return SftRecipe(config, model_folder=model)
+
+
+def test_rows_of_a_run_begin_with_their_prompts(spaced_model: Path, write_jsonl: Any) -> None:
+    path = write_jsonl([{"prompt": f"What {n}?", "completion": f"the {n}"} for n in range(5)])
+    made = opened(spaced_model, path)
+    for example in made.train:
+        prompt = encode_prompt([{"role": "user", "content": f"What {example.index}?"}], made.tokenizer)
+        assert example.tokens[: len(prompt)].tolist() == prompt
+        assert int(example.supervised.argmax()) == len(prompt)
+    before = opened(spaced_model, path, data_rules=1)
+    assert before.identity() != made.identity(), "the template does not join tokens"
+    assert before.data.identity() != made.data.identity()
+
+
+def test_a_prompt_that_rows_do_not_contain_is_reported(spaced_model: Path, write_jsonl: Any) -> None:
+    file = spaced_model / "chat_template.jinja"
+    path = write_jsonl([{"prompt": "a", "completion": "b"}])
+    assert "warnings" not in opened(spaced_model, path).describe()
+    file.write_text(template("Answer: ") + "{% if add_generation_prompt %}{{ '\\n' }}{% endif %}")
+    [told] = [line for line in opened(spaced_model, path).describe()["warnings"] if "prompts with" in line]
+    assert "Answer: \\n'" in told
+    assert "Answer: Good" in told
+
+
+@pytest.mark.parametrize("file", sorted(TEMPLATES.glob("*.jinja")), ids=lambda path: path.stem)
+def test_templates_in_use_write_their_prompts(tokenizer: Tokenizer, file: Path) -> None:
+    assert unlike_prompt(replace(tokenizer, chat_template=file.read_text(encoding="utf-8"))) is None
+
+
+def conversation(*flags: dict[str, Any]) -> dict[str, Any]:
+    turns = []
+    for number, flag in enumerate(flags):
+        turns += [
+            {"role": "user", "content": f"q{number}"},
+            {"role": "assistant", "content": f"a{number}"} | flag,
+        ]
+    return {"messages": turns}
+
+
+def learned(made: SftRecipe, place: int = 0) -> str:
+    example = made.train[place]
+    return made.tokenizer.decode(example.tokens[example.supervised].tolist())
+
+
+@pytest.mark.parametrize(
+    ("out", "kept"),
+    [
+        ({"weight": 0}, {"weight": 1}),
+        ({"weight": 0.0}, {"weight": 1.0}),
+        ({"train": False}, {"train": True}),
+        ({"training": False}, {}),
+        ({"masked": True}, {"masked": False}),
+        ({"mask": True}, {"mask": None}),
+    ],
+)
+def test_excluded_turns_carry_no_loss(
+    tiny_model: Path, write_jsonl: Any, out: dict[str, Any], kept: dict[str, Any]
+) -> None:
+    path = write_jsonl([conversation(out, kept), conversation(kept, out), conversation(out, out)])
+    made = opened(tiny_model, path)
+    assert ["a1" in learned(made, 0), "a0" in learned(made, 0)] == [True, False]
+    assert ["a1" in learned(made, 1), "a0" in learned(made, 1)] == [False, True]
+    described = made.describe()
+    assert described["train"]["without_answer"] == 1, "no turn of the third row carries loss"
+    assert described["train"]["unused_columns"] == []
+    whole = opened(tiny_model, path, train_on_prompt=True)
+    assert ["a1" in learned(whole, 0), "a0" in learned(whole, 0)] == [True, False]
+    assert "q0" in learned(whole, 0)
+
+
+def test_a_weight_between_is_an_error_and_other_keys_are_reported(tiny_model: Path, write_jsonl: Any) -> None:
+    with pytest.raises(UserError, match=r"line 1: A message has the weight 0\.5"):
+        opened(tiny_model, write_jsonl([conversation({"weight": 0.5})]))
+    row = conversation({"time": "noon", "mask": [1, 0], "id": ""})
+    for written in (row, {"messages": json.dumps(row["messages"])}):
+        made = opened(tiny_model, write_jsonl([written]))
+        assert made.describe()["train"]["unused_columns"] == ["messages.mask", "messages.time"]
+
+
+def test_nothing_to_learn_is_an_error(tiny_model: Path, write_jsonl: Any) -> None:
+    with pytest.raises(UserError, match="nothing to learn"):
+        opened(tiny_model, write_jsonl([conversation({"weight": 0})] * 3))
