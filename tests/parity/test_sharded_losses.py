@@ -104,6 +104,7 @@ def test_three_processes_are_one(folder: Path) -> None:
         "qlora": QLORA | PACKED,
         "full": {"train_type": "full", "use_cpu_offload": True, "no_sync": True, "rows_per_step": 7},
         "ddp": {"train_type": "full", "sharding_strategy": "ddp", "rows_per_step": 7},
+        "lion": {"train_type": "full", "optimizer": "lion", "lr": 1e-4},
     }
     check_runs(folder, runs, worlds={3: 3}, steps=2)
 

@@ -154,6 +154,7 @@ DEVICE_MEMORY = Condition(
 )
 RECOMPUTATION = _with_option("use_gradient_checkpointing")
 CLIPPING = _with_option("apply_gradient_clipping")
+ADAM = Condition("adamw or adam", lambda now: "adam" in now["optimizer"], "with optimizer {optimizer}")
 SCHEDULE_WITH_FLOOR = Condition(
     ", ".join(SCHEDULES_WITH_FLOOR),
     lambda now: now["lr_scheduler"] in SCHEDULES_WITH_FLOOR,

@@ -147,9 +147,8 @@ def _changes(step: Step, plan: Plan) -> list[tuple[str, Step]]:
     if step.method == "full":
         # Alternatives to the next change, not combined with it.
         if not step.optimizer.endswith("_8bit"):
-            found.append(
-                (" ".join([*flags, "--optimizer adamw_8bit"]), replace(step, optimizer="adamw_8bit"))
-            )
+            smaller = "lion_8bit" if step.optimizer == "lion" else "adamw_8bit"
+            found.append((" ".join([*flags, f"--optimizer {smaller}"]), replace(step, optimizer=smaller)))
         lora = replace(step, method="lora")
         found.append((" ".join([*flags, "--train_type lora"]), lora))
         step = add("--train_type qlora", replace(lora, quantizer="bnb", n_bits=4))

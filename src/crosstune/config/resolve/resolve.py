@@ -187,7 +187,8 @@ def _fit_optimizer(draft: Draft) -> None:
     if optimizer.startswith("fused_") and not has_fused:
         draft.set("optimizer", optimizer.removeprefix("fused_"), f"no fused optimizer on {report.name}")
     if optimizer.endswith("_8bit") and not has_8bit:
-        draft.set("optimizer", "adamw", f"no 8-bit optimizer for {report.name}; it needs bitsandbytes")
+        plain = optimizer.removeprefix("paged_").removesuffix("_8bit")
+        draft.set("optimizer", plain, f"no 8-bit optimizer for {report.name}; it needs bitsandbytes")
     elif optimizer == "paged_adamw_8bit" and report.is_torch_cpu:
         draft.set("optimizer", "adamw_8bit", "a CPU has nothing to page")
 
@@ -235,7 +236,15 @@ def _check_values(draft: Draft) -> None:
         draft.refuse(
             f"--optimizer {optimizer} does not work with --sharding_strategy {draft['sharding_strategy']}.",
             why=f"its state has one value per {each} of the full tensor, but a process has only a shard.",
-            do="use --optimizer adamw, or --sharding_strategy ddp",
+            do=f"use --optimizer {'lion' if optimizer == 'lion_8bit' else 'adamw'}, or --sharding_strategy ddp",
+        )
+    adam = [name for name in ("adam_beta1", "adam_beta2", "adam_epsilon") if draft.is_asked(name)]
+    if adam and "adam" not in optimizer:
+        draft.refuse(
+            f"--{adam[0]} does not apply to --optimizer {optimizer}.",
+            why="only adamw and adam and their fused, 8-bit and paged variants read it; the constants of the other "
+            "optimizers are fixed.",
+            do=f"remove --{' and --'.join(adam)}, or use --optimizer adamw",
         )
     if draft["max_steps"] != -1 and not draft.is_asked("num_epochs"):
         draft.values["num_epochs"] = 0  # max_steps alone decides when to stop
