@@ -61,6 +61,8 @@ class Facts:
     """The recipe's values for options that were not set."""
     engines: tuple[str, ...] = ()
     """The engines that the recipe supports; empty: all."""
+    has_base_model: bool = True
+    """False for a recipe that builds its own model."""
 
     def preference(self) -> list[str]:
         """Return the backends that `auto` tries, in order."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
 from crosstune.config.mlx_settings import idle_settings
+from crosstune.config.resolve.check_rate import rate_warning
 from crosstune.config.resolve.choose_method import choose_method
 from crosstune.config.resolve.facts import Facts
 from crosstune.config.resolve.fit_compute import fit_compile, fit_kernels, fit_precision
@@ -261,6 +262,9 @@ def _check_values(draft: Draft) -> None:
     for option, matters in must_be_positive.items():
         if matters and draft[option] == 0:
             draft.refuse(f"{option} is 0.", why="nothing would be learned.", do="set a positive value")
+    warning = rate_warning(draft["lr"], optimizer=optimizer, method=draft.method)
+    if warning is not None and draft.facts.has_base_model:
+        draft.warn("lr", warning)
     if draft["lora_dropout"] == 1:
         draft.refuse("lora_dropout is 1.", why="it would drop all adapter inputs.")
     if draft["max_steps"] != -1 and (draft["warmup_steps"] or 0) > draft["max_steps"]:
