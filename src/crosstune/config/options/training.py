@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstune.config.conditions import ADAM, CLIPPING, SCHEDULE_WITH_FLOOR
+from crosstune.config.conditions import ADAM, CLIPPING, RESUMING, SCHEDULE_WITH_FLOOR
 from crosstune.config.option import OnResume, below_one, not_zero, option
-from crosstune.core.schedule import SCHEDULES
+from crosstune.core.schedule import ON_EXTEND, SCHEDULES
 
 AUTO = 0
 """The value of `--batch_size auto`."""
@@ -77,6 +77,14 @@ class TrainingOptions:
         "Final learning rate as a fraction of the peak; exponential: at least 0.001",
         high=1,
         needs=(SCHEDULE_WITH_FLOOR,),
+    )
+    on_extend: str = option(
+        "stretch",
+        "Learning rate of a run that is resumed with more steps: the schedule over all steps (stretch), the last value "
+        "(constant), or a new warm-up and schedule over the added steps (restart)",
+        choices=ON_EXTEND,
+        needs=(RESUMING,),
+        on_resume=OnResume.ONE_START,
     )
     apply_gradient_clipping: bool = option(True, "Clip the gradient norm")
     grad_norm: float = option(
