@@ -48,6 +48,9 @@ def test_any_other_name_is_explained(tmp_path: Path) -> None:
 def test_a_switch_that_is_off_says_nothing(tmp_path: Path) -> None:
     file = write(tmp_path, "load_in_8bit: false\nload_in_4bit: false\ndeepspeed:\nval_set_size:\nlr: 0.1\n")
     assert set(load(file=file).sources) == {"lr"}
+    for value in ("false", "0", ""):
+        assert not load(file=write(tmp_path, f"neftune_noise_alpha: {value}\n")).sources
+    assert load(file=write(tmp_path, "noisy_embedding_alpha: 5\n")).neftune_alpha == 5
     with pytest.raises(ConfigError, match="load_in_4bit"):
         load(file=write(tmp_path, "load_in_4bit: true\n"))
     with pytest.raises(ConfigError, match="shuffle"):

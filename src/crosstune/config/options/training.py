@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstune.config.conditions import ADAM, CLIPPING, RESUMING, SCHEDULE_WITH_FLOOR
+from crosstune.config.conditions import ADAM, CLIPPING, RESUMING, SCHEDULE_WITH_FLOOR, SFT
 from crosstune.config.option import OnResume, below_one, not_zero, option
 from crosstune.core.schedule import ON_EXTEND, SCHEDULES
 
@@ -85,6 +85,13 @@ class TrainingOptions:
         choices=ON_EXTEND,
         needs=(RESUMING,),
         on_resume=OnResume.ONE_START,
+    )
+    neftune_alpha: float = option(
+        0.0,
+        "NEFTune: add noise to the input embeddings in training, uniform within alpha / sqrt(tokens x width); 5 is "
+        "usual, 0: none",
+        high=1000,
+        needs=(SFT,),
     )
     apply_gradient_clipping: bool = option(True, "Clip the gradient norm")
     grad_norm: float = option(

@@ -262,6 +262,12 @@ def _check_values(draft: Draft) -> None:
     for option, matters in must_be_positive.items():
         if matters and draft[option] == 0:
             draft.refuse(f"{option} is 0.", why="nothing would be learned.", do="set a positive value")
+    if draft["neftune_alpha"] and draft["recipe"] != "sft":
+        draft.refuse(
+            f"--neftune_alpha does not apply to the {draft['recipe']} recipe.",
+            why="only sft adds noise to embeddings.",
+            do="remove --neftune_alpha",
+        )
     warning = rate_warning(draft["lr"], optimizer=optimizer, method=draft.method)
     if warning is not None and draft.facts.has_base_model:
         draft.warn("lr", warning)
