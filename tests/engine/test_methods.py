@@ -256,11 +256,15 @@ def test_every_layout_streams_into_four_bits(
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["adamw", "fused_adamw", "adamw_8bit", "adam", "fused_adam", "sgd", "adadelta", "adafactor"]
+    "optimizer",
+    [
+        *("adamw", "fused_adamw", "adamw_8bit", "adam", "fused_adam"),
+        *("lion", "lion_8bit", "sgd", "adadelta", "adafactor"),
+    ],
 )
 def test_every_optimizer_lowers_the_loss(tiny_model: Path, window: list[TokenBatch], optimizer: str) -> None:
     session = open_session(tiny_model, optimizer=optimizer)
-    rate = {"sgd": 1.0, "adadelta": 10.0}.get(optimizer, 5e-3)
+    rate = {"sgd": 1.0, "adadelta": 10.0, "lion": 1e-3, "lion_8bit": 1e-3}.get(optimizer, 5e-3)
     losses = [train_step(session, window, lr=rate).loss for _ in range(8)]
     assert losses[-1] < 0.99 * losses[0]
 

@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hqq": {"train_type": "hqq_lora", "lora_dropout": 0.3},
     "llama_pro": {"train_type": "llama_pro"},
     "adamw_8bit": {"train_type": "full", "optimizer": "adamw_8bit"},
+    "lion_8bit": {"train_type": "full", "optimizer": "lion_8bit"},
     "fused_adamw": {"train_type": "full", "optimizer": "fused_adamw"},
 }
 

@@ -180,6 +180,7 @@ CASES: dict[str, dict[str, Any]] = {
     "LoRA+": {"train_type": "lora", "loraplus_lr_ratio": 4.0},
     "sgd": {"train_type": "full", "optimizer": "sgd"},
     "adadelta": {"train_type": "full", "optimizer": "adadelta"},
+    "lion": {"train_type": "full", "optimizer": "lion"},
     "adafactor": {"train_type": "full", "optimizer": "adafactor"},
 }
 

@@ -137,7 +137,7 @@ def test_gradients_are_those_of_torch(folders: Any, kind: str, train_type: str) 
     assert largest_difference(*gradients) < 1e-4
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "adadelta", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "lion", "sgd", "adadelta", "adafactor"])
 def test_optimizers_make_the_updates_of_torch(folders: Any, optimizer: str) -> None:
     """Measured against how far the weights have moved: they hardly do, and would agree without that."""
     options = {"optimizer": optimizer, "wd": 0.1, "train_type": "full"}
@@ -173,24 +173,25 @@ def test_a_mixture_of_experts_moves_with_adapters_on_attention(folders: Any) -> 
     assert "--lora_target_modules attention" in caught.value.do
 
 
-def test_a_state_moves_to_mlx_and_back_without_a_mark(folders: Any) -> None:
+@pytest.mark.parametrize(("optimizer", "lr"), [("adamw", 3e-3), ("lion", 5e-4)])
+def test_a_state_moves_to_mlx_and_back_without_a_mark(folders: Any, optimizer: str, lr: float) -> None:
     """Four steps on torch, four on MLX, four on torch again: the curve of twelve steps on torch."""
 
     def train(session: Session, steps: range) -> list[float]:
-        return [train_step(session, window(step), lr=3e-3).loss for step in steps]
+        return [train_step(session, window(step), lr=lr).loss for step in steps]
 
     def open_at(state: SessionState, backend: str = "cpu") -> Session:
-        session = open_session(backend, folders("llama"))
+        session = open_session(backend, folders("llama"), optimizer=optimizer)
         session.import_state(state)
         return session
 
-    session = open_session("cpu", folders("llama"))
+    session = open_session("cpu", folders("llama"), optimizer=optimizer)
     losses = train(session, range(4))
     session = open_at(session.export_state(), "mlx")
     losses += train(session, range(4, 8))
     state = session.export_state()
     losses += train(open_at(state), range(8, 12))
-    expected = train(open_session("cpu", folders("llama")), range(12))
+    expected = train(open_session("cpu", folders("llama"), optimizer=optimizer), range(12))
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     # Without its moments the curve is another: the bound above can fail.
     lost = train(open_at(replace(state, moments={})), range(8, 12))

@@ -143,14 +143,15 @@ def test_a_quantized_base_changes_its_bits_and_8_bit_moments_become_plain(
     assert read_json(tmp_path / "back" / "moved" / "plan.json")["options"]["optimizer"] == "adamw"
 
 
-def test_8_bit_moments_are_what_bitsandbytes_says_they_are() -> None:
+@pytest.mark.parametrize(("kind", "last"), [("AdamW8bit", "2"), ("Lion8bit", "1")])
+def test_8_bit_moments_are_what_bitsandbytes_says_they_are(kind: str, last: str) -> None:
+    import bitsandbytes.optim
     import torch
     from bitsandbytes.functional import dequantize_blockwise
-    from bitsandbytes.optim import AdamW8bit
 
     weight = torch.nn.Parameter(torch.randn(100, 77, generator=torch.Generator().manual_seed(0)))
     small = torch.nn.Parameter(torch.randn(3, 5))
-    optimizer = AdamW8bit([weight, small], lr=1e-3)
+    optimizer = getattr(bitsandbytes.optim, kind)([weight, small], lr=1e-3)
     for _ in range(3):
         weight.grad, small.grad = torch.randn_like(weight), torch.randn_like(small)
         optimizer.step()
@@ -162,9 +163,11 @@ def test_8_bit_moments_are_what_bitsandbytes_says_they_are() -> None:
     plain = plain_moments(moments, {"w": weight.detach().numpy(), "s": small.detach().numpy()})
     state = states["w"]
     expected = dequantize_blockwise(
-        state["state2"], absmax=state["absmax2"], code=state["qmap2"], blocksize=256
+        state[f"state{last}"], absmax=state[f"absmax{last}"], code=state[f"qmap{last}"], blocksize=256
     )
-    np.testing.assert_array_equal(plain["second_moment"]["w"], expected.numpy())
+    slot = {"1": "first_moment", "2": "second_moment"}[last]
+    np.testing.assert_array_equal(plain[slot]["w"], expected.numpy())
+    assert ("second_moment" in plain) == ("step" in plain) == (last == "2")
     np.testing.assert_array_equal(plain["first_moment"]["s"], states["s"]["state1"].numpy())
 
 

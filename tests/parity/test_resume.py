@@ -16,6 +16,7 @@ from crosstune.checkpoint.folders import checkpoint_folders
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Resumed, Warned
+from crosstune.core.schedule import learning_rate
 from crosstune.files.json_files import read_jsonl
 from crosstune.loop import save
 from crosstune.models.tiny import tiny_model
@@ -239,6 +240,61 @@ def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(bench: Bench, st
     result = run(bench, "lora", folder, resume="auto", max_steps=NUM_STEPS + 2)
     assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == list(range(1, NUM_STEPS + 3))
     assert result.summary["steps"] == NUM_STEPS + 2
+
+
+def rates(folder: Path) -> list[float]:
+    return [row["lr"] for row in read_jsonl(folder / "metrics.jsonl")]
+
+
+def test_a_longer_run_says_what_becomes_of_the_learning_rate(bench: Bench, straight: Any) -> None:
+    longer, told, before = NUM_STEPS + 4, {}, rates(straight("lora"))
+    for choice in ("stretch", "constant", "restart"):
+        folder, listener = bench.home / f"longer-{choice}", Listener()
+        shutil.copytree(straight("lora"), folder, symlinks=True)
+        chosen = {} if choice == "stretch" else {"on_extend": choice}
+        run(bench, "lora", folder, resume="auto", max_steps=longer, observer=listener, **chosen)
+        assert rates(folder)[:NUM_STEPS] == before
+        [told[choice]] = [words for words in listener.warnings() if "learning rate" in words]
+    after = {choice: rates(bench.home / f"longer-{choice}")[NUM_STEPS:] for choice in told}
+    assert after["constant"] == [before[-1]] * 4
+    lr = make_config(**bench.options("lora", bench.home)).lr
+    whole = [
+        learning_rate(s, peak=lr, schedule="cosine", num_steps=longer, warmup=1, floor_ratio=0.1)
+        for s in range(longer)
+    ]
+    assert after["stretch"] == whole[NUM_STEPS:]
+    assert after["restart"] == [
+        learning_rate(s, peak=lr, schedule="cosine", num_steps=4, warmup=0, floor_ratio=0.1) for s in range(4)
+    ]
+    assert f"goes from {before[-1]:.3g} to {whole[NUM_STEPS]:.3g} at step 6" in told["stretch"]
+    assert "--on_extend constant" in told["stretch"] and "--on_extend" not in told["restart"]
+    assert told["constant"].endswith(f"stays at {before[-1]:.3g}")
+
+
+@pytest.mark.parametrize("choice", ["constant", "restart"])
+def test_an_extended_run_that_is_resumed_keeps_its_learning_rate(
+    bench: Bench, straight: Any, choice: str
+) -> None:
+    """Bit for bit, without --on_extend again, and a second extension starts from the first."""
+    folder, longer, again = bench.home / f"kept-{choice}", NUM_STEPS + 4, Listener()
+    shutil.copytree(straight("lora"), folder, symlinks=True)
+    run(bench, "lora", folder, resume="auto", max_steps=longer, on_extend=choice)
+    rest = read_jsonl(folder / "metrics.jsonl")[NUM_STEPS + 2 :]
+    path = folder / "checkpoints" / f"step-{NUM_STEPS + 2:08d}"
+    run(bench, "lora", folder, resume=str(path), max_steps=longer, observer=again)
+    repeated = read_jsonl(folder / "metrics.jsonl")[NUM_STEPS + 2 :]
+    assert [(row["loss"], row["lr"]) for row in repeated] == [(row["loss"], row["lr"]) for row in rest]
+    assert not [words for words in again.warnings() if "learning rate" in words]
+    run(bench, "lora", folder, resume="auto", max_steps=longer + 1, on_extend="constant")
+    assert rates(folder)[-1] == rates(folder)[-2]
+
+
+def test_on_extend_without_more_steps_is_told(bench: Bench, straight: Any) -> None:
+    folder, listener = bench.home / "no-longer", Listener()
+    copy_until(straight("lora"), folder, step=3)
+    run(bench, "lora", folder, resume="auto", on_extend="constant", observer=listener)
+    assert [words for words in listener.warnings() if "on_extend has no effect" in words]
+    assert rates(folder) == rates(straight("lora"))
 
 
 def test_the_same_line_begins_anew_what_was_killed_before_its_first_checkpoint(bench: Bench) -> None:

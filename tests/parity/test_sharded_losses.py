@@ -102,9 +102,10 @@ def check_runs(
 def test_three_processes_are_one(folder: Path) -> None:
     """The quick part: uneven shards, a quantized base, replicas, offloading and a rank with fewer micro-batches."""
     runs = {
-        "qlora": QLORA | PACKED,
+        "qlora": QLORA | PACKED | {"neftune_alpha": 5},
         "full": {"train_type": "full", "use_cpu_offload": True, "no_sync": True, "rows_per_step": 7},
         "ddp": {"train_type": "full", "sharding_strategy": "ddp", "rows_per_step": 7},
+        "lion": {"train_type": "full", "optimizer": "lion", "lr": 1e-4},
     }
     check_runs(folder, runs, worlds={3: 3}, steps=2)
 

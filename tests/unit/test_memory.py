@@ -131,7 +131,9 @@ def test_logits_are_counted_at_once_or_in_parts() -> None:
 
 
 def test_the_optimizer_makes_a_difference() -> None:
-    sizes = [moment_bytes(1000, name) for name in ("sgd", "adafactor", "adamw_8bit", "adamw")]
+    sizes = [
+        moment_bytes(1000, name) for name in ("sgd", "adafactor", "lion_8bit", "adamw_8bit", "lion", "adamw")
+    ]
     assert sizes == sorted(sizes) and sizes[0] == 0 and sizes[-1] == 8000
     by_optimizer = [
         estimate(train_type="full", optimizer=name, batch_size=1, context_length=64)

@@ -48,6 +48,9 @@ def test_any_other_name_is_explained(tmp_path: Path) -> None:
 def test_a_switch_that_is_off_says_nothing(tmp_path: Path) -> None:
     file = write(tmp_path, "load_in_8bit: false\nload_in_4bit: false\ndeepspeed:\nval_set_size:\nlr: 0.1\n")
     assert set(load(file=file).sources) == {"lr"}
+    for value in ("false", "0", ""):
+        assert not load(file=write(tmp_path, f"neftune_noise_alpha: {value}\n")).sources
+    assert load(file=write(tmp_path, "noisy_embedding_alpha: 5\n")).neftune_alpha == 5
     with pytest.raises(ConfigError, match="load_in_4bit"):
         load(file=write(tmp_path, "load_in_4bit: true\n"))
     with pytest.raises(ConfigError, match="shuffle"):
@@ -59,6 +62,7 @@ def test_values_are_translated_too(tmp_path: Path) -> None:
     assert load("--mask_prompt=false").train_on_prompt is True
     assert load("--optim", "adamw_torch_fused").optimizer == "fused_adamw"
     assert load("--optimizer", "adamw_bnb_8bit").optimizer == "adamw_8bit"
+    assert load("--optim", "lion_32bit").optimizer == "lion"
     assert load("--lora_target_linear").lora_target_modules == "all"
     assert load("--target_modules", "all-linear").lora_target_modules == "all"
     assert load("--adapter", "qlora").train_type == "qlora"
@@ -80,11 +84,12 @@ def test_known_sections_are_flattened(tmp_path: Path) -> None:
     file = write(
         tmp_path,
         "model:\n  name: m\n  use_gradient_checkpointing: true\nlora:\n  r: 4\n  alpha: 8\n"
-        "optimizer:\n  name: sgd\n  lr: 0.1\ntraining:\n  epochs: 2\n  per_device_train_batch_size: 3\n",
+        "optimizer:\n  name: adam\n  lr: 0.1\n  beta2: 0.95\ntraining:\n  epochs: 2\n  per_device_train_batch_size: 3\n",
     )
     config = load(file=file)
     assert (config.model_name, config.use_gradient_checkpointing) == ("m", True)
-    assert (config.lora_rank, config.lora_alpha, config.optimizer, config.lr) == (4, 8, "sgd", 0.1)
+    assert (config.lora_rank, config.lora_alpha, config.optimizer, config.lr) == (4, 8, "adam", 0.1)
+    assert config.adam_beta2 == 0.95
     assert (config.num_epochs, config.batch_size) == (2, 3)
     assert load("--model.lora_rank=7", "--optimizer.name", "adam").lora_rank == 7
 

@@ -232,6 +232,36 @@ def test_an_option_without_effect_is_told_and_not_swallowed(tmp_path: Path) -> N
     assert {"mlx_config", "n_bits", "profile_with_stack", "sharding_strategy"} <= idle
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"lr": 3}, "3 is very high for lora with adamw; 0.0002 is typical"),
+        ({"lr": 6e-3, "train_type": "qlora", "optimizer": "paged_adamw_8bit"}, "very high"),
+        ({"lr": 5e-3}, None),
+        ({"lr": 5e-3, "train_type": "full"}, "very high for full"),
+        ({"lr": 1e-3, "train_type": "full", "optimizer": "adafactor"}, None),
+        ({"lr": 2e-8}, "very low"),
+        ({"lr": 1e-7}, None),
+        ({"lr": 3, "optimizer": "sgd"}, None),
+        ({"lr": 30, "optimizer": "sgd"}, "very high"),
+        ({"optimizer": "sgd"}, "0.0002 is very low for lora with sgd"),
+        ({"lr": 2e-3, "optimizer": "lion"}, "very high"),
+        ({"lr": 3e-4, "optimizer": "lion_8bit", "train_type": "full"}, "very high"),
+        ({"optimizer": "lion"}, None),
+    ],
+)
+def test_a_learning_rate_that_hardly_works_is_told(asked: dict[str, Any], words: str | None) -> None:
+    plan = plan_on("cpu-laptop", **asked)
+    found = [a.sentence() for a in plan.adjustments if a.option == "lr"]
+    assert len(found) == (words is not None)
+    assert words is None or words in found[0]
+
+
+def test_a_model_that_starts_from_nothing_has_other_learning_rates() -> None:
+    plan = plan_on("cpu-laptop", facts={"has_base_model": False}, train_type="full", lr=0.05)
+    assert not [a for a in plan.adjustments if a.option == "lr"]
+
+
 def test_max_steps_alone_decides_when_to_stop() -> None:
     plan = plan_on("h200", max_steps=500)
     assert plan.config.num_epochs == 0

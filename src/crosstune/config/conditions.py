@@ -158,6 +158,7 @@ ROWS_BY_BATCH = Condition(
 )
 RECOMPUTATION = _with_option("use_gradient_checkpointing")
 CLIPPING = _with_option("apply_gradient_clipping")
+ADAM = Condition("adamw or adam", lambda now: "adam" in now["optimizer"], "with optimizer {optimizer}")
 SCHEDULE_WITH_FLOOR = Condition(
     ", ".join(SCHEDULES_WITH_FLOOR),
     lambda now: now["lr_scheduler"] in SCHEDULES_WITH_FLOOR,
@@ -172,4 +173,5 @@ PROJECTS = _with_trackers("wandb", "weave", "trackio")
 TRACKER_GROUPS = _with_trackers("wandb", "trackio")
 TRACKER_OWNERS = _with_trackers("wandb", "weave")
 JUDGE = _with_recipe("judge")
+SFT = Condition("`--recipe sft`", lambda now: now["recipe"] == "sft", "with the {recipe} recipe")
 PROFILE = _with_option("profile", "profile_memory")

@@ -113,7 +113,7 @@ def wrong_settings(data: Mapping[str, Any], file: str) -> list[UserError]:
             UserError(
                 f"optimizer_config is not read from {file}.",
                 why="the results would differ without it.",
-                do="use --wd for weight_decay; the other optimizer settings are fixed",
+                do="use --wd for weight_decay, --adam_beta1 and --adam_beta2 for betas, and --adam_epsilon for eps",
             )
         )
     return found

@@ -121,6 +121,11 @@ def not_zero(value: int) -> str | None:
     return "-1 for all, or an integer of 1 or more" if value == 0 else None
 
 
+def below_one(value: float) -> str | None:
+    """Reject 1 for a decay, with which a moment would never change."""
+    return "a number of 0 or more and below 1" if value == 1 else None
+
+
 def check_duration(value: str) -> str | None:
     """Reject a string that is not a duration."""
     try:

@@ -39,6 +39,7 @@ SAME: Mapping[str, str] = _by_name(
         "optim": "optimizer",
         "lr_scheduler_type": "lr_scheduler",
         "clip_grad_norm": "grad_norm",
+        "neftune_noise_alpha noisy_embedding_alpha": "neftune_alpha",
         "random_state": "seed",
         "gradient_checkpointing grad_checkpoint enable_activation_checkpointing": "use_gradient_checkpointing",
         "enable_activation_offloading activation_offloading": "use_activation_cpu_offload",
@@ -75,6 +76,8 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
         "adamw_hf": "adamw",
         "adamw_torch_fused": "fused_adamw",
         "adamw_bnb_8bit": "adamw_8bit",
+        "lion_32bit": "lion",
+        "lion_pytorch": "lion",
     },
     "lora_target_modules": {"all-linear": "all"},
 }
@@ -82,7 +85,6 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
 
 _AUTO_PRECISION = "by default crosstune uses the best precision that the machine supports"
 _LOGIN = "log in with `hf auth login`, or set HF_TOKEN in the environment; a token in a command would be saved in files"
-_FIXED_ADAM = "the betas and epsilon of the optimizer are fixed at torch's defaults"
 _SEVERAL = "--sharding_strategy full_shard --world_size N shards the model across N devices"
 _BEST = "--eval_steps N --result best saves the weights of the best evaluation"
 _TEMPLATE = "--chat_template with a name or a Jinja file; by default the model's template is used"
@@ -143,9 +145,8 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "warmup": "--warmup_steps N or --warmup_ratio FRACTION",
         "min_lr cosine_min_lr": "--cosine_min_lr_ratio, the final learning rate as a fraction of the peak",
         "embedding_learning_rate": "all trained weights use --lr; --loraplus_lr_ratio sets a separate rate for B",
-        "optimizer_config optim_args": "--optimizer, --lr and --wd",
-        "adam_beta1 adam_beta2 adam_epsilon adam_epsilon2": _FIXED_ADAM,
-        "neftune_noise_alpha noisy_embedding_alpha": "crosstune adds no noise to embeddings; --lora_dropout and --wd regularize",
+        "optimizer_config optim_args": "--optimizer, --lr, --wd, --adam_beta1, --adam_beta2 and --adam_epsilon",
+        "adam_epsilon2 adam_beta3": "--adam_epsilon, --adam_beta1 and --adam_beta2",
         "label_smoothing_factor": "crosstune computes the plain cross-entropy",
         "early_stopping_patience": "--eval_steps N with --early_stopping N, the evaluations without improvement",
         "load_best_model_at_end": _BEST,
@@ -219,7 +220,14 @@ SECTIONS: Mapping[str, Mapping[str, str]] = _by_name(
         ),
         "quantization": {"bits": "n_bits", "backend": "quantization_backend", "type": "quant_type"},
         "training train trainer": {"epochs": "num_epochs", "steps": "max_steps"},
-        "optimizer optim": {"name": "optimizer", "type": "optimizer"},
+        "optimizer optim": _by_name(
+            {
+                "name type": "optimizer",
+                "beta1": "adam_beta1",
+                "beta2": "adam_beta2",
+                "eps epsilon": "adam_epsilon",
+            }
+        ),
         "scheduler lr_scheduler": {"name": "lr_scheduler", "type": "lr_scheduler"},
         "hardware": {"device": "backend"},
         "output": {"dir": "output_dir"},

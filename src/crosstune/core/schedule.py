@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "exponential")
 SCHEDULES_WITH_FLOOR = ("cosine", "cosine_with_restarts", "exponential")
 """Schedules that end at `floor_ratio` of the peak; the others end at 0 or stay at the peak."""
 NUM_CYCLES = 3
 POLYNOMIAL_POWER = 2.0
+ON_EXTEND = ("stretch", "constant", "restart")
+"""The schedule of a run that is resumed with more steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """The schedule of a resumed run from a step on."""
+
+    start: int
+    lr: float | None
+    """A constant learning rate; None for a new schedule over the steps from `start`."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any] | None) -> Extension | None:
+        return cls(start=data["start"], lr=data["lr"]) if data else None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 def warmup_steps(*, schedule: str, num_steps: int, steps: int | None, ratio: float | None) -> int:

@@ -1,4 +1,4 @@
-"""Define rules for trained weights that both engines share: moving average, initialization, shape check."""
+"""Define rules for trained weights that both engines share: Lion's constants, moving average, initialization, shape check."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array, Session, SessionState
 
+LION_BETAS = (0.9, 0.99)
+"""The decays of the average in an update of Lion, and of the average it keeps."""
 SLOT = "average"
 """The average's name among the optimizer moments in a checkpoint."""
 

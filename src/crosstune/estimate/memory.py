@@ -182,8 +182,9 @@ def _is_trained_in_16_bits(step: Step) -> bool:
 def moment_bytes(trained: int, optimizer: str) -> int:
     """Return the bytes of the optimizer's state."""
     if optimizer.endswith("_8bit"):
-        return int(trained * (2 + 2 * 4 / 256))  # two moments of a byte, and a scale per 256 of each
-    return {"sgd": 0, "adafactor": trained // 64}.get(optimizer, 8 * trained)
+        num_moments = 1 if optimizer.startswith("lion") else 2
+        return int(trained * num_moments * (1 + 4 / 256))  # a byte each, and a scale per 256
+    return {"sgd": 0, "adafactor": trained // 64, "lion": 4 * trained}.get(optimizer, 8 * trained)
 
 
 def kept_bytes(shape: ModelShape, step: Step) -> int:

@@ -35,7 +35,7 @@ from crosstune.core.protocols import (
     Session,
     is_divided,
 )
-from crosstune.core.schedule import learning_rate, warmup_steps
+from crosstune.core.schedule import Extension, learning_rate, warmup_steps
 from crosstune.files.run_record import RecordFailed
 from crosstune.loop.deferred_errors import DeferredErrors
 from crosstune.loop.prefetch import Prefetch
@@ -53,8 +53,12 @@ from crosstune.loop.stop import StopRequested, StopSignal
 from crosstune.process.ranks import Group, SingleProcess
 
 
-def rate_of_step(step: int, config: Config, *, num_steps: int) -> float:
-    """Return the learning rate of a step, counted from 0."""
+def rate_of_step(step: int, config: Config, *, num_steps: int, extension: Extension | None = None) -> float:
+    """Return the learning rate of a step, counted from 0. `extension` replaces the schedule of an extended run."""
+    if extension is not None:
+        if extension.lr is not None:
+            return extension.lr
+        step, num_steps = step - extension.start, num_steps - extension.start
     curve: dict[str, Any] = {"schedule": config.lr_scheduler, "num_steps": num_steps}
     warmup = warmup_steps(**curve, steps=config.warmup_steps, ratio=config.warmup_ratio)
     return learning_rate(step, **curve, peak=config.lr, warmup=warmup, floor_ratio=config.cosine_min_lr_ratio)
@@ -81,6 +85,7 @@ class Training:
     """The time by which the run must end, on the clock of `time.monotonic`."""
     group: Group = field(default_factory=SingleProcess)
     scale: LossScale = field(default_factory=lambda: LossScale(enabled=False))
+    extension: Extension | None = None
     profile: StepProfile | None = None
     _warned_of: str = ""
     """The evaluation problem reported last."""
@@ -235,7 +240,8 @@ class Training:
 
     def _take_step(self, step: int, window: Sequence[PreparedBatch]) -> bool:
         """Take a step; return False if it must be repeated with smaller micro-batches."""
-        lr = rate_of_step(step, self.config, num_steps=self.recipe.num_steps())
+        num_steps = self.recipe.num_steps()
+        lr = rate_of_step(step, self.config, num_steps=num_steps, extension=self.extension)
         started, cpu_started = time.perf_counter(), time.process_time()
         try:
             result: Backward | None = take_step(

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from crosstune.core.errors import UserError
+from crosstune.mlx_engine.embedding_noise import NOISE, noisy_embeddings
 from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.split_head import TRIAL_ERRORS, find_head_weights, split_model
 from crosstune.mlx_engine.task import Arrays, Loss, MetricSums
@@ -36,10 +37,13 @@ class CausalLoss(Loss):
         self._separates = False
 
     def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        return self.evaluate(arrays)[0], {}
+        return self._measure(arrays)[0], {}
 
     def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        """Return the loss, and the fraction of answers whose supervised tokens all have the largest logit."""
+        """Return the loss without noise, and the fraction of answers whose supervised tokens all have the largest logit."""
+        return self._measure({name: array for name, array in arrays.items() if name not in NOISE})
+
+    def _measure(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
         total, is_wrong = mx.array(0.0), list[mx.array]()
         hidden = self._hidden(arrays) if self._split is not None else None
         for chunk in self._chunks(hidden):
@@ -96,10 +100,12 @@ class CausalLoss(Loss):
 
     def _hidden(self, feed: Arrays) -> mx.array:
         assert self._split is not None
-        return self._split.hidden(feed["input_ids"], **self._caches(feed))[feed["places"]]
+        with noisy_embeddings(self.model, feed):
+            return self._split.hidden(feed["input_ids"], **self._caches(feed))[feed["places"]]
 
     def _all_logits(self, feed: Arrays) -> mx.array:
-        return self.logits_at(feed["input_ids"], feed["places"], **self._caches(feed))
+        with noisy_embeddings(self.model, feed):
+            return self.logits_at(feed["input_ids"], feed["places"], **self._caches(feed))
 
     def logits_at(self, ids: mx.array, places: mx.array, **kwargs: Any) -> mx.array:
         """Return the logits at some positions, indices into the flattened rows; if possible, compute no others."""

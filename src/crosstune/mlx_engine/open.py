@@ -22,7 +22,7 @@ from crosstune.mlx_engine.adapters import (
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, set_limits
 from crosstune.mlx_engine.load import DTYPES, num_parameters
-from crosstune.mlx_engine.optimizer import Masters, Optimizer
+from crosstune.mlx_engine.optimizer import Adam, Masters, Optimizer
 from crosstune.mlx_engine.session import MlxSession, TextSession
 from crosstune.mlx_engine.task import BuildContext, Gradients, Loss, MlxTask
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
@@ -91,6 +91,7 @@ def open_session(
         optimizer=Optimizer(
             config.optimizer,
             weight_decay=config.wd,
+            adam=Adam(beta1=config.adam_beta1, beta2=config.adam_beta2, epsilon=config.adam_epsilon),
             b_ratio=config.loraplus_lr_ratio,
             ema_decay=config.ema_decay,
             compiled=compiles,

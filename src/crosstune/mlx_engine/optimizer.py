@@ -13,11 +13,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
-from crosstune.core.weights import SLOT
+from crosstune.core.weights import LION_BETAS, SLOT
 from crosstune.mlx_engine.adapters import canonical_name, model_path
 
-BETAS = (0.9, 0.999)
-EPSILON = 1e-8
 _ADADELTA_RHO, _ADADELTA_EPSILON = 0.9, 1e-6
 _ADAFACTOR_DECAY, _ADAFACTOR_FLOOR = -0.8, 1.0
 _FP32_EPSILON = 2.0**-23
@@ -41,12 +39,46 @@ class Rule:
     counts: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """The update rules of Adam and AdamW."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+
+    def rates(self, lr: float, count: int) -> tuple[float, float]:
+        return lr / (1 - self.beta1**count), math.sqrt(1 - self.beta2**count)
+
+    def decoupled(
+        self, weight: mx.array, gradient: mx.array, slots: Slots, numbers: mx.array
+    ) -> tuple[mx.array, Slots]:
+        step, kept = self._step(gradient, slots, numbers[1], numbers[2])
+        return weight * numbers[0] - step, kept
+
+    def coupled(
+        self, weight: mx.array, gradient: mx.array, slots: Slots, numbers: mx.array
+    ) -> tuple[mx.array, Slots]:
+        step, kept = self._step(gradient + numbers[0] * weight, slots, numbers[1], numbers[2])
+        return weight - step, kept
+
+    def _step(
+        self, gradient: mx.array, slots: Slots, rate: mx.array, root: mx.array
+    ) -> tuple[mx.array, Slots]:
+        """Return the update and the new moments."""
+        first = self.beta1 * slots["first_moment"] + (1 - self.beta1) * gradient
+        second = self.beta2 * slots["second_moment"] + (1 - self.beta2) * gradient * gradient
+        step = rate * first / (mx.sqrt(second) / root + self.epsilon)
+        return step, {"first_moment": first, "second_moment": second}
+
+
 class Optimizer:
     def __init__(
         self,
         name: str,
         *,
         weight_decay: float,
+        adam: Adam,
         b_ratio: float = 1.0,
         ema_decay: float = 0.0,
         compiled: bool = False,
@@ -56,7 +88,7 @@ class Optimizer:
         `b_ratio` scales the learning rate of the adapters' B matrices (LoRA+). With `ema_decay`, `averages` is a moving
         average of the weights; it starts as a copy after the first step.
         """
-        self.rule = RULES[name]
+        self.rule = _rules(adam)[name]
         self.weight_decay = weight_decay
         self.b_ratio = b_ratio
         self.ema_decay = ema_decay
@@ -147,30 +179,15 @@ def _start_adafactor(weight: mx.array) -> Slots:
     return {"row_var": mx.zeros((*front, rows, 1)), "col_var": mx.zeros((*front, 1, columns))}
 
 
-def _adam_rates(lr: float, count: int) -> tuple[float, float]:
-    return lr / (1 - BETAS[0] ** count), math.sqrt(1 - BETAS[1] ** count)
-
-
-def _adam_move(gradient: mx.array, slots: Slots, rate: mx.array, root: mx.array) -> tuple[mx.array, Slots]:
-    """Return Adam's update and the new moments."""
-    first = BETAS[0] * slots["first_moment"] + (1 - BETAS[0]) * gradient
-    second = BETAS[1] * slots["second_moment"] + (1 - BETAS[1]) * gradient * gradient
-    step = rate * first / (mx.sqrt(second) / root + EPSILON)
-    return step, {"first_moment": first, "second_moment": second}
-
-
-def _adamw(weight: mx.array, gradient: mx.array, slots: Slots, numbers: mx.array) -> tuple[mx.array, Slots]:
-    step, kept = _adam_move(gradient, slots, numbers[1], numbers[2])
-    return weight * numbers[0] - step, kept
-
-
-def _adam(weight: mx.array, gradient: mx.array, slots: Slots, numbers: mx.array) -> tuple[mx.array, Slots]:
-    step, kept = _adam_move(gradient + numbers[0] * weight, slots, numbers[1], numbers[2])
-    return weight - step, kept
-
-
 def _sgd(weight: mx.array, gradient: mx.array, slots: Slots, numbers: mx.array) -> tuple[mx.array, Slots]:
     return weight - numbers[1] * (gradient + numbers[0] * weight), {}
+
+
+def _lion(weight: mx.array, gradient: mx.array, slots: Slots, numbers: mx.array) -> tuple[mx.array, Slots]:
+    now, kept = (mx.array(1 - beta) for beta in LION_BETAS)
+    sign = mx.sign(_towards(slots["first_moment"], gradient, now))
+    moved = weight * numbers[0] - numbers[1] * sign
+    return moved, {"first_moment": _towards(slots["first_moment"], gradient, kept)}
 
 
 def _adadelta(
@@ -207,33 +224,40 @@ def _towards(start: mx.array, end: mx.array, share: mx.array | float) -> mx.arra
     return start + share * (end - start)
 
 
-RULES: Mapping[str, Rule] = {
-    "adamw": Rule(
-        start=_zeros("first_moment", "second_moment"),
-        numbers=lambda lr, decay, count: (1 - lr * decay, *_adam_rates(lr, count)),
-        move=_adamw,
-    ),
-    "adam": Rule(
-        start=_zeros("first_moment", "second_moment"),
-        numbers=lambda lr, decay, count: (decay, *_adam_rates(lr, count)),
-        move=_adam,
-    ),
-    "sgd": Rule(start=_zeros(), numbers=lambda lr, decay, count: (decay, lr), move=_sgd, counts=False),
-    "adadelta": Rule(
-        start=_zeros("square_avg", "acc_delta"),
-        numbers=lambda lr, decay, count: (decay, lr),
-        move=_adadelta,
-    ),
-    "adafactor": Rule(
-        start=_start_adafactor,
-        numbers=lambda lr, decay, count: (
-            1 - lr * decay,
-            min(lr, 1 / math.sqrt(count)),
-            count**_ADAFACTOR_DECAY,
+def _rules(adam: Adam) -> Mapping[str, Rule]:
+    return {
+        "adamw": Rule(
+            start=_zeros("first_moment", "second_moment"),
+            numbers=lambda lr, decay, count: (1 - lr * decay, *adam.rates(lr, count)),
+            move=adam.decoupled,
         ),
-        move=_adafactor,
-    ),
-}
+        "adam": Rule(
+            start=_zeros("first_moment", "second_moment"),
+            numbers=lambda lr, decay, count: (decay, *adam.rates(lr, count)),
+            move=adam.coupled,
+        ),
+        "lion": Rule(
+            start=_zeros("first_moment"),
+            numbers=lambda lr, decay, count: (1 - lr * decay, lr),
+            move=_lion,
+            counts=False,
+        ),
+        "sgd": Rule(start=_zeros(), numbers=lambda lr, decay, count: (decay, lr), move=_sgd, counts=False),
+        "adadelta": Rule(
+            start=_zeros("square_avg", "acc_delta"),
+            numbers=lambda lr, decay, count: (decay, lr),
+            move=_adadelta,
+        ),
+        "adafactor": Rule(
+            start=_start_adafactor,
+            numbers=lambda lr, decay, count: (
+                1 - lr * decay,
+                min(lr, 1 / math.sqrt(count)),
+                count**_ADAFACTOR_DECAY,
+            ),
+            move=_adafactor,
+        ),
+    }
 
 
 class Masters:

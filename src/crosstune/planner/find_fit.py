@@ -106,7 +106,8 @@ def _optimizer(plan: Plan, step: Step) -> list[_Change]:
     )
     if step.method != "full" or not able or step.optimizer.endswith("_8bit") or step.num_shards > 1:
         return []
-    return [_Change(_OPTIMIZER, {"optimizer": "adamw_8bit"}, {"optimizer": "adamw_8bit"})]
+    smaller = {"optimizer": "lion_8bit" if step.optimizer == "lion" else "adamw_8bit"}
+    return [_Change(_OPTIMIZER, smaller, smaller)]
 
 
 def _precision(plan: Plan, step: Step) -> list[_Change]:

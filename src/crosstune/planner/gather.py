@@ -57,7 +57,7 @@ def gather(
 ) -> Facts:
     """Return the facts that `resolve` needs. Probe the machine unless one is given; download nothing."""
     machine = machine if machine is not None else probe_for(config)
-    preset = _preset(config, machine)
+    preset, recipe = _preset(config, machine), load_recipe(config.recipe)
     return Facts(
         machine=machine,
         backends=backend_specs(),
@@ -69,7 +69,8 @@ def gather(
         preset=preset,
         corrections=read_corrections(machine),
         ready_tracker=_ready_tracker(config) if ranks is None or ranks.num_nodes == 1 else None,
-        engines=load_recipe(config.recipe).engines,
+        engines=recipe.engines,
+        has_base_model=recipe.needs_base_model,
         base=base,
         **model_facts(config, preset),
     )

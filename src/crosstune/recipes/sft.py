@@ -17,6 +17,7 @@ from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.core.weights import averaged
+from crosstune.data.batches.embedding_noise import add_noise
 from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.batches.packing import PackedOrder
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
@@ -167,8 +168,11 @@ class SftRecipe(TokenRecipe):
         batch_size, pad_id = self.config.batch_size, self.tokenizer.pad_id
         rows = [[self.train[place] for place in row] for row in self._order().rows(step)]
         if self.packed is not None:
-            return list(split_packed(rows, batch_size=batch_size, pad_id=pad_id))
-        return list(split_rows([row[0] for row in rows], batch_size=batch_size, pad_id=pad_id))
+            batches = list(split_packed(rows, batch_size=batch_size, pad_id=pad_id))
+        else:
+            batches = list(split_rows([row[0] for row in rows], batch_size=batch_size, pad_id=pad_id))
+        alpha = self.config.neftune_alpha
+        return add_noise(batches, alpha=alpha, seed=self.config.seed, step=step) if alpha else batches
 
     def identity(self) -> str:
         """Return a hash of the token ids and the number of supervised tokens: a copy of the file has the same."""

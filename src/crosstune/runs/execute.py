@@ -217,6 +217,7 @@ class Execution:
             deadline=self.deadline,
             group=self.group,
             scale=self.scale,
+            extension=self.prepared.extension,
             profile=profile,
         )
         try:
@@ -270,7 +271,9 @@ class Execution:
     def _manifest(self, step: int) -> Manifest:
         """Return the manifest of a checkpoint, without arrays and files."""
         plan, config, described = self.plan, self.plan.config, self.described
-        num_steps = self.recipe.num_steps()
+        num_steps, extension = self.recipe.num_steps(), self.prepared.extension
+        following = rate_of_step(step, config, num_steps=num_steps, extension=extension)
+        extended = {"extended": extension.to_json()} if extension is not None else {}
         return Manifest(
             step=step,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -286,7 +289,8 @@ class Execution:
                 "name": config.lr_scheduler,
                 "step": step,
                 "num_steps": num_steps,
-                "next_lr": rate_of_step(step, config, num_steps=num_steps) if step < num_steps else None,
+                "next_lr": following if step < num_steps else None,
+                **extended,
             },
             data=dict(self.recipe.position(step)),
             progress=self.progress.to_manifest() | {"wall_s": time.perf_counter() - self._started},

@@ -20,6 +20,7 @@ from crosstune.config.time_limits import limit_warnings
 from crosstune.core.errors import UserError
 from crosstune.core.events import Event, Observer, StepMetrics
 from crosstune.core.protocols import HasLongestRows, Recipe
+from crosstune.core.schedule import Extension
 from crosstune.distributed.group import (
     check_same_everywhere,
     check_started,
@@ -31,6 +32,7 @@ from crosstune.models.locate import ModelFolder
 from crosstune.planner.gather import gather, model_facts, probe_for
 from crosstune.process.ranks import Group
 from crosstune.runs.check_request import check_base_adapter, check_model, check_request
+from crosstune.runs.extend import extend
 from crosstune.runs.find_batch import find_batch_size
 from crosstune.runs.open_parts import find_base, open_recipe
 from crosstune.runs.resume import ResumePoint, read_request
@@ -66,6 +68,8 @@ class PreparedRun:
     identified: Mapping[str, Any]
     point: ResumePoint | None
     """The checkpoint to continue from; None for a new run."""
+    extension: Extension | None
+    """The schedule from that checkpoint on, if it differs from one over all steps."""
     warnings: Sequence[str]
     early: EarlyEvents
 
@@ -115,11 +119,13 @@ def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> Pr
             "There are no steps to run.", why="the dataset and --num_epochs give less than one step."
         )
 
-    identified = identity_of(plan, model, recipe)
+    identified, extension = identity_of(plan, model, recipe), None
     if point is not None:
         point = point.compared(plan, identified)
         _check_not_past(point, recipe)
         warnings += _warn_of_skipped_rows(point, recipe)
+        extension, told = extend(point.manifest, plan.config, num_steps=recipe.num_steps())
+        warnings += told
     if ranks.size > 1:
         warnings += limit_warnings(plan.config, launch_variables())
     step = point.step if point is not None else None
@@ -132,6 +138,7 @@ def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> Pr
         recipe=recipe,
         identified=identified,
         point=point,
+        extension=extension,
         warnings=warnings,
         early=early,
     )

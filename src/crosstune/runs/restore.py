@@ -91,12 +91,15 @@ def _fitting_state(
 
 def plain_moments(moments: Moments, weights: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
     """Dequantize 8-bit moments to fp32: each byte indexes a table of values, scaled by the maximum of its block."""
-    plain: dict[str, dict[str, Array]] = {slot: {} for slot in (*_PARTS, "step")}
+    parts = {slot: number for slot, number in _PARTS.items() if f"state{number}" in moments}  # lion has one
+    plain: dict[str, dict[str, Array]] = {slot: {} for slot in parts}
+    if len(parts) == len(_PARTS):
+        steps = moments["step"].items()
+        plain["step"] = {name: np.asarray(step, dtype=np.float32) for name, step in steps}
     for name, weight in weights.items():
         if name not in moments["state1"]:
             continue
-        plain["step"][name] = np.asarray(moments["step"][name], dtype=np.float32)
-        for slot, number in _PARTS.items():
+        for slot, number in parts.items():
             codes = moments[f"state{number}"][name]
             if codes.dtype == np.uint8:
                 largest = moments[f"absmax{number}"][name]

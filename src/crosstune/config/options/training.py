@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstune.config.conditions import CLIPPING, ROWS_BY_BATCH, SCHEDULE_WITH_FLOOR
-from crosstune.config.option import OnResume, not_zero, option
-from crosstune.core.schedule import SCHEDULES
+from crosstune.config.conditions import ADAM, CLIPPING, RESUMING, ROWS_BY_BATCH, SCHEDULE_WITH_FLOOR, SFT
+from crosstune.config.option import OnResume, below_one, not_zero, option
+from crosstune.core.schedule import ON_EXTEND, SCHEDULES
 
 AUTO = 0
 """The value of `--batch_size auto`."""
 OPTIMIZERS = (
     *("adamw", "fused_adamw", "adamw_8bit", "paged_adamw_8bit", "adam", "fused_adam"),
-    *("sgd", "adadelta", "adafactor"),
+    *("lion", "lion_8bit", "sgd", "adadelta", "adafactor"),
 )
 
 
@@ -52,9 +52,14 @@ class TrainingOptions:
     lr: float = option(0.0002, "Peak learning rate", aliases=("learning_rate",), high=1000)
     wd: float = option(
         0.01,
-        "Weight decay of matrices: decoupled (adamw, adafactor), or added to the gradient (adam, sgd, adadelta)",
+        "Weight decay of matrices: decoupled (adamw, lion, adafactor), or added to the gradient (adam, sgd, adadelta)",
         aliases=("weight_decay",),
         high=1000,
+    )
+    adam_beta1: float = option(0.9, "Decay of Adam's first moment", high=1, check=below_one, needs=(ADAM,))
+    adam_beta2: float = option(0.999, "Decay of Adam's second moment", high=1, check=below_one, needs=(ADAM,))
+    adam_epsilon: float = option(
+        1e-8, "Added to the root of Adam's second moment", low=1e-30, high=1, needs=(ADAM,)
     )
     lr_scheduler: str = option(
         "cosine",
@@ -77,6 +82,21 @@ class TrainingOptions:
         "Final learning rate as a fraction of the peak; exponential: at least 0.001",
         high=1,
         needs=(SCHEDULE_WITH_FLOOR,),
+    )
+    on_extend: str = option(
+        "stretch",
+        "Learning rate of a run that is resumed with more steps: the schedule over all steps (stretch), the last value "
+        "(constant), or a new warm-up and schedule over the added steps (restart)",
+        choices=ON_EXTEND,
+        needs=(RESUMING,),
+        on_resume=OnResume.ONE_START,
+    )
+    neftune_alpha: float = option(
+        0.0,
+        "NEFTune: add noise to the input embeddings in training, uniform within alpha / sqrt(tokens x width); 5 is "
+        "usual, 0: none",
+        high=1000,
+        needs=(SFT,),
     )
     apply_gradient_clipping: bool = option(True, "Clip the gradient norm")
     grad_norm: float = option(

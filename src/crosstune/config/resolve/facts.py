@@ -63,6 +63,8 @@ class Facts:
     """A tracker with projects that is set up, if --project_name was set without --log_to."""
     engines: tuple[str, ...] = ()
     """The engines that the recipe supports; empty: all."""
+    has_base_model: bool = True
+    """False for a recipe that builds its own model."""
 
     def preference(self) -> list[str]:
         """Return the backends that `auto` tries, in order."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
 from crosstune.config.mlx_settings import idle_settings
+from crosstune.config.resolve.check_rate import rate_warning
 from crosstune.config.resolve.choose_method import choose_method
 from crosstune.config.resolve.facts import Facts
 from crosstune.config.resolve.fit_compute import fit_compile, fit_kernels, fit_precision
@@ -194,7 +195,8 @@ def _fit_optimizer(draft: Draft) -> None:
     if optimizer.startswith("fused_") and not has_fused:
         draft.set("optimizer", optimizer.removeprefix("fused_"), f"no fused optimizer on {report.name}")
     if optimizer.endswith("_8bit") and not has_8bit:
-        draft.set("optimizer", "adamw", f"no 8-bit optimizer for {report.name}; it needs bitsandbytes")
+        plain = optimizer.removeprefix("paged_").removesuffix("_8bit")
+        draft.set("optimizer", plain, f"no 8-bit optimizer for {report.name}; it needs bitsandbytes")
     elif optimizer == "paged_adamw_8bit" and report.is_torch_cpu:
         draft.set("optimizer", "adamw_8bit", "a CPU has nothing to page")
 
@@ -242,7 +244,15 @@ def _check_values(draft: Draft) -> None:
         draft.refuse(
             f"--optimizer {optimizer} does not work with --sharding_strategy {draft['sharding_strategy']}.",
             why=f"its state has one value per {each} of the full tensor, but a process has only a shard.",
-            do="use --optimizer adamw, or --sharding_strategy ddp",
+            do=f"use --optimizer {'lion' if optimizer == 'lion_8bit' else 'adamw'}, or --sharding_strategy ddp",
+        )
+    adam = [name for name in ("adam_beta1", "adam_beta2", "adam_epsilon") if draft.is_asked(name)]
+    if adam and "adam" not in optimizer:
+        draft.refuse(
+            f"--{adam[0]} does not apply to --optimizer {optimizer}.",
+            why="only adamw and adam and their fused, 8-bit and paged variants read it; the constants of the other "
+            "optimizers are fixed.",
+            do=f"remove --{' and --'.join(adam)}, or use --optimizer adamw",
         )
     if draft["max_steps"] != -1 and not draft.is_asked("num_epochs"):
         draft.values["num_epochs"] = 0  # max_steps alone decides when to stop
@@ -259,6 +269,15 @@ def _check_values(draft: Draft) -> None:
     for option, matters in must_be_positive.items():
         if matters and draft[option] == 0:
             draft.refuse(f"{option} is 0.", why="nothing would be learned.", do="set a positive value")
+    if draft["neftune_alpha"] and draft["recipe"] != "sft":
+        draft.refuse(
+            f"--neftune_alpha does not apply to the {draft['recipe']} recipe.",
+            why="only sft adds noise to embeddings.",
+            do="remove --neftune_alpha",
+        )
+    warning = rate_warning(draft["lr"], optimizer=optimizer, method=draft.method)
+    if warning is not None and draft.facts.has_base_model:
+        draft.warn("lr", warning)
     if draft["lora_dropout"] == 1:
         draft.refuse("lora_dropout is 1.", why="it would drop all adapter inputs.")
     if draft["layers_to_transform"] and draft.facts.mlx_settings.get("num_layers", -1) != -1:

@@ -36,6 +36,9 @@ class TokenBatch:
     segments: IntArray
     """0 for padding, otherwise the number of the document in its row, counted from 1."""
     positions: IntArray
+    noise_keys: NDArray[np.uint32] | None = None
+    """Only with --neftune_alpha, for training: see `embedding_noise`."""
+    noise_scales: NDArray[np.float32] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +77,8 @@ def without_padding(batch: TokenBatch) -> TokenBatch:
         targets=batch.targets[real][None],
         segments=starts[real].cumsum(dtype=np.int32)[None],
         positions=batch.positions[real][None],
+        noise_keys=batch.noise_keys[real][None] if batch.noise_keys is not None else None,
+        noise_scales=batch.noise_scales[real][None] if batch.noise_scales is not None else None,
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from crosstune.core.protocols import Array
 from crosstune.data.batches.token_batch import IGNORED, TokenBatch, number_answers
 from crosstune.mlx_engine.causal_loss import CausalLoss
+from crosstune.mlx_engine.embedding_noise import NOISE
 from crosstune.mlx_engine.load import check_stored, load_model
 from crosstune.mlx_engine.save_model import save_model
 from crosstune.mlx_engine.task import Arrays, BuildContext, MetricSums
@@ -54,6 +55,8 @@ class CausalLM:
             "answers": np.pad(number_answers(batch), (0, num_places - len(row))).astype(np.int32),
             "counted": (np.arange(num_places) < len(row)).astype(np.float32),
         }
+        if batch.noise_keys is not None and batch.noise_scales is not None:
+            arrays |= {name: np.pad(getattr(batch, name), pad) for name in NOISE}
         return arrays | ({"segments": np.pad(batch.segments, pad)} if batch.is_packed else {})
 
     def at_places(self, values: Array, batch: TokenBatch, num_places: int) -> Array:

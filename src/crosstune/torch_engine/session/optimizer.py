@@ -10,10 +10,35 @@ import torch
 from torch import nn
 
 from crosstune.config.schema import Config
-from crosstune.core.weights import SLOT
+from crosstune.core.weights import LION_BETAS, SLOT
 from crosstune.torch_engine.sharding.local_shard import is_sharded, local_part
 
-_ADAM: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8}
+Groups = list[dict[str, Any]]
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023): steps of the learning rate in the sign of an averaged gradient, decoupled weight decay."""
+
+    def __init__(self, groups: Groups) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        now, kept = LION_BETAS
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not weights:
+                continue
+            for weight in weights:
+                if "exp_avg" not in self.state[weight]:
+                    self.state[weight]["exp_avg"] = torch.zeros_like(weight)
+            gradients = [weight.grad for weight in weights]
+            averages = [self.state[weight]["exp_avg"] for weight in weights]
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+            signs = torch._foreach_lerp(averages, gradients, 1 - now)
+            torch._foreach_sign_(signs)
+            torch._foreach_add_(weights, signs, alpha=-group["lr"])
+            torch._foreach_lerp_(averages, gradients, 1 - kept)
 
 
 class Masters:
@@ -77,7 +102,7 @@ def make_optimizer(masters: Mapping[str, torch.Tensor], config: Config) -> torch
         }
         for (matrix, is_b), group in groups.items()
     ]
-    optimizer = _OPTIMIZERS[config.optimizer](settings)
+    optimizer = _OPTIMIZERS[config.optimizer](settings, **_constants(config))
     if config.ema_decay:
         optimizer.register_step_post_hook(lambda *_: _move_average(optimizer, config.ema_decay))
     return optimizer
@@ -120,29 +145,34 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_ratio"]
 
 
-Groups = list[dict[str, Any]]
+def _constants(config: Config) -> dict[str, Any]:
+    if "adam" not in config.optimizer:
+        return {}
+    return {"lr": 0.0, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
 
 
-def _adamw(groups: Groups, *, fused: bool | None = None) -> torch.optim.Optimizer:
+def _adamw(groups: Groups, *, fused: bool | None = None, **constants: Any) -> torch.optim.Optimizer:
     if fused is None and all(master.is_cuda for group in groups for master in group["params"]):
         fused = True  # one kernel for many weights
-    return torch.optim.AdamW(groups, **_ADAM, fused=fused)
+    return torch.optim.AdamW(groups, fused=fused, **constants)
 
 
-def _bitsandbytes(groups: Groups, *, kind: str) -> torch.optim.Optimizer:
+def _bitsandbytes(groups: Groups, *, kind: str, **constants: Any) -> torch.optim.Optimizer:
     import bitsandbytes.optim
 
-    optimizer: torch.optim.Optimizer = getattr(bitsandbytes.optim, kind)(groups, **_ADAM)
+    optimizer: torch.optim.Optimizer = getattr(bitsandbytes.optim, kind)(groups, **constants)
     return optimizer
 
 
-_OPTIMIZERS: Mapping[str, Callable[[Groups], torch.optim.Optimizer]] = {
+_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "fused_adamw": partial(_adamw, fused=True),
-    "adam": partial(torch.optim.Adam, **_ADAM),
-    "fused_adam": partial(torch.optim.Adam, **_ADAM, fused=True),
+    "adam": torch.optim.Adam,
+    "fused_adam": partial(torch.optim.Adam, fused=True),
     "adamw_8bit": partial(_bitsandbytes, kind="AdamW8bit"),
     "paged_adamw_8bit": partial(_bitsandbytes, kind="PagedAdamW8bit"),
+    "lion": Lion,
+    "lion_8bit": partial(_bitsandbytes, kind="Lion8bit", lr=0.0, betas=LION_BETAS),
     "sgd": partial(torch.optim.SGD, lr=0.0),
     "adadelta": partial(torch.optim.Adadelta, lr=0.0),
     # By default adafactor scales updates by the RMS of the parameter, at least 1e-3, so B matrices hardly move: they start

@@ -29,6 +29,7 @@ from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.results.verify import model_logits, original_weights
 from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
+from crosstune.torch_engine.tasks.noisy_embeddings import noisy_embeddings
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -90,6 +91,11 @@ class ModelInput:
     unpadded_ids: Any = None
     """All documents in one row, without padding; `rows` and `bounds` are then indices of this row."""
     unpadded_positions: Any = None
+    noise_keys: Any = None
+    """For noise on the embeddings, like `input_ids` or, without padding, like `unpadded_ids`."""
+    noise_scales: Any = None
+    unpadded_noise_keys: Any = None
+    unpadded_noise_scales: Any = None
 
     @classmethod
     def of(cls, tensors: Tensors) -> ModelInput:
@@ -143,15 +149,20 @@ class CausalLM:
             # Computed on the host, so that no step waits for the device.
             places=None if kept.all() else kept.nonzero()[0].astype("int64"),
             positions=batch.positions.astype("int64") if batch.is_packed else None,
+            noise_keys=batch.noise_keys.view("int32") if batch.noise_keys is not None else None,
+            noise_scales=batch.noise_scales,
             **(fast_arrays(batch, drop_padding=decoder.drops_padding) if decoder is not None else {}),
         ).arrays()
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the cross entropy in fp32, summed over the supervised tokens of a batch."""
         given = ModelInput.of(tensors)
-        if self.decoder is not None and given.rows is not None:
-            return self.decoder.loss(fast_hidden(self.decoder, given), given.targets), {}
-        return cross_entropy_sum(self.supervised_logits(model, given), given.targets), {}
+        fast = self.decoder if given.rows is not None else None
+        self.check_packed(model, given.positions)  # calls the model on other tokens
+        with noisy_embeddings(model, *_noise_of(given, fast=fast is not None)):
+            if fast is not None:
+                return fast.loss(fast_hidden(fast, given), given.targets), {}
+            return cross_entropy_sum(self.supervised_logits(model, given), given.targets), {}
 
     def evaluate(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the loss, and the number of documents whose supervised tokens are all predicted."""
@@ -258,6 +269,9 @@ def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
             "unpadded_ids": batch.input_ids.astype("int64"),
             "unpadded_positions": batch.positions.astype("int64"),
         }
+        if batch.noise_keys is not None and batch.noise_scales is not None:
+            arrays["unpadded_noise_keys"] = batch.noise_keys.view("int32")
+            arrays["unpadded_noise_scales"] = batch.noise_scales
     [rows] = (batch.targets.reshape(-1) != IGNORED).nonzero()
     arrays["rows"] = rows.astype("int64")
     if batch.is_packed:
@@ -276,6 +290,13 @@ def fast_hidden(decoder: FastDecoder, given: ModelInput) -> torch.Tensor:
         bounds=given.bounds,
         rows=given.rows,
     )
+
+
+def _noise_of(given: ModelInput, *, fast: bool) -> tuple[Any, Any]:
+    """Return the noise keys and scales of the tokens that the model or the fast layers compute."""
+    if fast and given.unpadded_ids is not None:
+        return given.unpadded_noise_keys, given.unpadded_noise_scales
+    return given.noise_keys, given.noise_scales
 
 
 def count_exact(
