@@ -121,6 +121,15 @@ def print_result(data: object, lines: Iterable[Line], *, as_json: bool) -> int:
     return EXIT_DONE
 
 
+def say_start(command: str, *work: str | None) -> None:
+    """Say on standard error what a command begins with, before it imports an engine."""
+    from crosstune.cli.terminal.output import QUIET, Output
+
+    output = Output()
+    output.line(f"{command}: {', '.join(word for word in work if word)} ...", style=QUIET)
+    output.drain()
+
+
 def print_json(data: object) -> None:
     """Print data as JSON, non-finite numbers as null."""
     from crosstune.files.json_files import to_json

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from crosstune.cli.arguments import Parser, at_least, print_result, read_path_or_name
+from crosstune.cli.arguments import Parser, at_least, print_result, read_path_or_name, say_start
 from crosstune.cli.terminal.output import QUIET, WARNING, Output, print_error, print_line
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.names import did_you_mean
@@ -69,7 +69,7 @@ def run(words: Sequence[str]) -> int:
 
     if own.output is not None:
         check_output(own.output, overwrite=own.overwrite)
-    chat_model = open_model(own)  # before the file, so that a failure leaves no file
+    chat_model = open_model(own, command="generate")  # before the file, so that a failure leaves no file
     if own.output is None and len(prompts) == 1:
         return _answer_one(chat_model, prompts[0], own, sampling)
     with open_output(own.output) if own.output is not None else nullcontext() as file:
@@ -168,8 +168,9 @@ def read_sampling(own: argparse.Namespace) -> Sampling:
     return sampling
 
 
-def open_model(own: argparse.Namespace) -> ChatModel:
+def open_model(own: argparse.Namespace, *, command: str) -> ChatModel:
     """Open the model of the command line with a progress display."""
+    say_start(command, own.model, "importing the engine")
     from crosstune.cli.terminal.screen import Screen
     from crosstune.results.chat_model import open_chat_model
 
@@ -195,7 +196,7 @@ def run_chat(words: Sequence[str]) -> int:
 
     from crosstune.results.prompt_file import Conversation
 
-    chat_model = open_model(own)
+    chat_model = open_model(own, command="chat")
     conversation = Conversation(system=own.system)
     interactive = sys.stdin.isatty()
     if interactive:

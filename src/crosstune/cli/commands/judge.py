@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_json, print_result, read_path
+from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_json, print_result, read_path, say_start
 from crosstune.cli.terminal.output import Column, table_lines
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
@@ -90,11 +90,12 @@ def run(words: Sequence[str]) -> int:
 
 
 def _train(own: argparse.Namespace, config: Config) -> int:
-    from crosstune.cli.commands.train import leave_together, show_training
+    from crosstune.cli.commands.train import leave_together, say_training, show_training
     from crosstune.process.ranks import SingleProcess
     from crosstune.tracking.observe import Tracking
 
     group = SingleProcess()
+    say_training("judge train", config)
     with Tracking() as tracking:
         result, report = show_training(config, group, command=own.words, tracking=tracking, as_json=own.json)
         leave_together(result, group)
@@ -187,6 +188,7 @@ def _test(
     from crosstune.report import write_report
     from crosstune.results.judge import measure_judge
 
+    say_start("judge eval", str(request.target), "importing the engine")
     with Screen(live=True) as screen:
         test = measure_judge(
             request,
@@ -239,6 +241,7 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
     request = _make_request(own, config, target=own.target, backend=config.backend)
     reader = item_reader(config, labelled=False, scale=judge_scale(request))
     items = read_split(reader, str(own.input), "test")
+    say_start("judge predict", str(own.target), "importing the engine")
     with Screen(live=True) as screen:
         judge = open_judge(request, items=items, config=config, observer=screen)
         found = ask(judge, items, request, screen)

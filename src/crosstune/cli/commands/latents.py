@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name
+from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name, say_start
 from crosstune.cli.terminal.output import Output
 from crosstune.cli.terminal.units import count, size
 from crosstune.config.load import cache_override
@@ -120,6 +120,7 @@ def run(words: Sequence[str]) -> int:
     if own.action == "encode" and not own.text:
         parser.error("encode needs --text")
     parser.refuse_others(own)
+    say_start(f"latents {own.action}", str(own.target), "importing the engine")
     actions = {"build": _build, "export": _export, "decode": _decode, "encode": _encode}
     return (actions | {"sample": _sample, "eval": _eval})[own.action](own)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
-from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name
+from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name, say_start
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
 from crosstune.core.events import Observer
@@ -57,6 +57,7 @@ def run(words: Sequence[str]) -> int:
 
     ranks, nodes = read_ranks(config), read_nodes(config)
     if ranks is None:
+        say_training("train", config)
         from crosstune.cli.commands.start_ranks import processes_here, start_ranks
 
         if (num_local := processes_here(config, nodes)) > 1 or (nodes is not None and nodes.num_nodes > 1):
@@ -69,6 +70,14 @@ def run(words: Sequence[str]) -> int:
 
     with connected(config, ranks) as group, naming_rank(group):
         return _train(after_restart(config, group), ["crosstune", "train", *words], group, as_json=own.json)
+
+
+def say_training(command: str, config: Config) -> None:
+    """Say on standard error which run begins."""
+    where = f" on {config.backend}" if config.backend != "auto" else ""
+    resumed = config.resume if config.resume not in ("none", "auto") else None
+    what = f"continuing {resumed}" if resumed else config.model_name
+    say_start(command, f"{what}{where}", "probing the machine")
 
 
 def after_restart(config: Config, group: Group) -> Config:
