@@ -15,6 +15,7 @@ from crosstune.config.schema import Config, options_by_name
 from crosstune.config.values import wrong_path
 from crosstune.core.errors import EXIT_DONE, UserError, shown
 from crosstune.core.names import did_you_mean, unknown_name
+from crosstune.files.paths import named_run
 
 
 class Parser(argparse.ArgumentParser):
@@ -87,6 +88,13 @@ def read_path_or_name(text: str) -> str:
     if wrong is not None:
         raise argparse.ArgumentTypeError(f"it cannot be {shown(text)}: {wrong}")
     return text
+
+
+def read_run(text: str) -> str:
+    """Argparse type of a run: its path, or its name in the default runs folder. A path or a bundled model comes first."""
+    from crosstune.models.bundled import BUNDLED
+
+    return text if text in BUNDLED else named_run(read_path_or_name(text))
 
 
 def at_least(low: int | float) -> Callable[[str], int | float]:

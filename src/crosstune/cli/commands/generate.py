@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from crosstune.cli.arguments import Parser, at_least, print_result, read_path_or_name, say_start
+from crosstune.cli.arguments import Parser, at_least, print_result, read_run, say_start
 from crosstune.cli.terminal.output import QUIET, WARNING, Output, print_error, print_line
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.names import did_you_mean
@@ -140,8 +140,8 @@ def _answer_all(
 def add_model_arguments(parser: Parser) -> None:
     """Add the arguments that `open_model` and `read_sampling` read."""
     add = parser.add_argument
-    model = "a run folder, an adapter folder, or a model (see --model_name of train)"
-    add("model", type=read_path_or_name, help=model)
+    model = "a run (folder or name), an adapter folder, or a model (see --model_name of train)"
+    add("model", type=read_run, help=model)
     add("--system", default="", help="a system message")
     add("--max_new_tokens", type=at_least(1), default=256, help="longest answer in tokens (default 256)")
     add("--backend", default="auto", help="backend to run on (default auto)")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_json, print_result, read_path, say_start
+from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_json, print_result, read_path, read_run, say_start
 from crosstune.cli.terminal.output import Column, table_lines
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
@@ -85,7 +85,7 @@ def run(words: Sequence[str]) -> int:
     if target is not None and action == "data":
         rest = ["--dataset", target, *rest]
     own, config = parse_config(parser, [*rest, "--recipe", "judge"])
-    own.target, own.words = target, ["crosstune", "judge", *words]
+    own.target, own.words = read_run(target) if target is not None else None, ["crosstune", "judge", *words]
     return {"train": _train, "eval": _eval, "predict": _predict, "data": _data}[action](own, config)
 
 

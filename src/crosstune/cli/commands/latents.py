@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name, say_start
+from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name, read_run, say_start
 from crosstune.cli.terminal.output import Output
 from crosstune.cli.terminal.units import count, size
 from crosstune.config.load import cache_override
@@ -279,7 +279,7 @@ def _eval_lines(found: Mapping[str, Any]) -> Iterator[Line]:
 def _open(own: argparse.Namespace) -> Trained:
     from crosstune.recipes.latent_diffusion.trained import open_trained
 
-    return open_trained(read_path(own.target), device=own.device)
+    return open_trained(read_path(read_run(own.target)), device=own.device)
 
 
 def _options(own: argparse.Namespace, *, steps: int, temperature: float = 0.0) -> DecodeOptions:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name, say_start
+from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name, read_run, say_start
 from crosstune.cli.terminal.output import GOOD, WARNING
 from crosstune.core.quantization import quantizer_names, read_quantizers
 
@@ -51,7 +51,7 @@ _TRY = {"hf": "crosstune chat {}", "mlx": "mlx_lm.chat --model {}", "gguf": "lla
 def make_parser_merge() -> Parser:
     about = "Merge a LoRA or DoRA adapter into the weights of its base model."
     parser = Parser("merge", description=about, epilog=MERGE_EXAMPLES)
-    parser.add_argument("target", type=read_path_or_name, metavar="RUN|ADAPTER", help="a run or an adapter")
+    parser.add_argument("target", type=read_run, metavar="RUN|ADAPTER", help="a run or an adapter")
     _add_request_arguments(parser)
     return parser
 
@@ -69,7 +69,7 @@ def make_parser_export() -> Parser:
         "export", description="Write a trained run, or any model, for other tools.", epilog=EXPORT_EXAMPLES
     )
     add = parser.add_argument
-    add("target", type=read_path_or_name, metavar="RUN|ADAPTER|MODEL", help="a run, an adapter or a model")
+    add("target", type=read_run, metavar="RUN|ADAPTER|MODEL", help="a run, an adapter or a model")
     add("--to", required=True, choices=("hf", "mlx", "gguf"), help="the format to write")
     types = ("auto", "f32", "f16", "bf16", "q8_0")
     add("--gguf_type", choices=types, help="tensor type of a GGUF file (default: the type of the weights)")
