@@ -15,6 +15,7 @@ from crosstune.config.schema import Config, options_by_name
 from crosstune.config.values import wrong_path
 from crosstune.core.errors import EXIT_DONE, UserError, shown
 from crosstune.core.names import did_you_mean, unknown_name
+from crosstune.files.paths import named_run
 
 
 class Parser(argparse.ArgumentParser):
@@ -89,6 +90,13 @@ def read_path_or_name(text: str) -> str:
     return text
 
 
+def read_run(text: str) -> str:
+    """Argparse type of a run: its path, or its name in the default runs folder. A path or a bundled model comes first."""
+    from crosstune.models.bundled import BUNDLED
+
+    return text if text in BUNDLED else named_run(read_path_or_name(text))
+
+
 def at_least(low: int | float, *, high: int = 2**63 - 1) -> Callable[[str], int | float]:
     """Return an argparse type: a number of the type of `low`, from `low` to `high`."""
 
@@ -128,6 +136,15 @@ def print_written(path: Path, what: str) -> None:
     from crosstune.files.outputs import is_stream
 
     Output(sys.stderr if is_stream(path) else sys.stdout).line(f"written  {path} ({what})")
+
+
+def say_start(command: str, *work: str | None) -> None:
+    """Say on standard error what a command begins with, before it imports an engine."""
+    from crosstune.cli.terminal.output import QUIET, Output
+
+    output = Output()
+    output.line(f"{command}: {', '.join(word for word in work if word)} ...", style=QUIET)
+    output.drain()
 
 
 def print_json(data: object) -> None:

@@ -58,6 +58,14 @@ class Adjusted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Preparing(Event):
+    """A part of the preparation of a run begins. For the screen only."""
+
+    kind = "preparing"
+    doing: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelProgress(Event):
     """Bytes of a model were downloaded, converted, merged or otherwise processed."""
 

@@ -11,6 +11,8 @@ from crosstune.core.names import nearest
 from crosstune.files.run_record import holds_run
 
 CACHE_VARIABLE = "CROSSTUNE_CACHE"
+RUNS = "runs"
+"""The default runs folder."""
 MOST_RUNS = 5
 
 
@@ -49,6 +51,13 @@ def what_runs_exist(target: str | Path) -> str:
         newest = ", ".join(str(wanted.with_name(name)) for name in runs[:MOST_RUNS])
         return f"the newest runs there: {newest}"
     return f"there are no runs in {wanted.expanduser().absolute().parent}"
+
+
+def named_run(target: str, *, parent: str | Path = RUNS) -> str:
+    """Return the path of the run with this name in `parent`; return anything else as it is, such as a path."""
+    inside = Path(parent).expanduser() / target
+    is_name = Path(target).name == target and not Path(target).exists()
+    return str(inside) if is_name and inside.is_dir() else target
 
 
 def missing_run(target: str | Path) -> UserError:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.files.paths import missing_run, runs_beside
+from crosstune.files.paths import missing_run, named_run, runs_beside
 from crosstune.report.charts import overlay_charts
 from crosstune.report.files import RunFiles, is_running, load_run, mapping, number
 from crosstune.report.formatting import (
@@ -106,12 +106,11 @@ def compare_runs(targets: Sequence[str], *, parent: Path) -> Comparison:
 
 
 def _find(target: str, parent: Path) -> Path:
-    path = Path(target).expanduser()
-    inside = parent / target
-    if found := next((each for each in (path, inside) if each.is_dir()), None):
-        return found
+    path = Path(named_run(target, parent=parent)).expanduser()
+    if path.is_dir():
+        return path
     # Suggest similar names of the runs folder for a bare name.
-    raise missing_run(path if path.parent != Path() else inside)
+    raise missing_run(path if path.parent != Path() else parent / target)
 
 
 def _too_few(kept: Sequence[Path], parent: Path) -> UserError:

@@ -27,6 +27,7 @@ from crosstune.data.read.sources import check_name
 from crosstune.data.render.built_in_templates import read_template
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.estimate.machine import Machine
+from crosstune.files.paths import named_run
 from crosstune.files.run_lock import check_place
 from crosstune.files.run_record import check_free
 from crosstune.loop.profile import check_profile_folder
@@ -112,7 +113,7 @@ def check_plan(
     The data is read, and tokenized if it is small and the model is available locally.
     """
     elsewhere, skipped, point = machine is not None, list[str](), None
-    resumed = Path(config.resume).expanduser()
+    resumed = Path(named_run(config.resume, parent=config.output_dir)).expanduser()
     if names_path(config) and (resumed.is_file() or (elsewhere and not resumed.exists())):
         skipped.append(f"the run of --resume {config.resume}, which is packed or not on this machine")
     else:

@@ -18,7 +18,7 @@ from crosstune.config.resolve.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.config.time_limits import limit_warnings
 from crosstune.core.errors import UserError
-from crosstune.core.events import Event, Observer, StepMetrics
+from crosstune.core.events import Event, Observer, Preparing, StepMetrics
 from crosstune.core.protocols import HasLongestRows, Recipe
 from crosstune.core.schedule import Extension
 from crosstune.distributed.group import (
@@ -88,6 +88,7 @@ def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> Pr
     base = point.manifest.base_choice if point is not None else None
     facts = gather(config, machine=machine, ranks=ranks, base=base)
     plan = resolve(config, facts)  # rejects a bad request before anything is fetched
+    screen.on_event(Preparing(doing="importing the engine and checking the model"))
     checked = check_request(plan, folder=folder if ranks.first else None, point=point)
     checked.raise_problems()
     check_started(plan, ranks)
@@ -100,6 +101,7 @@ def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> Pr
         if checked.model is None and model is not None:
             check_model(plan, model, checked)
         warnings = [*checked.warnings, *(check_base_adapter(plan, model) if model is not None else [])]
+        screen.on_event(Preparing(doing="reading the data"))
         try:
             recipe = open_recipe(plan.config, model, screen)
         except UserError:  # a change of the request may have caused it

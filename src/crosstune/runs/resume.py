@@ -26,6 +26,7 @@ from crosstune.core.events import Observer, Warned
 from crosstune.core.loss_measurement import LossMeasurement
 from crosstune.data.read.dataset_list import DatasetEntry, join_entries
 from crosstune.files.atomic_files import set_aside
+from crosstune.files.paths import named_run
 from crosstune.files.run_lock import hold
 from crosstune.files.run_record import holds_record
 from crosstune.runs.resume_identity import Difference, changed_options, check_same, find_differences
@@ -254,7 +255,7 @@ def _same_rows(checkpoint: Checkpoint, config: Config) -> dict[str, int]:
 
 def unpack_run(config: Config) -> tuple[Path, dict[str, Any]]:
     """Return the run folder of --resume, unpacked if it is an archive, and the options for its packed files."""
-    path = Path(config.resume).expanduser()
+    path = Path(named_run(config.resume, parent=config.output_dir)).expanduser()
     target: dict[str, Any] = {}
     if path.is_file():
         note = read_note(path)

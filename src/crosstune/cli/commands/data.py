@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from crosstune.cli.arguments import Parser, parse_config, print_result
+from crosstune.cli.arguments import Parser, parse_config, print_result, say_start
 from crosstune.cli.terminal.streams import styled
 from crosstune.cli.terminal.units import count
 from crosstune.core.errors import EXIT_DONE, UserError
@@ -47,6 +47,7 @@ def run(words: Sequence[str]) -> int:
             do="remove --recipe",
         )
 
+    say_start("data", config.dataset or "the bundled data", "reading")
     from crosstune.cli.terminal.output import WARNING
     from crosstune.cli.terminal.screen import Screen
     from crosstune.core.events import Warned

@@ -15,7 +15,8 @@ from crosstune.cli.arguments import (
     print_result,
     print_written,
     read_path,
-    read_path_or_name,
+    read_run,
+    say_start,
 )
 from crosstune.cli.terminal.output import QUIET, WARNING, Output, print_error, print_line
 from crosstune.core.errors import EXIT_DONE, UserError
@@ -76,7 +77,7 @@ def run(words: Sequence[str]) -> int:
 
     if own.output is not None:
         check_output(own.output, option="output", inputs=[own.prompt_file], overwrite=own.overwrite)
-    chat_model = open_model(own)  # before the file, so that a failure leaves no file
+    chat_model = open_model(own, command="generate")  # before the file, so that a failure leaves no file
     if own.output is None and len(prompts) == 1:
         return _answer_one(chat_model, prompts[0], own, sampling)
     with _make_journal(prompts, own, sampling) as journal:
@@ -172,8 +173,8 @@ def _answer_all(
 def add_model_arguments(parser: Parser) -> None:
     """Add the arguments that `open_model` and `read_sampling` read."""
     add = parser.add_argument
-    model = "a run folder, an adapter folder, or a model (see --model_name of train)"
-    add("model", type=read_path_or_name, help=model)
+    model = "a run (folder or name), an adapter folder, or a model (see --model_name of train)"
+    add("model", type=read_run, help=model)
     add("--system", default="", help="a system message")
     add("--max_new_tokens", type=at_least(1), default=256, help="longest answer in tokens (default 256)")
     add("--backend", default="auto", help="backend to run on (default auto)")
@@ -200,8 +201,9 @@ def read_sampling(own: argparse.Namespace) -> Sampling:
     return sampling
 
 
-def open_model(own: argparse.Namespace) -> ChatModel:
+def open_model(own: argparse.Namespace, *, command: str) -> ChatModel:
     """Open the model of the command line with a progress display."""
+    say_start(command, own.model, "importing the engine")
     from crosstune.cli.terminal.screen import Screen
     from crosstune.results.chat_model import open_chat_model
 
@@ -227,7 +229,7 @@ def run_chat(words: Sequence[str]) -> int:
 
     from crosstune.results.prompt_file import Conversation
 
-    chat_model = open_model(own)
+    chat_model = open_model(own, command="chat")
     conversation = Conversation(system=own.system)
     interactive = sys.stdin.isatty()
     if interactive:

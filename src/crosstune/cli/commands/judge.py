@@ -21,6 +21,8 @@ from crosstune.cli.arguments import (
     print_result,
     print_written,
     read_path,
+    read_run,
+    say_start,
 )
 from crosstune.cli.commands.train import add_machine
 from crosstune.cli.terminal.output import Column, table_lines
@@ -97,15 +99,16 @@ def run(words: Sequence[str]) -> int:
     if target is not None and action == "data":
         rest = ["--dataset", target, *rest]
     own, config = parse_config(parser, [*rest, "--recipe", "judge"])
-    own.target, own.words = target, ["crosstune", "judge", *words]
+    own.target, own.words = read_run(target) if target is not None else None, ["crosstune", "judge", *words]
     return {"train": _train, "eval": _eval, "predict": _predict, "data": _data}[action](own, config)
 
 
 def _train(own: argparse.Namespace, config: Config) -> int:
     """Train, then test the judge in the first process, after the others have left."""
-    from crosstune.cli.commands.train import leave_together, run_in_processes, show_training
+    from crosstune.cli.commands.train import leave_together, run_in_processes, say_training, show_training
     from crosstune.tracking.observe import Tracking
 
+    say_training("judge train", config)
     trained: dict[str, Any] = {}
 
     def train(config: Config, group: Group) -> int:
@@ -205,6 +208,7 @@ def _test(
     from crosstune.report import write_report
     from crosstune.results.judge import measure_judge
 
+    say_start("judge eval", str(request.target), "importing the engine")
     with Screen(live=True) as screen:
         test = measure_judge(
             request,
@@ -259,6 +263,7 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
     request = _make_request(own, config, target=own.target, backend=config.backend)
     reader = item_reader(config, labelled=False, scale=judge_scale(request))
     items = read_split(reader, str(own.input), "test")
+    say_start("judge predict", str(own.target), "importing the engine")
     with Screen(live=True) as screen:
         judge = open_judge(request, items=items, config=config, observer=screen)
         journal = make_journal(own.output, judge, items, request, screen)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Parser, at_least, parse_config, print_json
+from crosstune.cli.arguments import Parser, at_least, parse_config, print_json, say_start
 from crosstune.cli.terminal.units import duration
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
@@ -70,6 +70,7 @@ def run(words: Sequence[str]) -> int:
 
     folder = Path(config.output_dir).expanduser() / (config.name or "ladder")
     with hold(folder):
+        say_start("ladder", config.model_name, "probing the machine")
         check_request(config)
         if config.overwrite and folder.exists():
             move_aside(folder)

@@ -15,6 +15,8 @@ from crosstune.cli.arguments import (
     print_written,
     read_path,
     read_path_or_name,
+    read_run,
+    say_start,
 )
 from crosstune.cli.terminal.output import Output
 from crosstune.cli.terminal.units import count, size
@@ -134,6 +136,7 @@ def run(words: Sequence[str]) -> int:
 
         makes_folder = own.action != "decode"
         check_output(own.out, option="out", inputs=[own.vectors], makes_folder=makes_folder)
+    say_start(f"latents {own.action}", str(own.target), "importing the engine")
     actions = {"build": _build, "export": _export, "decode": _decode, "encode": _encode}
     return (actions | {"sample": _sample, "eval": _eval})[own.action](own)
 
@@ -298,7 +301,7 @@ def _eval_lines(found: Mapping[str, Any]) -> Iterator[Line]:
 def _open(own: argparse.Namespace) -> Trained:
     from crosstune.recipes.latent_diffusion.trained import open_trained
 
-    return open_trained(read_path(own.target), device=own.device)
+    return open_trained(read_path(read_run(own.target)), device=own.device)
 
 
 def _options(own: argparse.Namespace, *, steps: int, temperature: float = 0.0) -> DecodeOptions:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_result, read_path_or_name
+from crosstune.cli.arguments import (
+    Line,
+    Parser,
+    at_least,
+    parse_config,
+    print_result,
+    read_path_or_name,
+    say_start,
+)
 from crosstune.cli.terminal.units import count, duration, size
 from crosstune.config.load import environment_of
 from crosstune.config.resolve.plan import Plan
@@ -72,6 +80,7 @@ def run(words: Sequence[str]) -> int:
         return EXIT_DONE
     if config.emulate is not None:
         return run_emulated(config, machine=own.machine, as_json=own.json, with_plan=True)
+    say_start("plan", config.model_name, own.machine or "probing the machine")
     from crosstune.distributed.environment import read_ranks
     from crosstune.planner.gather import may_have_several_devices, with_all_devices
     from crosstune.planner.predict import predict
@@ -92,6 +101,7 @@ def run(words: Sequence[str]) -> int:
 
 def run_emulated(config: Config, *, machine: str | None, as_json: bool, with_plan: bool) -> int:
     """Emulate a run on this machine, and print whether it would work on the other."""
+    say_start("train" if not with_plan else "plan", f"{config.model_name}, emulating {config.emulate}")
     from crosstune.cli.terminal.screen import open_screen
     from crosstune.emulate.verdict import emulate
 

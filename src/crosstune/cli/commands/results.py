@@ -9,7 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name
+from crosstune.cli.arguments import (
+    Line,
+    Parser,
+    at_least,
+    print_result,
+    read_path,
+    read_path_or_name,
+    read_run,
+    say_start,
+)
 from crosstune.cli.terminal.output import GOOD, WARNING
 from crosstune.core.quantization import quantizer_names, read_quantizers
 
@@ -51,7 +60,7 @@ _TRY = {"hf": "crosstune chat {}", "mlx": "mlx_lm.chat --model {}", "gguf": "lla
 def make_parser_merge() -> Parser:
     about = "Merge a LoRA or DoRA adapter into the weights of its base model."
     parser = Parser("merge", description=about, epilog=MERGE_EXAMPLES)
-    parser.add_argument("target", type=read_path_or_name, metavar="RUN|ADAPTER", help="a run or an adapter")
+    parser.add_argument("target", type=read_run, metavar="RUN|ADAPTER", help="a run or an adapter")
     _add_request_arguments(parser)
     return parser
 
@@ -61,7 +70,7 @@ def run_merge(words: Sequence[str]) -> int:
 
     from crosstune.results.merge import merge
 
-    return _make(partial(merge, _read_request(own)), own)
+    return _make("merge", partial(merge, _read_request(own)), own)
 
 
 def make_parser_export() -> Parser:
@@ -69,7 +78,7 @@ def make_parser_export() -> Parser:
         "export", description="Write a trained run, or any model, for other tools.", epilog=EXPORT_EXAMPLES
     )
     add = parser.add_argument
-    add("target", type=read_path_or_name, metavar="RUN|ADAPTER|MODEL", help="a run, an adapter or a model")
+    add("target", type=read_run, metavar="RUN|ADAPTER|MODEL", help="a run, an adapter or a model")
     add("--to", required=True, choices=("hf", "mlx", "gguf"), help="the format to write")
     types = ("auto", "f32", "f16", "bf16", "q8_0")
     add("--gguf_type", choices=types, help="tensor type of a GGUF file (default: the type of the weights)")
@@ -89,6 +98,7 @@ def run_export(words: Sequence[str]) -> int:
     )
     used_by = {"n_bits": ["mlx"], "group_size": ["mlx"], "gguf_type": ["gguf"]}
     return _make(
+        "export",
         partial(export, _read_request(own), form),
         own,
         used_by=used_by,
@@ -153,7 +163,7 @@ def run_convert(words: Sequence[str]) -> int:
         "quant_type": [name for name, each in quantizers.items() if each.takes_kind],
         "double_quant": [name for name, each in quantizers.items() if each.bits_with_double_quant],
     }
-    return _make(partial(convert, request), own, used_by=used_by, lines=_convert_lines)
+    return _make("convert", partial(convert, request), own, used_by=used_by, lines=_convert_lines)
 
 
 def _convert_lines(report: Report) -> Iterable[Line]:
@@ -212,6 +222,7 @@ def _read_request(own: argparse.Namespace) -> Request:
 
 
 def _make(
+    command: str,
     make: Callable[..., Report],
     own: argparse.Namespace,
     *,
@@ -221,6 +232,8 @@ def _make(
     """Make a result with a progress display and print its report; warn about options without effect."""
     from crosstune.cli.terminal.screen import Screen
 
+    target = own.model if command == "convert" else own.target
+    say_start(command, target, "importing the engine")
     with Screen(live=not own.json) as screen:
         report = make(observer=screen)
     is_adapter = "exact" in report

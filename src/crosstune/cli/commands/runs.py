@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name
+from crosstune.cli.arguments import (
+    Line,
+    Parser,
+    at_least,
+    print_result,
+    read_path,
+    read_path_or_name,
+    read_run,
+)
 from crosstune.cli.terminal.output import QUIET, STRONG, WARNING, Column, table_lines, terminal_width
 from crosstune.cli.terminal.units import duration, figure, size
 from crosstune.files.outputs import check_output
@@ -173,7 +181,7 @@ def make_parser_report() -> Parser:
         description="Write report.html from the files of a run, finished or not.",
         epilog="examples:\n  crosstune report runs/demo\n  crosstune report runs/demo --json",
     )
-    parser.add_argument("run", type=read_path, help="the run folder, such as runs/demo")
+    parser.add_argument("run", type=read_run, help="the run, by folder or by name in runs")
     return parser
 
 
@@ -182,5 +190,5 @@ def run_report(words: Sequence[str]) -> int:
 
     from crosstune.report import write_report
 
-    path = write_report(own.run)
+    path = write_report(Path(own.run).expanduser())
     return print_result({"report": str(path)}, [str(path)], as_json=own.json)

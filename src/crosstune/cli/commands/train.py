@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
-from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name
+from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name, say_start
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
 from crosstune.core.events import Observer
@@ -77,6 +77,7 @@ def run_in_processes(
 
     ranks, nodes = read_ranks(config), read_nodes(config)
     if ranks is None:
+        say_training("train", config)
         from crosstune.cli.commands.start_ranks import processes_here, start_ranks
 
         if (num_local := processes_here(config, nodes)) > 1 or (nodes is not None and nodes.num_nodes > 1):
@@ -89,6 +90,14 @@ def run_in_processes(
 
     with connected(config, ranks) as group, naming_rank(group):
         return train(after_restart(config, group), group)
+
+
+def say_training(command: str, config: Config) -> None:
+    """Say on standard error which run begins."""
+    where = f" on {config.backend}" if config.backend != "auto" else ""
+    resumed = config.resume if config.resume not in ("none", "auto") else None
+    what = f"continuing {resumed}" if resumed else config.model_name
+    say_start(command, f"{what}{where}", "probing the machine")
 
 
 def after_restart(config: Config, group: Group) -> Config:

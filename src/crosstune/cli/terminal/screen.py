@@ -27,6 +27,7 @@ from crosstune.core.events import (
     EvaluationStarted,
     Event,
     ModelProgress,
+    Preparing,
     ResultSaved,
     StepMetrics,
     Stopped,
@@ -79,6 +80,7 @@ class Screen:
     ) -> None:
         """With `every`, print a line at this step interval, even above the live bar; otherwise choose the interval."""
         self.output = Output(stream)
+        self._is_stdout = stream is not None and stream is sys.stdout
         self.live = live and self.output.is_terminal
         self.every = every if every is not None else (1 if verbose else None)
         self.verbose = verbose
@@ -154,6 +156,11 @@ class Screen:
     def _print_event(self, event: Event) -> None:
         for text, style in event_lines(event):
             self.output.line(text, style=style)
+
+    @on_event.register
+    def _on_preparing(self, event: Preparing) -> None:
+        if not self._is_stdout:  # its lines are the same from version to version
+            self.output.line(f"  {event.doing} ...", style=QUIET)
 
     @on_event.register
     def _on_model_progress(self, event: ModelProgress) -> None:

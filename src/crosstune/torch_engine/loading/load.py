@@ -18,6 +18,7 @@ from crosstune.core.names import read_expanded_name
 from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.core.quantization import QuantSpec
 from crosstune.torch_engine.device import Precision, give_back_freed
+from crosstune.torch_engine.import_transformers import import_transformers
 from crosstune.torch_engine.loading.blocks import (
     Expansion,
     already_expanded,
@@ -141,6 +142,7 @@ def empty_model(folder: Path, config: Any = None, **options: Any) -> nn.Module:
 
 def read_config(folder: Path) -> Any:
     """Return the model's config without its quantization_config, since crosstune reads quantized weights itself."""
+    import_transformers()
     from transformers import AutoConfig
     from transformers.utils import logging
 

@@ -1,0 +1,56 @@
+"""A command says what it does before it imports an engine, on standard error only."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(*words: str, cwd: Path) -> tuple[str, list[str]]:
+    """Run a command with the list of its imports among the lines of standard error."""
+    command = [sys.executable, "-X", "importtime", "-m", "crosstune", *words]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+    return done.stdout, done.stderr.splitlines()
+
+
+def line_before_engine(lines: list[str]) -> str:
+    """Return the first line that is not of an import, and check that torch, transformers and MLX were not imported yet."""
+    place = next(place for place, line in enumerate(lines) if not line.startswith("import time:"))
+    imported = {line.rpartition("|")[2].strip() for line in lines[:place]}
+    assert not imported & {"torch", "transformers", "mlx.core", "accelerate"}
+    return lines[place]
+
+
+def test_train_and_generate_say_what_they_do_first(tmp_path: Path) -> None:
+    words = "--model_name tiny-random --max_steps 1 --name a --skip_eval --backend cpu --json".split()
+    out, lines = run("train", *words, cwd=tmp_path)
+    assert line_before_engine(lines) == "train: tiny-random on cpu, probing the machine ..."
+    assert {"  importing the engine and checking the model ...", "  reading the data ..."} <= set(lines)
+    assert json.loads(out)["status"] == "finished"
+    out, lines = run("generate", "runs/a", "--prompt", "hi", "--max_new_tokens", "2", "--json", cwd=tmp_path)
+    assert line_before_engine(lines) == "generate: runs/a, importing the engine ..."
+    assert json.loads(out)["prompt"] == "hi"
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("train --resume absent", "train: continuing absent, probing the machine ..."),
+        ("plan --model_name ./absent", "plan: ./absent, probing the machine ..."),
+        ("merge absent", "merge: absent, importing the engine ..."),
+        ("export absent --to gguf", "export: absent, importing the engine ..."),
+        ("convert absent --to bnb", "convert: absent, importing the engine ..."),
+        ("chat absent", "chat: absent, importing the engine ..."),
+        ("data absent.jsonl", "data: absent.jsonl, reading ..."),
+        ("latents sample absent", "latents sample: absent, importing the engine ..."),
+        ("judge train --dataset absent", "judge train: "),
+        ("doctor --no_train", "probing backends ..."),
+    ],
+)
+def test_every_slow_command_says_what_it_does_first(tmp_path: Path, command: str, line: str) -> None:
+    _, lines = run(*command.split(), cwd=tmp_path)
+    assert line_before_engine(lines).startswith(line)

@@ -1,0 +1,62 @@
+"""What `import_transformers` puts off must work when it is used, for crosstune and for a program that uses transformers itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PUT_OFF = "hqq.core.quantize", "scipy.optimize", "accelerate.hooks"
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_packages_that_a_model_does_not_need_are_not_imported():
+    found = run(
+        "import sys\n"
+        "from crosstune.torch_engine.import_transformers import import_transformers; import_transformers()\n"
+        "import transformers.models.llama.modeling_llama, gc\n"
+        f"print([name for name in {PUT_OFF} if name in sys.modules], gc.isenabled())"
+    )
+    assert found.strip() == "[] True"
+
+
+def test_what_was_put_off_works_in_transformers():
+    pytest.importorskip("hqq")
+    found = run(
+        "from crosstune.torch_engine.import_transformers import import_transformers; import_transformers()\n"
+        "import inspect, sys, torch, transformers.loss.loss_for_object_detection as loss\n"
+        "from transformers.cache_utils import HQQQuantizedLayer\n"
+        "from transformers.integrations import accelerate as used\n"
+        "from transformers.utils import is_accelerate_available, is_hqq_available, is_scipy_available\n"
+        "print(is_hqq_available(), is_scipy_available(), is_accelerate_available())\n"
+        "layer = HQQQuantizedLayer(nbits=4, axis_key=1, axis_value=1)\n"
+        "values = torch.randn(1, 2, 64, 64)\n"
+        "layer.update(values, values)\n"
+        "held = layer._dequantize(layer._quantized_keys)\n"
+        "print(bool((held.float() - values).abs().mean() < 0.2))\n"
+        "print(loss.linear_sum_assignment([[1, 0], [0, 1]])[1].tolist())\n"
+        "import accelerate, scipy.optimize, hqq.core.quantize\n"
+        "print(inspect.signature(used.dispatch_model) == inspect.signature(accelerate.dispatch_model))\n"
+        "print(used.clean_device_map({'a': 0, 'b': 0}))\n"
+        "from transformers.generation import utils\n"
+        "from accelerate.hooks import AlignDevicesHook\n"
+        "print(isinstance(AlignDevicesHook(), utils.AlignDevicesHook), isinstance(1, utils.AlignDevicesHook))"
+    )
+    assert found.splitlines() == ["True True True", "True", "[1, 0]", "True", "{'': 0}", "True False"]
+
+
+def test_a_package_that_is_imported_already_is_used_as_it_is():
+    found = run(
+        "import scipy.optimize, accelerate\n"
+        "from crosstune.torch_engine.import_transformers import import_transformers; import_transformers()\n"
+        "import transformers.loss.loss_for_object_detection as loss, sys\n"
+        "print(loss.linear_sum_assignment is scipy.optimize.linear_sum_assignment)\n"
+        "print(sys.modules['accelerate'] is accelerate, accelerate.__version__ > '1')"
+    )
+    assert found.split() == ["True", "True", "True"]
