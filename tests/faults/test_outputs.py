@@ -238,11 +238,13 @@ def test_a_killed_merge_is_cleared_by_the_next_and_a_living_one_is_not(
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], check=False)
     assert killed.returncode == -signal.SIGKILL
     [dead] = leftovers(tmp_path, of=bool)
-    alive, foreign = staging_path(tmp_path / "out"), tmp_path / f".out.{'0' * 32}"
-    alive.mkdir()
-    foreign.mkdir()  # staged by a process of another machine
+    # Staged by this process, and by processes of another machine.
+    alive, foreign, old = staging_path(tmp_path / "out"), *(tmp_path / f".out.{n * 32}" for n in "01")
+    for folder in (alive, foreign, old):
+        folder.mkdir()
+    os.utime(old, (0, time.time() - 8 * 86400))
     assert main(["merge", str(adapter), "--out", str(tmp_path / "out"), "--backend", "cpu"]) == 0
-    assert not dead.exists() and alive.exists() and foreign.exists()
+    assert not dead.exists() and alive.exists() and foreign.exists() and not old.exists()
     assert dead.name in caplog.text and "5 MB" in caplog.text and alive.name not in caplog.text
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from crosstune.cli.arguments import Parser, print_result, read_path
 from crosstune.core.errors import UserError
+from crosstune.files.outputs import write_output
 
 EXAMPLES = """examples:
   crosstune adopt .
@@ -115,7 +116,7 @@ def adopt(folder: Path, *, force: bool = False) -> list[Path]:
         )
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode())
+        write_output(path, text.encode())
         if path.suffix == ".sh":
             path.chmod(0o755)
     return list(texts)

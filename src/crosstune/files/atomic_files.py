@@ -15,6 +15,7 @@ import platform
 import re
 import shutil
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ _SWAP = 2
 """RENAME_EXCHANGE on Linux and RENAME_SWAP on macOS."""
 _AT_FDCWD = -100
 """Linux: resolve relative paths against the working directory."""
+_OLD_S = 7 * 86400
 _log = logging.getLogger(__name__)
 
 
@@ -62,10 +64,14 @@ def _staging(staged: Path, *, target: Path) -> Iterator[None]:
     except BaseException as error:
         with suppress(OSError):
             staged.unlink(missing_ok=True)
-        # A failed write or sync does not name its file.
-        if isinstance(error, OSError) and {error.filename, error.filename2} & {str(staged), None}:
+        if isinstance(error, OSError) and error.errno is not None and _is_about(error, staged):
             raise OSError(error.errno, error.strerror, str(target)) from error
         raise
+
+
+def _is_about(error: OSError, path: Path) -> bool:
+    """True if an error names the path, or no path, as a failed write or sync."""
+    return error.filename is None or str(path) in (error.filename, error.filename2)
 
 
 def replace_link(link: Path, *, to: str) -> None:
@@ -131,19 +137,17 @@ def set_aside(path: Path) -> Path:
 
 def staging_path(target: Path) -> Path:
     """Return a new hidden path next to `target`, on the same file system."""
-    machine, boot = _machine()
-    return target.with_name(f".{target.name}.{machine}{boot}{os.getpid():08x}{uuid.uuid4().hex[:12]}")
+    return target.with_name(f".{target.name}.{_machine()}{os.getpid():08x}{uuid.uuid4().hex[:12]}")
 
 
 @cache
-def _machine() -> tuple[str, str]:
-    """Return hashes of this machine with its process namespace, and of its last boot, 6 digits each."""
-    space, boot = "", ""
+def _machine() -> str:
+    """Return a hash of what gives a process id its meaning: the machine, its last boot and the process namespace."""
+    facts = [platform.node()]
     with suppress(OSError):  # Linux only
-        space = str(Path("/proc/self/ns/pid").readlink())
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    one, other = (hashlib.sha256(text.encode()).hexdigest()[:6] for text in (platform.node() + space, boot))
-    return one, other
+        facts.append(str(Path("/proc/self/ns/pid").readlink()))
+        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 
 
 def staged_name(path: Path) -> str | None:
@@ -175,9 +179,11 @@ def _remove(path: Path) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what processes of this machine staged in `folder` and left when they were killed; log each path."""
+    """Remove what killed processes staged in `folder`; log each path."""
     for path in leftovers(folder, of=bool):
-        if _is_abandoned(path):
+        with suppress(OSError):  # removed by another process, or not ours
+            if not _is_abandoned(path):
+                continue
             files = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
             num_bytes = sum(file.lstat().st_size for file in files)
             _remove(path)
@@ -185,18 +191,17 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """True if the process that staged a path ran on this machine and exited."""
+    """True if the process that staged a path exited; on another machine or before a reboot, if the path is a week old."""
     owner = path.name[-32:]
-    machine, boot = _machine()
-    if os.name == "nt" or owner[:6] != machine:  # os.kill would end a process of Windows
-        return False
+    if os.name == "nt" or owner[:12] != _machine():  # on Windows, os.kill would end the process
+        return time.time() - path.lstat().st_mtime > _OLD_S
     try:
         os.kill(int(owner[12:20], 16), 0)
     except (ProcessLookupError, OverflowError):
         return True
     except PermissionError:  # the process of another user
-        pass
-    return owner[6:12] != boot
+        return False
+    return False
 
 
 def sync_folder(folder: Path) -> None:

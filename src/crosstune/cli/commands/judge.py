@@ -351,6 +351,9 @@ def _split(own: argparse.Namespace, config: Config) -> int:
 
     reader, folder = item_reader(config), Path(own.split_to)
     check_output_folder(folder, option="split_to")
+    paths = {name: folder / f"judge_{name}.json" for name in ("train", "val", "test")}
+    if there := [path for path in paths.values() if path.exists()]:
+        raise UserError(f"{there[0]} already exists.", do="choose a different folder for --split_to")
     entries = unweighted(config.dataset, option="dataset")
     found: list[Item] = [
         item for entry in entries for source in by_split(entry.name).values() for item in reader.read(source)
@@ -358,11 +361,14 @@ def _split(own: argparse.Namespace, config: Config) -> int:
     scale = common_scale(found, default=reader.scale)
     splits = split_groups(found, shares=dict.fromkeys(("val", "test"), HELD_OUT_SHARE), seed=config.seed)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {name: folder / f"judge_{name}.json" for name in splits}
-    if there := [path for path in paths.values() if path.exists()]:
-        raise UserError(f"{there[0]} already exists.", do="choose a different folder for --split_to")
     for name, items in splits.items():
-        write_json(paths[name], [split_row(item, f"{name}-{n}", scale=scale) for n, item in enumerate(items)])
+        rows = [split_row(item, f"{name}-{n}", scale=scale) for n, item in enumerate(items)]
+        try:
+            write_json(paths[name], rows)
+        except OSError:
+            for path in paths.values():
+                path.unlink(missing_ok=True)
+            raise
         groups = len({item.group for item in items})
         print_line(f"written  {paths[name]} ({len(items)} items in {groups} groups)")
     print_line(f"train    crosstune judge train --dataset {shlex.quote(str(folder))}")

@@ -236,7 +236,7 @@ def _decode(own: argparse.Namespace) -> int:
     )
     for note in () if own.json else found["notes"]:
         output.line(f"note     {note}")
-    if own.out is not None:
+    if own.out is not None and not own.json:
         print_written(own.out, f"{len(found['texts'])} texts")
         return EXIT_DONE
     return print_result(found, [row["text"] for row in found["texts"]], as_json=own.json)
