@@ -76,7 +76,7 @@ class Callbacks:
                         self.stop.request("a callback")
                 except StopTraining as request:
                     self.stop.request(str(request) or "a callback")
-                except BaseException as error:  # noqa: BLE001 (raised at the end of the run)
+                except BaseException as error:
                     if isinstance(error, KeyboardInterrupt) and self.stop.requested:
                         raise  # a second Ctrl-C stops immediately
                     self._members.remove(member)

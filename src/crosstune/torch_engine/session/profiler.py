@@ -79,12 +79,23 @@ class TorchProfiler:
     def synchronize(self) -> None:
         self._synchronize()
 
-    def stop(self, folder: Path, *, step: int) -> Recorded:
+    def stop(
+        self, folder: Path, *, step: int, evaluating: contextlib.AbstractContextManager[None]
+    ) -> Recorded:
         assert self._recording is not None
         self.synchronize()
         recording, self._recording = self._recording, None
         with _without_messages():
             recording.stop_trace()
+        with evaluating:
+            try:
+                return self._evaluate(recording, folder, step)
+            finally:  # also on a full disk, or when the run is stopped
+                for left in folder.glob(f"trace-step-{step:08d}.json*"):
+                    if left.suffix != ".gz":
+                        left.unlink(missing_ok=True)
+
+    def _evaluate(self, recording: profile, folder: Path, step: int) -> Recorded:
         events = list(recording.events() or ())
         files, timeline = self._write_files(recording, folder, step)
         operators = _operators(recording, by_shape=self.settings.shapes)
@@ -119,7 +130,6 @@ class TorchProfiler:
             files.insert(0, plain.with_suffix(".json.gz"))
             with plain.open("rb") as source, gzip.open(files[0], "wb", compresslevel=3) as file:
                 shutil.copyfileobj(source, file, 1 << 20)
-        plain.unlink(missing_ok=True)
         if self.settings.memory and self.device.type == "cuda":
             snapshot = folder / f"memory-step-{step:08d}.pickle"
             torch.cuda.memory._dump_snapshot(str(snapshot))
