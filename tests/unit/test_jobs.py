@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +45,9 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def written(scheduler: str, flags: list[str]) -> str:
-    """Return the text for flags that train itself would refuse."""
-    own = make_parser().parse_args(shlex.split(BASE[scheduler]))
+def written(scheduler: str, flags: list[str], *more: str) -> str:
+    """Return the text for flags that train itself would refuse; `more` are words of launch."""
+    own = make_parser().parse_args([*shlex.split(BASE[scheduler]), *more])
     job = make_job(own.on, vars(own), config=make_config(), words=flags, name="x", folder=Path.cwd())
     return str(load_scheduler(scheduler).write(job))
 
@@ -135,13 +137,70 @@ def _train_words(scheduler: str, text: str) -> list[str]:
     if scheduler == "slurm":
         array = text.split("train=(", 1)[1].split("\n)\n", 1)[0]
         words = shlex.split(array)
+    elif scheduler == "ray":
+        words = shlex.split(_ray_script(text))
     else:
         lines = shlex.split(text, comments=True)
-        words = shlex.split(
-            lines[lines.index("bash") + 2] if scheduler == "ray" else lines[3 if "-t" in lines else 0]
-        )
+        words = shlex.split(lines[3 if "-t" in lines else 0])
     after = "--" if scheduler == "ray" else "train"
     return words[words.index(after) + 1 :]
+
+
+def _ray_script(text: str) -> str:
+    """The script in the entrypoint of the printed `ray job submit`."""
+    last = shlex.split(text.splitlines()[-1])[-1]
+    return base64.b64decode(last.rpartition(" ")[2].rstrip(")")).decode()
+
+
+@needs_bash
+@pytest.mark.parametrize("join", [shlex.join, subprocess.list2cmdline])
+def test_however_ray_joins_the_entrypoint(join: Callable[[list[str]], str], tmp_path: Path) -> None:
+    tool = tmp_path / "my python"
+    write_tool(tool, 'printf "%s\\0" "$@" > seen')
+    text = written("ray", ["--dataset", *NASTY], "--python", str(tool))
+    words = shlex.split(text.splitlines()[-1])
+    done = subprocess.run(["bash", "-c", join(words[words.index("--") + 1 :])], cwd=tmp_path, check=False)
+    assert done.returncode == 0 and not (tmp_path / "injected").exists()
+    seen = (tmp_path / "seen").read_bytes().decode().split("\0")
+    place = seen.index("--dataset")
+    assert seen[place : place + 1 + len(NASTY)] == ["--dataset", *NASTY]
+    subprocess.run(["bash", "-c", text], cwd=tmp_path, check=False, capture_output=True)
+    assert not (tmp_path / "injected").exists(), "the comment that shows the script ends with its line"
+
+
+@needs_bash
+def test_lines_before_the_training_may_use_unset_variables(tmp_path: Path) -> None:
+    text = written("slurm", [], "--before", "export SOME_PATH=/x:$SOME_PATH")
+    script = text.replace(shlex.quote(sys.executable), str(tmp_path / "tools" / "python"))
+    assert run_script(script, tmp_path) == (0, "")
+
+
+@needs_bash
+@pytest.mark.parametrize(
+    ("words", "tool", "said"),
+    [
+        (f"{BASE['slurm']} --name r1", "sbatch", "sbatch did not answer"),
+        (f"{BASE['kubernetes']} --name r1", "kubectl", "kubectl did not answer"),
+        ("--on ssh --nnodes 1 --hosts alpha", "ssh", "ssh cannot log in to alpha"),
+    ],
+)
+def test_a_cluster_that_hangs(
+    words: str,
+    tool: str,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "tools").mkdir()
+    write_tool(tmp_path / "tools" / tool, "exec sleep 100000")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'tools'}:{os.environ['PATH']}")
+    monkeypatch.setattr("crosstune.distributed.jobs.job.ANSWER_S", 0.5)
+    monkeypatch.setattr("crosstune.distributed.jobs.job.NOTICE_EVERY_S", 0.1)
+    monkeypatch.setattr("crosstune.distributed.jobs.schedulers.ssh.LOGIN_S", 0.2)
+    assert main(["launch", *shlex.split(words)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "waiting for" in error
 
 
 @needs_bash
@@ -229,8 +288,7 @@ def test_the_lines_for_ssh(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 def test_the_line_for_ray_is_accepted_by_launch(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(f"{BASE['ray']} --gpus 2 --cpus 8 --lr 1e-3", capsys)
-    submit = shlex.split(text.splitlines()[-1])
-    inner = shlex.split(submit[-1])
+    inner = shlex.split(_ray_script(text))
     again = printed(inner[inner.index("launch") + 1 :], capsys)
     assert again == text and "2 bundles of {'CPU': 8.0, 'GPU': 2.0}" in text
 

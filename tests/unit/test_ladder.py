@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 
+from crosstune.cli.commands.ladder import _why_none
 from crosstune.config.load import make_config
 from crosstune.config.resolve.resolve import resolve
 from crosstune.core.errors import UserError
 from crosstune.estimate.machine import Machine
-from crosstune.ladder.climb import check_request, check_same_ladder, make_request
+from crosstune.ladder.climb import Climbed, Step, check_request, check_same_ladder, make_request
 from crosstune.ladder.compare import Comparison, broken_promise, judge
 from crosstune.ladder.rung import AsGood, NotApplicable, SameBits, Situation, Within
 from crosstune.ladder.rungs import all_rungs
 from crosstune.ladder.trial import FOLLOWING, Trial, Trials
 from crosstune.planner.gather import gather
+from crosstune.report.files import RunFiles
 
 LOSSES = [3.0, 2.5, 2.2, 2.0, 1.8, 1.7, 1.6, 1.5, 1.4, 1.3]
 
@@ -213,7 +215,7 @@ def test_a_finished_trial_is_read_and_a_damaged_one_is_not(tmp_path: Path) -> No
     asked = {"lr": 0.1}
     whole = {
         "../baseline.yaml": yaml.safe_dump(asked),
-        "plan.json": "{}",
+        "plan.json": '{"options": {}}',
         "summary.json": '{"status": "finished", "seconds": 3}',
         "metrics.jsonl": '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n',
     }
@@ -225,7 +227,39 @@ def test_a_finished_trial_is_read_and_a_damaged_one_is_not(tmp_path: Path) -> No
     for name, text in whole.items():
         (folder / name).write_bytes(text.encode()[:-4] + b"\xff{")
         assert trials.read_finished(folder, asked) is None, name
+        (folder / name).unlink()
+        assert trials.read_finished(folder, asked) is None, name
         (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (-9, "killed by SIGKILL, as the system does when memory runs out, without output"),
+        (-15, "killed by SIGTERM, without output"),
+        (1, "exit code 1: the last words"),
+    ],
+)
+def test_why_a_trial_died(code: int, said: str, tmp_path: Path) -> None:
+    trials, log = Trials(folder=tmp_path, steps=2, warmup=1, limit_s=60.0), tmp_path / "log"
+    ends = "print('the last words'); raise SystemExit(1)" if code > 0 else f"os.kill(os.getpid(), {-code})"
+    found = trials._wait([sys.executable, "-c", f"import os; {ends}"], log)
+    assert trials._judge(found, log, RunFiles(folder=tmp_path)) == ("failed", said)
+
+
+def test_what_was_not_measured_is_not_called_worse() -> None:
+    died, worse = against(trial(status="failed")), against(trial(rate=50.0))
+    for comparisons, said in (
+        ([died], "no change could be measured; the lines above say why"),
+        ([None], "no change could be measured; the lines above say why"),
+        ([worse], "no measured change was an improvement"),
+        ([worse, died], "no measured change was an improvement; 1 could not be measured"),
+        ([], "none applies to this run"),
+    ):
+        steps = [
+            Step(rung="r", title="", outcome="rolled back", why="", comparison=each) for each in comparisons
+        ]
+        assert _why_none(Climbed(asked={}, options={}, steps=steps, ends=None, criteria=[])) == said
 
 
 def test_the_page_shows_what_each_rung_led_to_and_escapes_what_was_said() -> None:

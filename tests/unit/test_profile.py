@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from crosstune.core.events import Event, Profiled, StepMetrics, Warned
 from crosstune.core.profiling import BACKWARD, DATA, FORWARD, Limits, Operator, Recorded, no_phase
 from crosstune.loop.profile import StepProfile, check_profile_folder, schedule
 from crosstune.loop.profile_result import PhaseClock, profile_lines, profile_result
+from crosstune.loop.stop import StopSignal
 
 
 class Events:
@@ -41,8 +44,12 @@ class FakeProfiler:
     def start(self) -> None:
         self.session.calls.append("start")
 
-    def stop(self, folder: Path, *, step: int) -> Recorded:
+    def stop(
+        self, folder: Path, *, step: int, evaluating: contextlib.AbstractContextManager[None]
+    ) -> Recorded:
         self.session.calls.append(f"stop {step}")
+        with evaluating:
+            self.session.evaluate()
         operator = Operator(name="mm", calls=2, seconds=0.01)
         return Recorded(operators=[operator], flops=1e6, device_busy_s=0.001)
 
@@ -61,6 +68,7 @@ class FakeSession:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.evaluate: Callable[[], object] = lambda: self.calls.append("evaluated")
 
     def profiler(self, settings: object) -> FakeProfiler:
         return FakeProfiler(self)
@@ -97,10 +105,16 @@ def test_nested_phases_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def run_steps(
-    session: FakeSession, folder: Path, observer: Events, num_steps: int, **options: object
+    session: FakeSession,
+    folder: Path,
+    observer: Events,
+    num_steps: int,
+    stop: StopSignal | None = None,
+    **options: object,
 ) -> None:
     config = make_config(profile=True, **options)
-    profile = StepProfile(session=session, config=config, folder=folder, observer=observer)  # type: ignore[arg-type]
+    stop = stop or StopSignal()
+    profile = StepProfile(session=session, config=config, folder=folder, observer=observer, stop=stop)  # type: ignore[arg-type]
     with contextlib.closing(profile):
         for step in range(1, num_steps + 1):
             with profile.step(step):
@@ -112,7 +126,7 @@ def run_steps(
 def test_a_cycle_warms_up_records_and_writes(tmp_path: Path) -> None:
     session, observer = FakeSession(), Events()
     run_steps(session, tmp_path / "p", observer, 8)
-    assert session.calls == ["warm up", "start", "stop 2"]
+    assert session.calls == ["warm up", "start", "stop 2", "evaluated"]
     assert session.phase is no_phase
     [event] = observer.seen
     assert isinstance(event, Profiled) and event.result["steps"] == [2, 3]
@@ -125,9 +139,27 @@ def test_a_cycle_warms_up_records_and_writes(tmp_path: Path) -> None:
 def test_a_run_that_ends_within_a_cycle_is_profiled_as_far_as_it_came(tmp_path: Path) -> None:
     session, observer = FakeSession(), Events()
     run_steps(session, tmp_path, observer, 3, profile_active_steps=50)
-    assert session.calls[-1] == "stop 2"
+    assert session.calls[-2:] == ["stop 2", "evaluated"]
     [event] = observer.seen
     assert isinstance(event, Profiled) and event.result["steps"] == [2, 3]
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_stop_does_not_wait_for_a_long_profile(tmp_path: Path, when: str) -> None:
+    session, observer, stop = FakeSession(), Events(), StopSignal()
+
+    def evaluate() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        session.calls.append("evaluated")
+
+    session.evaluate = evaluate
+    if when == "before":
+        stop.request("Ctrl-C")
+    with stop.listening():
+        run_steps(session, tmp_path, observer, 15, stop=stop, profile_active_steps=12)
+    assert session.calls[-1] == "stop 2", "the profiler was ended, its events were not read"
+    said = [event.message for event in observer.seen if isinstance(event, Warned)]
+    assert "evaluating the profile of 12 steps" in said[0] and "was discarded" in said[1]
 
 
 def test_a_profile_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:

@@ -19,6 +19,13 @@ ORDINARY = [
     "C:\\Users\\me",
     "a:b@c",
     "tokens=[1, 2, 3]",
+    "pad_token=[PAD]",
+    "--eos_token=<|end2|>",
+    "key=task,note=score",
+    "sort_key=name",
+    "data/key=2024/part.parquet",
+    "https://host/x?monkeys=12345&author=someone&tokens=12345",
+    "--keys=abcdef",
 ]
 
 
@@ -34,6 +41,23 @@ ORDINARY = [
         ("https://host/x?a=1&token=hunter2&b=2", "hunter2"),
         ("https://host/x?X-Amz-Signature=hunter2", "hunter2"),
         ("--wandb_api_key=hunter2", "hunter2"),
+        *(
+            (f"https://host/x?a=1&{name}=hunter2x&b=2", "hunter2x")
+            for name in (
+                *("key", "auth", "jwt", "sig", "code_secret", "github_token", "write_token", "read_token"),
+                *("X-Amz-Security-Token", "AccountKey", "x.api.key", "Api-Auth", "MY_PASSWORD"),
+            )
+        ),
+        *(
+            (f"--{name}=hunterxx", "hunterxx")
+            for name in ("github_token", "write-token", "key", "auth", "jwt", "db_password", "account_key")
+        ),
+        ("DefaultEndpointsProtocol=https;AccountName=me;AccountKey=aGVsbG8gd29ybGQ=", "aGVsbG8"),
+        ("GITHUB_TOKEN=hunter2 python", "hunter2"),
+        ('{"private_key": "hunter2hunter2"}', "hunter2"),
+        ("npm_" + "a1B2" * 9, "a1B2"),
+        ("ASIA" + "A1B2" * 4, "A1B2"),
+        ("pypi-" + "AgEIcHlwaS5vcmc" * 3, "AgEI"),
         ("ghp_" + "a1B2" * 9, "a1B2"),
         ("AKIA" + "A1B2" * 4, "A1B2"),
     ],
@@ -51,6 +75,7 @@ def test_ordinary_names_stay(text: str) -> None:
 
 def test_plain_data_and_command_lines() -> None:
     assert redact_values({"a": [TOKEN, 1], TOKEN: (None,)}) == {"a": [HIDDEN, 1], HIDDEN: [None]}
+    assert redact_command(["x", "--github_token", "hunterxx"])[-1] == HIDDEN
     assert redact_command(["train", "--token", "hunter2", "--lr", "1"]) == [
         "train",
         "--token",
@@ -79,7 +104,9 @@ def test_errors_show_none() -> None:
     assert TOKEN not in str(UserError(f"a {TOKEN}", why=f"https://u:{TOKEN}@h", do=TOKEN))
 
 
-@pytest.mark.parametrize("text", ["x" * 100_000, "-" * 100_000, "a." * 50_000, "api_key" * 15_000])
+@pytest.mark.parametrize(
+    "text", ["x" * 100_000, "-" * 100_000, "?a" * 50_000, "--key" * 20_000, "a." * 50_000, "api_key" * 15_000]
+)
 def test_long_texts_take_time_in_proportion(text: str) -> None:
     """Patterns that try every start of a word would need minutes."""
     assert redact(text) == text

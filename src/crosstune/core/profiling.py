@@ -78,8 +78,10 @@ class EngineProfiler(Protocol):
 
     def start(self) -> None: ...
 
-    def stop(self, folder: Path, *, step: int) -> Recorded:
-        """End a cycle whose first step is `step`, and write its files."""
+    def stop(
+        self, folder: Path, *, step: int, evaluating: contextlib.AbstractContextManager[None]
+    ) -> Recorded:
+        """End a cycle whose first step is `step`; then, within `evaluating`, read its events and write its files."""
 
     def mark(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Name a block in the trace."""

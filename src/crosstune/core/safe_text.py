@@ -15,15 +15,25 @@ _URL_LOGIN = re.compile(
     r"|(?P<keep_web>\bhttps?://)[^\s/?#@]+(?=@)",  # token@
     re.I,
 )
+_SECRET_NAME = r"(?:token|key|secret|password|passwd|pwd|signature|sig|auth|jwt|credentials?)"
+_START = r"(?:[a-z0-9_.]|-(?!-)){0,60}"
+# In a URL or an option, every name that ends so holds a secret. The tokens of a tokenizer begin with < or [.
+_NAMED_PART = re.compile(
+    rf"(?P<keep>(?:[?&;#]|(?<![^\s,'\"({{])--)(?=[a-z0-9_]){_START}{_SECRET_NAME}=)[^\s&#;,'\"<\[{{(][^\s&#;,'\"]{{3,}}",
+    re.I,
+)
+# Elsewhere some names do, and others if the value looks like a secret: `--columns sort_key=name` has none.
 _NAMED_VALUE = re.compile(
-    r"(?P<keep>(?:^|[?&;#\s,'\"({]|--)"
-    r"(?:[a-z0-9_-]{0,60}(?:password|passwd|secret|api[_-]?key|access[_-]?key|signature|credentials?)"
-    r"|(?:(?:access|auth|api|hub|hf|bearer|refresh|session|private|wandb)[_-])?token|sig|pwd)=)"
+    r"(?P<keep>(?:^|[\s,'\"({]|--)(?=[a-z0-9_])"
+    rf"(?:{_START}(?:password|passwd|secret|api[_-]?key|access[_-]?key|signature|credentials?)"
+    r"|(?:(?:access|auth|api|hub|hf|bearer|refresh|session|private|wandb)[_-])?token|sig|pwd"
+    rf"|{_START}(?<=[a-z0-9_.-]){_SECRET_NAME}(?==[^\s&#;,'\"<\[{{(]*[0-9]|=[^\s&#;,'\"<\[{{(]{{16}}))=)"
     r"[^\s&#;,'\"]{4,}",
     re.I,
 )
 _NAMED_FIELD = re.compile(
-    r"(?P<keep>(?:password|passwd|secret|api[_-]?key|access[_-]?key|token)[\"']?\s*:\s*[\"']?)"
+    r"(?P<keep>(?:password|passwd|secret|(?:api|access|account|private|secret)[_-]?key|token|jwt|signature)"
+    r"[\"']?\s*:\s*[\"']?)"
     r"(?=[^\s\"',}]*[0-9])[^\s\"',}]{8,}",
     re.I,
 )
@@ -35,9 +45,12 @@ _TOKENS = re.compile(
     r"|(?:gh[pousr]_|github_pat_)[A-Za-z0-9_]{16,}"  # GitHub
     r"|glpat-[A-Za-z0-9_-]{16,}"  # GitLab
     r"|xox[abprs]-[A-Za-z0-9-]{10,}"  # Slack
-    r"|AKIA[0-9A-Z]{16}"  # AWS
+    r"|A[KS]IA[0-9A-Z]{16}"  # AWS
     r"|AIza[A-Za-z0-9_-]{30,}"  # Google
     r"|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"  # JSON web tokens
+    r"|(?:npm|gsk|r8|dckr_pat|dop_v1)_(?=[A-Za-z0-9_-]*[0-9])[A-Za-z0-9_-]{24,}"  # npm, Groq, Replicate, Docker, ...
+    r"|pypi-[A-Za-z0-9_-]{32,}"
+    r"|ya29\.[A-Za-z0-9_-]{20,}"  # Google OAuth
     r"|wandb_v1_[A-Za-z0-9_]{16,}"
     r"|sk-(?=[A-Za-z0-9_-]*[0-9])(?=[A-Za-z0-9_-]*[A-Za-z0-9]{10})[A-Za-z0-9_-]{16,}"  # OpenAI, Anthropic, ...
     r"|sk-[A-Za-z0-9_-]{32,}"
@@ -64,7 +77,7 @@ _ESCAPED_IN_JSON: Mapping[int, str] = {
 def redact(text: str) -> str:
     """Return the text with every secret replaced."""
     text = _URL_LOGIN.sub(lambda found: f"{found['keep'] or found['keep_web']}{HIDDEN}", text)
-    for pattern in (_BEARER, _NAMED_VALUE, _NAMED_FIELD):
+    for pattern in (_BEARER, _NAMED_PART, _NAMED_VALUE, _NAMED_FIELD):
         text = pattern.sub(rf"\g<keep>{HIDDEN}", text)
     return _TOKENS.sub(HIDDEN, text)
 

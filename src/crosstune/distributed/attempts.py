@@ -36,7 +36,7 @@ class Failure:
     def sentence(self, size: int) -> str:
         how = f"exited with code {self.code}"
         if self.code < 0:
-            how = f"was killed by {_signal_name(-self.code)}"
+            how = f"was killed by {signal_name(-self.code)}"
         elif self.code == EXIT_PEER_LOST:
             how = "lost the connection to the others"
         return f"process {self.rank} of {size} (counted from 0, host {self.host}) {how}"
@@ -130,7 +130,7 @@ def lost(node: str, why: str) -> Outcome:
     )
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -149,7 +149,7 @@ def _outcome(cause: Failure, signals: Sequence[int], *, size: int) -> Outcome:
         return Outcome(code=EXIT_AT_ONCE, lines=("stopped at once.",))
     if -cause.code in signals:
         return Outcome(
-            code=cause.shell_code, lines=(f"stopped by {_signal_name(-cause.code)} before it began.",)
+            code=cause.shell_code, lines=(f"stopped by {signal_name(-cause.code)} before it began.",)
         )
     if cause.rank == 0 and cause.code in (EXIT_USER_MUST_ACT, EXIT_PORT_TAKEN):
         return Outcome(code=EXIT_USER_MUST_ACT)  # it has printed the reason

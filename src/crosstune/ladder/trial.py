@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -18,8 +19,10 @@ import yaml
 
 from crosstune.core.errors import EXIT_STOPPED, UserError
 from crosstune.core.events import NonFinite
+from crosstune.distributed.attempts import signal_name
 from crosstune.files.atomic_files import remove_folder, write_text
 from crosstune.files.run_lock import is_held
+from crosstune.files.yaml_files import read_yaml
 from crosstune.report.files import RunFiles, load_run, number
 
 SLOWEST_LEFT_OUT = 0.1
@@ -140,6 +143,7 @@ class Trials:
 
     def _wait(self, command: list[str], log: Path) -> int | None:
         """Return the exit code of a command; None if it exceeded `limit_s`. Raise KeyboardInterrupt on a stop."""
+        log.unlink(missing_ok=True)
         with log.open("wb") as out:
             child = subprocess.Popen(
                 command,
@@ -169,11 +173,12 @@ class Trials:
         """Return a trial that finished earlier with the same options and intact files."""
         file = folder.parent / f"{folder.name}.yaml"
         try:
-            before = yaml.safe_load(file.read_text(encoding="utf-8"))
+            before = read_yaml(file)
             run = load_run(folder)
-        except (OSError, UserError, UnicodeDecodeError, yaml.YAMLError):
+        except (OSError, UserError):
             return None
-        if before != dict(asked) or run.problems or run.summary.get("status") != "finished":
+        damaged = run.problems or not run.plan  # the rungs need the plan
+        if before != dict(asked) or damaged or run.summary.get("status") != "finished":
             return None
         seconds = number(run.summary.get("seconds")) or 0.0
         found = self._read(folder.name, code=0, seconds=seconds, log=folder)
@@ -210,7 +215,12 @@ class Trials:
         said = [line.strip() for line in lines if line.strip()][-TAIL_LINES:]
         ended = " ".join(str(event.get("error", "")) for event in run.events if event.get("kind") == "failed")
         status: Status = "out_of_memory" if "memory" in ended.lower() else "failed"
-        return status, f"exit code {code}: {' / '.join(said)}"
+        how = f"exit code {code}"
+        if code < 0:
+            how = f"killed by {signal_name(-code)}"
+            if -code == signal.SIGKILL:
+                how += ", as the system does when memory runs out"
+        return status, f"{how}: {' / '.join(said)}" if said else f"{how}, without output"
 
 
 def middle(values: Sequence[float]) -> float:

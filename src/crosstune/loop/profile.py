@@ -13,8 +13,11 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer, Profiled, Warned
 from crosstune.core.profiling import Phase, Profiles, ProfileSettings, Recorded, no_phase
 from crosstune.loop.profile_result import PhaseClock, profile_result, write_profile
+from crosstune.loop.stop import StopRequested, StopSignal
 
 DEFAULT_FOLDER = "profiles"
+FEW_STEPS = 10
+"""Recorded steps of a cycle that are evaluated even when the run is stopped."""
 
 
 def schedule(config: Config, place: int) -> str:
@@ -71,6 +74,7 @@ class StepProfile:
     engine: str = ""
     phase: Phase = no_phase
     clock: PhaseClock = field(default_factory=PhaseClock)
+    stop: StopSignal = field(default_factory=StopSignal)
     recorded: list[Recorded] = field(default_factory=list)
     other_steps_s: list[float] = field(default_factory=list)
     """Times of the steps that were not recorded, without the first."""
@@ -137,10 +141,21 @@ class StepProfile:
 
     def _end_cycle(self) -> None:
         first, self._first, self._is_prepared = self._first, None, False
-        if first is not None:
+        if first is None:
+            return
+        count = sum(step >= first for step in self.clock.steps)
+        evaluating: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if count > FEW_STEPS:  # it takes up to a second per step: a checkpoint cannot wait for it
+            evaluating = self.stop.droppable()
+            message = f"evaluating the profile of {count} steps: this may take a second for each step"
+            self.observer.on_event(Warned(message=message, step=first))
+        try:
             with self._reporting_errors():
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self.recorded.append(self._profiler.stop(self.folder, step=first))
+                self.recorded.append(self._profiler.stop(self.folder, step=first, evaluating=evaluating))
+        except StopRequested:  # the loop stops after this step
+            message = f"the profile of {count} steps was discarded, because the run was stopped"
+            self.observer.on_event(Warned(message=message, step=first))
 
     @contextlib.contextmanager
     def _reporting_errors(self) -> Iterator[None]:

@@ -28,7 +28,9 @@ class MlxProfiler:
     def start(self) -> None:
         return None
 
-    def stop(self, folder: Path, *, step: int) -> Recorded:
+    def stop(
+        self, folder: Path, *, step: int, evaluating: contextlib.AbstractContextManager[None]
+    ) -> Recorded:
         return Recorded()
 
     def mark(self, name: str) -> contextlib.AbstractContextManager[None]:

@@ -204,7 +204,12 @@ class Execution:
             folder = profile_folder(config, self.record.folder)
             assert isinstance(session, Profiles), "both engines can be profiled"
             profile = StepProfile(
-                session=session, config=config, folder=folder, observer=self.observer, engine=self.plan.engine
+                session=session,
+                config=config,
+                folder=folder,
+                observer=self.observer,
+                engine=self.plan.engine,
+                stop=self.stop,
             )
         self.training = Training(
             session=session,

@@ -204,8 +204,8 @@ def _test(
     out: Path | None,
     train: Sequence[Item],
 ) -> dict[str, Any]:
+    from crosstune.cli.commands.train import try_report
     from crosstune.cli.terminal.screen import Screen
-    from crosstune.report import write_report
     from crosstune.results.judge import measure_judge
 
     say_start("judge eval", str(request.target), "importing the engine")
@@ -224,7 +224,7 @@ def _test(
     if out is not None:
         lines.append(f"written  {test.write(out)}")
         if (out / "plan.json").is_file():
-            write_report(out)
+            try_report(out, screen)
     if not own.json:
         print_result(report, lines, as_json=False)
     return report

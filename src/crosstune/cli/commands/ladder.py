@@ -172,6 +172,18 @@ def _train_command(folder: Path) -> str:
     return f"crosstune train --config {shlex.quote(shown_path(folder / 'train.yaml'))}"
 
 
+def _why_none(found: Climbed) -> str:
+    """Return why no change was kept. A change that failed was not measured, so it is not called worse."""
+    tried = [step for step in found.steps if step.outcome == "rolled back"]
+    num_measured = sum(step.comparison is not None and step.comparison.failed is None for step in tried)
+    if not tried:
+        return "none applies to this run"
+    if not num_measured:
+        return "no change could be measured; the lines above say why"
+    rest = f"; {len(tried) - num_measured} could not be measured" if num_measured < len(tried) else ""
+    return f"no measured change was an improvement{rest}"
+
+
 def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None:
     from crosstune.cli.terminal.units import size
     from crosstune.ladder.trial import middle
@@ -179,9 +191,7 @@ def _print_result(output: Any, found: Climbed, folder: Path, page: Path) -> None
     kept = [step for step in found.steps if step.outcome == "kept"]
     output.line("")
     if found.ends is None:
-        tried = any(step.outcome == "rolled back" for step in found.steps)
-        why = "no change was an improvement" if tried else "none applies to this run"
-        output.line(f"result   no rung was kept: {why}")
+        output.line(f"result   no rung was kept: {_why_none(found)}")
     elif (failed := found.ends.failed) is not None:
         output.line(
             f"result   {len(kept)} kept, but the trial {failed.name} at the end failed: {failed.error}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name, say_start
 from crosstune.config.schema import Config
-from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, PeerLost, UserError
+from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, LIBRARY_FAULTS, PeerLost, UserError
 from crosstune.core.events import Observer
 from crosstune.distributed.environment import read_nodes, read_ranks
 from crosstune.process.ranks import Group
@@ -153,7 +153,7 @@ def show_training(
     report = None
     if group.ranks.first:
         with StopSignal().listening():  # the run is over: a signal must not interrupt its report
-            report = _write_report(result.folder, screen)
+            report = try_report(result.folder, screen)
         for text, style in ending_lines(result.summary, result.folder, report):
             screen.output.line(text, style=style)
         screen.output.drain()
@@ -168,12 +168,16 @@ def leave_together(result: RunResult, group: Group) -> None:
         raise result.failure
 
 
-def _write_report(folder: Path, screen: Screen) -> Path | None:
+def try_report(folder: Path, screen: Screen) -> Path | None:
+    """Write the page of a run; print a warning if that fails, because the work itself is done."""
     from crosstune.cli.terminal.output import WARNING
     from crosstune.report import write_report
 
     try:
         return write_report(folder)
-    except UserError as error:  # the run itself succeeded
-        screen.output.line("\n".join(error.lines()), style=WARNING)
-        return None
+    except UserError as error:
+        lines = error.lines()
+    except LIBRARY_FAULTS as error:
+        lines = [f"The page of {folder} could not be drawn.", f"  why: {type(error).__name__}: {error}."]
+    screen.output.line("\n".join(lines), style=WARNING)
+    return None

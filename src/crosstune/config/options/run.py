@@ -163,7 +163,7 @@ class ProfilingOptions:
     )
     profiler_warmup_steps: int = _profiling(1, "Warm-up steps in each cycle", high=10**9)
     profile_active_steps: int = _profiling(
-        2, "Steps to record in each cycle", low=1, high=10**6, aliases=("active_steps",)
+        2, "Steps to record in each cycle", low=1, high=1000, aliases=("active_steps",)
     )
     profile_repeat: int = _profiling(
         1, "Number of profiling cycles; 0: no limit", high=10**6, aliases=("repeat",)

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,10 @@ from crosstune.distributed.jobs.option import COMMON, JobOption
 SCHEDULERS = "crosstune.distributed.jobs.schedulers"
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables that a node's launcher must not inherit."""
+ANSWER_S = 120.0
+"""Seconds for a command of the scheduler to answer."""
+NOTICE_EVERY_S = 10.0
+"""Seconds between two lines about waiting."""
 _CHECKPOINT_NAME = re.compile(r"step-\d+/?$|\.tar$")
 
 
@@ -222,11 +227,44 @@ def submit(command: Sequence[str], text: str, *, where: str, do: str, cwd: Path 
     """Pipe a string into a scheduler's command; return its output. `where` is advice if the command is missing."""
     if shutil.which(command[0]) is None:
         raise UserError(f"Cannot submit the job: {command[0]} was not found on this machine.", do=where)
-    done = subprocess.run(command, input=text, text=True, capture_output=True, check=False, cwd=cwd)
-    if done.returncode:
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        cwd=cwd,
+    )
+    found = answer_of(process, text, waiting_for=command[0])
+    if found is None:
+        raise UserError(
+            f"{command[0]} did not answer within {ANSWER_S:g} s.",
+            why="it was stopped; the job may have been submitted nevertheless.",
+            do="list the jobs of the cluster before you submit it again",
+        )
+    out, said = found
+    if process.returncode:
         raise UserError(
             f"{command[0]} rejected the job.",
-            why=done.stderr.strip() or f"exit code {done.returncode}",
+            why=said.strip() or f"exit code {process.returncode}",
             do=do,
         )
-    return done.stdout
+    return out
+
+
+def answer_of(
+    process: subprocess.Popen[str], text: str | None = None, *, waiting_for: str, limit_s: float | None = None
+) -> tuple[str, str] | None:
+    """Return the output and the errors of a command; print a line while it takes long. Kill it after `limit_s` (ANSWER_S)
+    and return None."""
+    ends_at = time.monotonic() + (ANSWER_S if limit_s is None else limit_s)
+    while (left := ends_at - time.monotonic()) > 0:
+        try:
+            return process.communicate(text, timeout=min(NOTICE_EVERY_S, left))
+        except subprocess.TimeoutExpired:
+            text = None  # it is being sent
+            print(f"waiting for {waiting_for} ...", file=sys.stderr, flush=True)
+    process.kill()
+    process.wait()  # not for the end of its output, which a child of it may hold
+    return None

@@ -80,12 +80,23 @@ class TorchProfiler:
     def synchronize(self) -> None:
         self._synchronize()
 
-    def stop(self, folder: Path, *, step: int) -> Recorded:
+    def stop(
+        self, folder: Path, *, step: int, evaluating: contextlib.AbstractContextManager[None]
+    ) -> Recorded:
         assert self._recording is not None
         self.synchronize()
         recording, self._recording = self._recording, None
         with _without_messages():
             recording.stop_trace()
+        with evaluating:
+            try:
+                return self._evaluate(recording, folder, step)
+            finally:  # also on a full disk, or when the run is stopped
+                for left in folder.glob(f"trace-step-{step:08d}.json*"):
+                    if left.suffix != ".gz":
+                        left.unlink(missing_ok=True)
+
+    def _evaluate(self, recording: profile, folder: Path, step: int) -> Recorded:
         events = list(recording.events() or ())
         with staging_folder(folder / "trace") as stage:
             written, timeline = self._write_files(recording, stage, step)

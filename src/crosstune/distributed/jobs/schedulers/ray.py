@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import collections
 import importlib.util
 import logging
 import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,10 +55,17 @@ def write(job: Job) -> str:
     address = job.options["address"]
     to = [] if address == "auto" else ["--address", f"http://{address.rpartition(':')[0] or address}:8265"]
     inside = f"cd {shlex.quote(str(job.folder))} && exec {shlex.join(command)}"
+    # Ray joins the words again, and by its version leaves $(...) and backticks alive: none may be among them.
+    encoded = base64.b64encode(inside.encode()).decode()
+    words = ["bash", "-c", f"exec bash <(base64 -d <<< {encoded})"]
+    readable = inside.translate(
+        {ord(char): repr(char)[1:-1] for char in set(inside) if not char.isprintable()}
+    )
     lines = [
         f"# {job.num_nodes} bundles of {bundle(job)}, spread across the nodes of the cluster.",
         "ray status",
-        shlex.join(["ray", "job", "submit", *to, "--no-wait", "--", "bash", "-c", inside]),
+        f"# The word in base64 is: {readable}",
+        shlex.join(["ray", "job", "submit", *to, "--no-wait", "--", *words]),
     ]
     return "\n".join(lines) + "\n"
 
@@ -70,6 +79,7 @@ def start(job: Job) -> Started:
         )
     import ray
 
+    print(f"connecting to the Ray cluster at {job.options['address']} ...", file=sys.stderr, flush=True)
     try:
         ray.init(address=job.options["address"], log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:

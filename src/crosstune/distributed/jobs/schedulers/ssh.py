@@ -11,7 +11,7 @@ from pathlib import Path
 
 from crosstune.core.errors import EXIT_USER_MUST_ACT, UserError, raise_all, shown
 from crosstune.distributed.jobs.attached import AttachedProcess
-from crosstune.distributed.jobs.job import RANK_VARIABLES, Job, Started
+from crosstune.distributed.jobs.job import RANK_VARIABLES, Job, Started, answer_of
 from crosstune.distributed.jobs.nodes import LOST, run_nodes
 from crosstune.distributed.jobs.option import BEFORE, PORT, RESTARTS, JobOption, matches
 from crosstune.files.plain_files import UnreadableFile, read_plain_text
@@ -99,13 +99,16 @@ def _unreachable(job: Job) -> Iterator[UserError]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
         )
         for host in _hosts(job)
     }
     for host, process in started.items():
-        _, said = process.communicate()
-        why = " ".join(said.decode(errors="replace").split()) or f"exit code {process.returncode}"
-        if process.returncode == LOST:
+        found = answer_of(process, waiting_for=f"the login to {host}", limit_s=3 * LOGIN_S)
+        said = found[1] if found is not None else f"the login was not complete after {3 * LOGIN_S} s."
+        why = " ".join(said.split()) or f"exit code {process.returncode}"
+        if process.returncode == LOST or found is None:
             yield UserError(
                 f"ssh cannot log in to {host}.",
                 why=why,
