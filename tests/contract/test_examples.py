@@ -47,6 +47,7 @@ def test_qlora_fits_a_24_gb_card(home: Path) -> None:
     assert "memory" in _run(words, home)
 
 
+@pytest.mark.slow
 def test_judge(home: Path) -> None:
     options = ["--backend", "cpu", "--max_samples", "32", "--test_samples", "8", "--max_steps", "2"]
     printed = _run(["sh", "examples/judge.sh", *options, "--skip_untrained"], home, MODEL="tiny-random")
@@ -54,11 +55,13 @@ def test_judge(home: Path) -> None:
     assert len((home / "verdicts.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_latent_diffusion(home: Path) -> None:
     options = ["--backend", "cpu", "--precision", "fp32", "--hidden_size", "32", "--n_blocks", "1"]
     _run(["sh", "examples/latent_diffusion.sh", *options, "--max_steps", "3", "--eval_samples", "8"], home)
 
 
+@pytest.mark.slow
 def test_two_processes(home: Path) -> None:
     _run(["sh", "examples/two_processes.sh", *QUICK], home, MODEL="tiny-random")
     assert (home / "runs/two/adapter").is_dir()
@@ -69,10 +72,12 @@ def test_slurm(home: Path) -> None:
     assert "#SBATCH --nodes=2" in printed
 
 
+@pytest.mark.slow
 def test_train_py(home: Path) -> None:
     assert "peft: " in _run([sys.executable, "examples/train.py", "tiny-random"], home)
 
 
+@pytest.mark.slow
 def test_mlx_to_cuda(home: Path) -> None:
     pytest.importorskip("mlx")
     printed = _run(
