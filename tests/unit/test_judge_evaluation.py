@@ -253,7 +253,7 @@ def test_small_and_large_cards() -> None:
     assert chosen("cuda", 16.9, model="org/Big-7B")["train_type"] == "qlora"  # does not fit without 4 bits
     assert chosen("cuda", 16.9, model="org/unknown")["train_type"] == "qlora"
     reason = choose_preset(make_config(recipe="judge"), report_of("cuda", 8.5))["batch_size"].reason
-    assert "8 GB" in reason
+    assert "8 GiB" in reason
 
 
 @pytest.mark.parametrize(
@@ -306,6 +306,6 @@ def test_a_moved_run_keeps_what_its_first_backend_chose() -> None:
     manifest = make_manifest(recipe="judge", options=options, backend="mps")
     checkpoint: Any = SimpleNamespace(manifest=manifest, folder=Path("runs/a/checkpoints/step-1"))
     kept = kept_options(checkpoint, {"lr": 3e-4}, backend="cuda")
-    assert kept == {"batch_size": 1, "model_name": "x", "grad_norm": 1.0}
+    assert kept == {"batch_size": 1, "model_name": "x", "grad_norm": 1.0, "data_rules": 1}
     other: Any = SimpleNamespace(manifest=replace(manifest, recipe="sft"), folder=checkpoint.folder)
-    assert kept_options(other, {}, backend="cuda") == {}
+    assert kept_options(other, {}, backend="cuda") == {"data_rules": 1}

@@ -28,7 +28,11 @@ def test_a_name_that_means_the_same_is_the_option(tmp_path: Path) -> None:
     for name, target in SAME.items():
         option = options_by_name()[target]
         value: Any = {bool: "true", int: 3, float: 0.5, str: "word"}[option.type]
-        value = option.choices[0] if option.choices else "wandb" if option.name == "log_to" else value
+        value = (
+            option.choices[0]
+            if option.choices
+            else {"log_to": "wandb", "layers_to_transform": "0-1"}.get(option.name, value)
+        )
         config = make_config(**{name: value})
         assert getattr(config, option.name) == convert_value(option, value, "here"), name
         assert list(config.sources) == [option.name] and config.renamed == {option.name: name}
