@@ -61,7 +61,7 @@ def test_an_image_column_is_refused(tiny_model: Path, write_jsonl: Any, capsys: 
 
 def test_a_bad_byte_in_a_table_is_named_by_its_line(tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "rows.csv"
-    path.write_bytes(b"prompt,completion\n" + b"a,b\n" * 50 + b"caf\xe9,b\n" + b"a,b\n" * 50)
+    path.write_bytes(b"prompt,completion\n" + "ä,ö\n".encode() * 50 + b"caf\xe9,b\n" + b"a,b\n" * 50)
     assert data(tiny_model, path) == 2
     answer = capsys.readouterr().err
     assert "rows.csv, line 52 is not UTF-8 text" in answer

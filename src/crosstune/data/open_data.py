@@ -26,7 +26,7 @@ from crosstune.data.read.columns import (
     uniform_sources,
 )
 from crosstune.data.read.dataset_list import parse_dataset, unweighted
-from crosstune.data.read.files import Row
+from crosstune.data.read.files import FilePart, Row
 from crosstune.data.read.sources import Source, open_source
 from crosstune.data.tokens.corpus import Corpus, join_corpora, open_corpus
 from crosstune.data.tokens.store import MemoryWriter
@@ -268,7 +268,9 @@ class DataOpener:
 
     def _notes(self, sources: Sequence[Source], opened: Sequence[RunData]) -> list[str]:
         uniform = [one for source in sources for one in self._uniform(source)]
-        notes = renamed_columns(uniform, parse_columns(self.config.columns))
+        parts = [part for source in sources for part in (*source.parts, *source.held_out)]
+        notes = [remark for part in parts if isinstance(part, FilePart) and (remark := part.remark())]
+        notes += renamed_columns(uniform, parse_columns(self.config.columns))
         for source, one in zip(sources, opened, strict=True):
             if source.unused:
                 notes.append(f"{source.name}: held out by name and not read: {', '.join(source.unused)}")
