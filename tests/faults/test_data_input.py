@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from crosstune.cli.main import main
+from crosstune.config.load import make_config
+from crosstune.recipes.sft import SftRecipe
 
 GOOD = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"}]}
 
@@ -102,6 +104,8 @@ def test_the_report_as_json(tiny_model: Path, write_jsonl: Any, capsys: Any) -> 
     assert data(tiny_model, write_jsonl(pairs(12)), "--json", "--show", "2") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["train"]["examples"] == 11
+    config = make_config(model_name=str(tiny_model), dataset=report["dataset"])
+    assert report["identity"] == SftRecipe(config, model_folder=tiny_model).data.identity(), "as in plan.json"
     assert report["eval"]["examples"] == 1
     assert len(report["shown"]) == 2
 

@@ -89,7 +89,7 @@ class DataOpener:
         most = 0 if config.skip_eval or config.eval_dataset else self._most_held_out()
         shares = _divide(most, len(sources))
         held_out = [
-            self._evaluated(source.own_held_out(), most=share)
+            self._evaluated(source.own_held_out(), most=min(share, config.eval_samples))
             for source, share in zip(sources, shares, strict=True)
             if share and source.held_out
         ]
@@ -230,7 +230,7 @@ class DataOpener:
         return opened
 
     def _evaluated(self, source: Source, *, most: int) -> tuple[Corpus, Sequence[tuple[Row, str]]]:
-        corpus = self._corpus(source, limit=-1 if most >= _UNLIMITED // 2 else most)[0].part(_first(most))
+        corpus = self._corpus(source, limit=most)[0].part(_first(most))
         if self.config.dedup:
             corpus = corpus.without(np.empty(0, dtype=np.uint64))
         return corpus, self._rows(source, corpus)
