@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from crosstune.cli.main import main
+from crosstune.config.load import make_config
+from crosstune.recipes.sft import SftRecipe
 
 GOOD = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there"}]}
 
@@ -61,7 +63,7 @@ def test_an_image_column_is_refused(tiny_model: Path, write_jsonl: Any, capsys: 
 
 def test_a_bad_byte_in_a_table_is_named_by_its_line(tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "rows.csv"
-    path.write_bytes(b"prompt,completion\n" + b"a,b\n" * 50 + b"caf\xe9,b\n" + b"a,b\n" * 50)
+    path.write_bytes(b"prompt,completion\n" + "ä,ö\n".encode() * 50 + b"caf\xe9,b\n" + b"a,b\n" * 50)
     assert data(tiny_model, path) == 2
     answer = capsys.readouterr().err
     assert "rows.csv, line 52 is not UTF-8 text" in answer
@@ -102,6 +104,8 @@ def test_the_report_as_json(tiny_model: Path, write_jsonl: Any, capsys: Any) -> 
     assert data(tiny_model, write_jsonl(pairs(12)), "--json", "--show", "2") == 0
     report = json.loads(capsys.readouterr().out)
     assert report["train"]["examples"] == 11
+    config = make_config(model_name=str(tiny_model), dataset=report["dataset"])
+    assert report["identity"] == SftRecipe(config, model_folder=tiny_model).data.identity(), "as in plan.json"
     assert report["eval"]["examples"] == 1
     assert len(report["shown"]) == 2
 

@@ -14,6 +14,7 @@ from support import chat
 
 from crosstune.checkpoint.read import open_checkpoint
 from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
 from crosstune.core.protocols import SessionState
 from crosstune.files.json_files import read_jsonl
 from crosstune.models.tiny import tiny_model
@@ -114,3 +115,29 @@ def test_an_old_run_continues_bit_for_bit(straight: Path) -> None:
     assert resumed["changed_options"] == []
     config = (old / "config.yaml").read_text()
     assert "tracker_group: mine" in config and "profile_wait_steps: 1" in config
+
+
+def test_an_old_run_keeps_the_rules_of_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_jsonl: Any
+) -> None:
+    """Its data has duplicates, and its template ends prompts with a space."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model(Path("model"), hidden=32, intermediate=64, num_layers=1, num_heads=2, num_kv_heads=1)
+    Path("model/chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    data = write_jsonl([chat(f"What {n % 15}?", f"the {n % 15}") for n in range(30)])
+    options = OPTIONS | {"dataset": str(data), "skip_eval": False, "num_samples": 0, "kernels": "general"}
+    old = train(make_config(**options, name="old", data_rules=1)).folder
+    for checkpoint in (old / "checkpoints").glob("step-*"):
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        for recorded in (manifest["options"], manifest["asked"]):  # as in a run from before the option
+            del recorded["data_rules"]
+        raw = json.dumps(manifest).encode()
+        (checkpoint / "manifest.json").write_bytes(raw)
+        (checkpoint / "manifest.sha256").write_text(f"{hashlib.sha256(raw).hexdigest()}  manifest.json\n")
+    result = train(make_config(resume=str(old), max_steps=5))
+    assert result.summary["status"] == "finished"
+    with pytest.raises(UserError, match=r"(?s)belongs to a different run.*data_rules"):
+        train(make_config(resume=str(old), max_steps=6, data_rules=2))

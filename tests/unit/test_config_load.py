@@ -33,6 +33,8 @@ def test_every_option_is_a_flag_with_dashes_or_underscores(
     Path("word").write_text("{}")  # for the option that names a file
     for option in option_list():
         value = {bool: "true", int: "3", float: "0.5", str: "word"}[option.type]
+        if option.type is int:
+            value = str(min(3, int(option.high or 3)))
         if option.choices:
             value = option.choices[0]
         if option.high is not None and option.high < float(value):

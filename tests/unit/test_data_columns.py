@@ -42,6 +42,12 @@ def shown(recipe: SftRecipe, place: int = 0) -> tuple[str, str]:
         ({"instruction": "q", "context": "c", "response": "r"}, ["c\n\nq", "r"]),
         ({"instruction": "q", "input": "i", "response": "r"}, ["q\n\ni", "r"]),
         ({"conversation": [{"role": "user", "content": "q"}]}, ["q"]),
+        ({"Prompt": "q", "Completion": "r"}, ["q", "r"]),
+        ({"Question": "q", "Answer": "r", "ID": 7}, ["q", "r"]),
+        ({"QUERY": "q", "reply": "r", "ID": 7}, ["q", "r"]),
+        ({"Instruction": "q", "Input": "i", "Response": "r"}, ["q\n\ni", "r"]),
+        ({"System": "s", "Prompt": "q", "Response": "r"}, ["s", "q", "r"]),
+        ({"Messages": [{"role": "user", "content": "q"}]}, ["q"]),
     ],
 )
 def test_usual_names_are_recognised(tmp_path: Path, row: dict[str, Any], texts: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from crosstune.core.errors import UserError
 from crosstune.data.bundled.named_datasets import known_names
 from crosstune.data.read import files
 from crosstune.data.read.columns import pick_rows, uniform_sources
+from crosstune.data.read.files import FilePart
 from crosstune.data.read.formats import recognise, to_conversation
 from crosstune.data.read.hub import HubPart
 from crosstune.data.read.sources import Source, open_source, split_of
@@ -99,9 +101,53 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, word
 def test_bytes_that_are_not_text_are_named(tmp_path: Path) -> None:
     for name, start in (("a.jsonl", b'{"text": "'), ("a.json", b'[{"text": "'), ("a.csv", b"text\n")):
         path = tmp_path / name
-        path.write_bytes(start + b"\xff\xfe\n")
+        path.write_bytes(start + b"\xff\x81\n")
         with pytest.raises(UserError, match=r"line 1|line 2|UTF-8"):
             rows_of(open_source(str(path)))
+
+
+TABLE = "prompt,completion\ncafé,naïve\nüber,Größe\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "encoding", "words"),
+    [
+        ("a.csv", TABLE, "latin-1", "Windows-1252"),
+        ("a.csv", TABLE.replace("café", "“CAFÉ»"), "cp1252", "Windows-1252"),
+        ("a.csv", TABLE, "utf-16", "UTF-16 text"),
+        ("a.csv", TABLE.replace(",", ";"), "utf-8", "semicolons"),
+        ("a.csv", '"prompt";"completion"\r\n"café";"naïve"\r\n', "cp1252", "Windows-1252 .* semicolons"),
+        ("a.csv", TABLE.replace(",", "\t"), "utf-8-sig", "tabs"),
+        ("a.csv", TABLE.replace("über", "a;b"), "utf-8", None),
+        ("a.csv", TABLE, "utf-8-sig", None),
+        ("a.tsv", TABLE.replace(",", "\t"), "utf-16", "UTF-16 text$"),
+        ("a.jsonl", '{"prompt": "café", "completion": "naïve"}\n', "latin-1", "Windows-1252"),
+        ("a.jsonl", '{"prompt": "café", "completion": "naïve"}\r\n', "utf-16", "UTF-16"),
+        ("a.json", '[{"prompt": "café", "completion": "naïve"}]', "utf-16", "UTF-16"),
+        ("a.json", '{"prompt": "café", "completion": "naïve"}', "utf-8", None),
+        ("a.json", '{"data": [{"prompt": "café", "completion": "naïve"}]}', "utf-8", '"data" list'),
+        ("a.json", '{"version": "1.0", "n": 2,\n "rows": [\n{"prompt": "café", "completion": "naïve"}], "x": [1]}', "utf-8", '"rows" list'),
+        ("a.txt", "café naïve", "cp1252", "Windows-1252"),
+    ],
+)  # fmt: skip
+def test_how_a_file_is_written_is_recognised_and_said(
+    tmp_path: Path, name: str, text: str, encoding: str, words: str | None
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(text.encode(encoding))
+    source = open_source(str(path))
+    [part] = source.parts
+    assert isinstance(part, FilePart)
+    assert re.search(words, part.remark()) if words else not part.remark()
+    first = rows_of(source)[0]
+    assert list(first.values()) in (["café", "naïve"], ["“CAFÉ»", "naïve"], ["café naïve"])
+
+
+def test_text_after_wrapped_rows_is_not_json(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"data": [{"text": "a"}]')
+    with pytest.raises(UserError, match="is not JSON"):
+        rows_of(open_source(str(path)))
 
 
 def test_a_folder_is_read_in_order_and_its_splits_are_known(tmp_path: Path) -> None:
@@ -209,7 +255,7 @@ def test_more_formats(row: dict[str, Any], form: str, turns: list[str]) -> None:
     [
         ([("wizard", "a")], "Unknown role 'wizard'.*assistant"),
         ([("assistant", "a"), ("user", "b")], "before any question"),
-        ([("user", "a"), ("system", "b")], "system is turn 2"),
+        ([("user", "a"), ("system", "b")], "system is turn 2.*do: .*first turn"),
         ([("user", [{"type": "image_url", "image_url": "x"}])], "found .*image_url"),
         ([("user", None)], "must be text"),
     ],

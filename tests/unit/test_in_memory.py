@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.data.read.in_memory import write_in_memory
 from crosstune.data.read.sources import open_source
 from crosstune.files.json_files import read_jsonl
+from crosstune.recipes.sft import SftRecipe
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"ä {n}", "completion": [n, None, 0.5]} for n in range(5)]
 
@@ -42,6 +44,20 @@ def test_splits_are_the_files_of_a_folder(tmp_path: Path) -> None:
     source = open_source(str(folder))
     assert [found.row for _, found, _ in source.rows()] == ROWS
     assert [found.row for _, found, _ in source.own_held_out().rows()] == ROWS[:1]
+
+
+@pytest.mark.parametrize("as_splits", [False, True])
+def test_the_report_says_that_rows_were_in_memory(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_splits: bool
+) -> None:
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "a cache"))
+    rows = [{"Query": f"q {n}", "Reply": f"a {n}"} for n in range(5)]
+    written = write({"train": rows} if as_splits else rows, tmp_path / "a cache")
+    config = make_config(model_name=str(tiny_model), dataset=str(written))
+    described = SftRecipe(config, model_folder=tiny_model).describe()
+    assert described["dataset"] == "rows in memory"
+    place = "rows in memory/train.jsonl" if as_splits else "rows in memory"
+    assert described["notes"] == [f"{place}: Query as prompt, Reply as completion; --columns chooses others"]
 
 
 def test_a_dataset_gives_its_rows(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "dataset_num_proc preprocessing_num_workers": "crosstune tokenizes in one pass; there is nothing to set",
         "dataset_prepared_path": "crosstune tokenizes in one pass; there is nothing to set",
         "dataloader_num_workers": "batches are prepared ahead in the background; there is nothing to set",
-        "val_set_size val_size test_size": "--eval_samples N holds out at most N examples, or --eval_dataset FILE specifies them",
+        "val_set_size val_size test_size": "--eval_fraction F holds out a fraction, --eval_samples N at most N examples; --eval_dataset FILE specifies them",
         "val_batches test_batches": "--eval_samples N, the number of examples in an evaluation",
         "max_eval_samples": "--eval_samples N",
         "max_train_samples limit": "--dataset_samples N",

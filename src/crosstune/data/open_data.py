@@ -26,7 +26,7 @@ from crosstune.data.read.columns import (
     uniform_sources,
 )
 from crosstune.data.read.dataset_list import parse_dataset, unweighted
-from crosstune.data.read.files import Row
+from crosstune.data.read.files import FilePart, Row
 from crosstune.data.read.sources import Source, open_source
 from crosstune.data.tokens.corpus import Corpus, join_corpora, open_corpus
 from crosstune.data.tokens.store import MemoryWriter
@@ -89,7 +89,7 @@ class DataOpener:
         most = 0 if config.skip_eval or config.eval_dataset else self._most_held_out()
         shares = _divide(most, len(sources))
         held_out = [
-            self._evaluated(source.own_held_out(), most=share)
+            self._evaluated(source.own_held_out(), most=min(share, config.eval_samples))
             for source, share in zip(sources, shares, strict=True)
             if share and source.held_out
         ]
@@ -230,7 +230,7 @@ class DataOpener:
         return opened
 
     def _evaluated(self, source: Source, *, most: int) -> tuple[Corpus, Sequence[tuple[Row, str]]]:
-        corpus = self._corpus(source, limit=-1 if most >= _UNLIMITED // 2 else most)[0].part(_first(most))
+        corpus = self._corpus(source, limit=most)[0].part(_first(most))
         if self.config.dedup:
             corpus = corpus.without(np.empty(0, dtype=np.uint64))
         return corpus, self._rows(source, corpus)
@@ -268,7 +268,9 @@ class DataOpener:
 
     def _notes(self, sources: Sequence[Source], opened: Sequence[RunData]) -> list[str]:
         uniform = [one for source in sources for one in self._uniform(source)]
-        notes = renamed_columns(uniform, parse_columns(self.config.columns))
+        parts = [part for source in sources for part in (*source.parts, *source.held_out)]
+        notes = [remark for part in parts if isinstance(part, FilePart) and (remark := part.remark())]
+        notes += renamed_columns(uniform, parse_columns(self.config.columns))
         for source, one in zip(sources, opened, strict=True):
             if source.unused:
                 notes.append(f"{source.name}: held out by name and not read: {', '.join(source.unused)}")

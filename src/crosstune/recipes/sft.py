@@ -35,6 +35,7 @@ from crosstune.data.open_data import DataOpener
 from crosstune.data.read.columns import parse_columns
 from crosstune.data.read.files import Row
 from crosstune.data.read.formats import to_conversation, tools_of
+from crosstune.data.read.in_memory import name_in_memory
 from crosstune.data.render.built_in_templates import plain_template, read_template
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.data.render.types import NO_LOSS
@@ -109,7 +110,7 @@ class TokenRecipe:
         kept = ("bad_rows", "unlocated_answers", "unused_columns", "ignored_by_template", "joined_tokens")
         counts = {"rows": facts["rows"], "empty_answers": facts["empty"], "without_answer": without_answer}
         return {
-            "dataset": self.config.dataset,
+            "dataset": name_in_memory(self.config.dataset, cache=cache_override()),
             "format": form,
             "identity": identity,
             "context_length": self.corpus.limit,
@@ -187,14 +188,18 @@ class SftRecipe(TokenRecipe):
 
     def describe(self) -> Mapping[str, Any]:
         """Return the data report for the screen, plan.json and the HTML page."""
-        config, notes = self.config, [*self.data.notes]
+        config = self.config
+        notes = [name_in_memory(note, cache=cache_override()) for note in self.data.notes]
         described = self.describe_rows(
             form=self.train.form, identity=self.data.identity(), without_answer=self.data.without_answer
         )
         if self.data.rows:
             described["rows"] = dict(self.data.rows)
         if self.data.sources:
-            described["sources"] = list(self.data.sources)
+            described["sources"] = [
+                {**source, "name": name_in_memory(source["name"], cache=cache_override())}
+                for source in self.data.sources
+            ]
         if self.packed is not None:
             described |= {"packed_rows": self.packed.num_rows(1), "packed_fill": self.packed.fill()}
         if self.held_out is not None:

@@ -158,7 +158,18 @@ def _format_of_targets(first: Row, used: Columns, *, source: str) -> str:
 
 
 def _well_known(row: Row) -> Columns:
-    """Return the renames for a row with other common names for its question and answer."""
+    """Return the renames for a row with other common names for its columns, or with names in upper case."""
+    lower = {str(name).strip().lower(): str(name) for name in row}
+    if len(lower) == len(row) and list(lower) != list(lower.values()):
+        plain = {name: row[column] for name, column in lower.items()}
+        used = {} if fitting_formats(plain) else _well_known(plain)
+        needed = {name for form in fitting_formats(rename(plain, used))[:1] for name in COLUMNS[form]}
+        new_names = {name: used.get(name, name) for name in lower}
+        return {
+            lower[name]: target
+            for name, target in new_names.items()
+            if lower[name] != target and (target in needed or target in OPTIONAL_COLUMNS) and needed
+        }
     lists = [name for name in _CONVERSATIONS if isinstance(row.get(name), list)]
     if len(lists) == 1:
         return {lists[0]: "messages"}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from crosstune.core.errors import UserError, shown
+from crosstune.data.read.styles import UTF8, WRAPPED, Style, style_of
 from crosstune.files.json_files import FOREIGN, check_parsed, parse_json
 from crosstune.files.plain_files import UnreadableFile, open_plain
 
@@ -84,20 +85,26 @@ class FilePart:
                 raise found.error
             yield found
 
+    def remark(self) -> str:
+        """Return how the file is read if it is not written in the usual way, otherwise an empty string."""
+        remarks = style_of(self.path).remarks(self.path.suffix.lower())
+        return f"{self.name} is read as {' and '.join(remarks)}" if remarks else ""
+
     def _read(self) -> Iterator[Found]:
         suffix = self.path.suffix.lower()
         if suffix == ".parquet":
             yield from _read_parquet(self.path)
             return
         with _open(self.path) as file:
+            style = style_of(self.path)
             if suffix == ".jsonl":
-                yield from _read_lines(self.path, file)
+                yield from _read_lines(self.path, file, style)
             elif suffix == ".json":
-                yield from _read_json(self.path, file)
+                yield from _read_json(self.path, file, style)
             elif self.is_text:
-                yield from _read_documents(self.path, file)
+                yield from _read_documents(self.path, file, style)
             else:
-                yield from _read_csv(self.path, file, delimiter="\t" if suffix == ".tsv" else ",")
+                yield from _read_csv(self.path, file, style)
 
 
 def file_part(path: Path) -> FilePart:
@@ -116,8 +123,19 @@ def _open(path: Path) -> BinaryIO:
         raise UserError(f"Cannot read the dataset {path}.", why=error.why, do=error.do) from error
 
 
-def _read_lines(path: Path, file: BinaryIO) -> Iterator[Found]:
+class _Recoded:
+    """The lines of a file in another encoding, as UTF-8."""
+
+    def __init__(self, file: BinaryIO, encoding: str) -> None:
+        self.text = io.TextIOWrapper(file, encoding=encoding, newline="\n")
+
+    def readline(self, size: int) -> bytes:
+        return self.text.readline(size).encode()
+
+
+def _read_lines(path: Path, raw: BinaryIO, style: Style) -> Iterator[Found]:
     number = end_byte = 0
+    file = raw if style.encoding == UTF8 else _Recoded(raw, style.encoding)
     while line := file.readline(LARGEST_ROW_BYTES):
         number += 1
         end_byte += len(line)
@@ -139,25 +157,29 @@ def _read_lines(path: Path, file: BinaryIO) -> Iterator[Found]:
             yield Found({}, number, end_byte, bad)
 
 
-def _read_json(path: Path, file: BinaryIO) -> Iterator[Found]:
-    """Read an array of rows in chunks; a file that starts with an object is read as JSON Lines."""
-    first = file.read(_CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1].decode("latin-1")
+def _read_json(path: Path, file: BinaryIO, style: Style) -> Iterator[Found]:
+    """Read an array of rows in chunks; a file that starts with an object is read as JSON Lines, or as the array in it."""
+    first = file.read(_CHUNK_BYTES).decode(style.encoding, errors="replace").lstrip()[:1]
     file.seek(0)
+    if style.key:
+        return _read_array(path, file, style)
     if first == "{":
-        return _read_lines(path, file)
+        return _read_lines(path, file, style)
     if first and first != "[":
         raise UserError(f"{path} is not a list of rows.", why="it must be a JSON array of objects.")
-    return _read_array(path, file) if first else iter(())
+    return _read_array(path, file, style) if first else iter(())
 
 
-def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
-    file = io.TextIOWrapper(raw, encoding="utf-8-sig")
+def _read_array(path: Path, raw: BinaryIO, style: Style) -> Iterator[Found]:
+    file = io.TextIOWrapper(raw, encoding=style.encoding)
     text, number, ended = _read_text(path, file, _CHUNK_BYTES), 0, False
-    place = text.index("[") + 1
+    wrapped = WRAPPED.match(text) if style.key else None
+    place = (wrapped.end() if wrapped is not None else text.index("[")) + 1
     while True:
         place = _SEPARATORS.match(text, place).end()  # type: ignore[union-attr]
         if place < len(text) and text[place] == "]":
-            if rest := text[place + 1 :].strip():
+            rest = (text[place + 1 :] + _read_text(path, file, -1)).strip()
+            if not (_ends_object(rest) if style.key else not rest):
                 raise UserError(f"{path} is not JSON.", why=f"text follows the array: {rest[:40]!r}")
             return
         try:
@@ -187,6 +209,15 @@ def _read_array(path: Path, raw: BinaryIO) -> Iterator[Found]:
         place = end
 
 
+def _ends_object(rest: str) -> bool:
+    """Return True if this text completes an object after its first value."""
+    try:
+        parse_json('{"rows": 0' + rest, foreign=True)
+    except ValueError:
+        return False
+    return True
+
+
 def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:
     try:
         return file.read(size)
@@ -194,9 +225,9 @@ def _read_text(path: Path, file: io.TextIOWrapper, size: int) -> str:
         raise UserError(f"{path} is not UTF-8 text.", why=str(error)) from error
 
 
-def _read_csv(path: Path, file: BinaryIO, *, delimiter: str) -> Iterator[Found]:
+def _read_csv(path: Path, file: BinaryIO, style: Style) -> Iterator[Found]:
     csv.field_size_limit(LARGEST_ROW_BYTES)  # the default of 128 KiB is too small for long answers
-    lines = _decoded_lines(path, file)
+    lines, delimiter = _decoded_lines(path, file, style), style.separator
     quoting: Any = csv.QUOTE_NONE if delimiter == "\t" and _has_bare_quotes(path) else csv.QUOTE_MINIMAL
     reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     header: list[str] | None = None
@@ -241,10 +272,10 @@ def _has_bare_quotes(path: Path) -> bool:
     return found
 
 
-def _read_documents(path: Path, file: BinaryIO) -> Iterator[Found]:
+def _read_documents(path: Path, file: BinaryIO, style: Style) -> Iterator[Found]:
     """Read a text file as one document, or, if it is large, as several that end at a blank line."""
     number, lines, characters = 0, list[str](), 0
-    for line in _decoded_lines(path, file):
+    for line in _decoded_lines(path, file, style):
         lines.append(line.replace("\r\n", "\n"))
         characters += len(line)
         at_blank_line = characters >= TEXT_CHARACTERS and not line.strip()
@@ -256,9 +287,10 @@ def _read_documents(path: Path, file: BinaryIO) -> Iterator[Found]:
         yield Found({"text": text}, number + 1, path.stat().st_size)
 
 
-def _decoded_lines(path: Path, file: BinaryIO) -> Iterator[str]:
+def _decoded_lines(path: Path, file: BinaryIO, style: Style) -> Iterator[str]:
     """Yield the decoded lines. Each is checked by itself, since the decoder reads ahead and would report a different line."""
-    text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    errors = "surrogateescape" if style.encoding == UTF8 else "strict"
+    text = io.TextIOWrapper(file, encoding=style.encoding, errors=errors, newline="")
     for number, line in enumerate(text, start=1):
         try:
             line.encode()

@@ -259,11 +259,8 @@ def _how_to_read(row: Row) -> dict[str, str]:
             "why": "these are preferences, and crosstune does not support preference training.",
             "do": "train on the chosen answers with --columns chosen=completion",
         }
-    lower = {str(name).lower(): str(name) for name in row}
-    if close := next((cs for cs in COLUMNS.values() if all(column in lower for column in cs)), ()):
-        return {"do": f"--columns {','.join(f'{lower[column]}={column}' for column in close)}"}
     known = "; ".join(f"{' + '.join(columns)} ({name})" for name, columns in COLUMNS.items())
-    return {"do": f"{_NAME_COLUMNS}; the formats are: {known}; a CSV file needs commas, a .tsv file tabs"}
+    return {"do": f"{_NAME_COLUMNS}; the formats are: {known}"}
 
 
 def fitting_formats(row: Row) -> list[str]:

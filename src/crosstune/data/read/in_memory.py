@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,14 @@ def write_in_memory(data: object, *, option: str, cache: Path | None) -> Path:
             why=str(error),
             do="free some space, or set CROSSTUNE_CACHE to a folder on a larger disk",
         ) from error
+
+
+def name_in_memory(text: str, *, cache: Path | None) -> str:
+    """Return a text with the files of in-memory rows named as such."""
+    if "rows-" not in text:
+        return text
+    written = re.escape(str(cache_folder(cache))) + rf"[/\\]rows-[0-9a-f]{{{_NAME_CHARS}}}(\.jsonl)?"
+    return re.sub(written, "rows in memory", text)
 
 
 def _write_splits(splits: Mapping[Any, Any], root: Path, staging: Path, *, option: str) -> Path:

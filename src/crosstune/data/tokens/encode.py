@@ -277,13 +277,12 @@ def tokenize_source(
         "whole": encoder.whole,
         "splits_prompts": tokenizer.splits_prompts,
         "rows": limit,
-        "skips_bad": source.skips_bad,
     }
     if source.size_bytes <= in_memory_bytes:
         memory = MemoryWriter()
         store = memory.to_store(encode_source(source, encoder, memory, limit=limit, progress=progress))
     else:
-        key = digest(decides)
+        key = digest(decides | {"skips_bad": source.skips_bad})
         store = _cached_store(source, encoder, key=key, limit=limit, cache=cache, progress=progress)
     return store, decides
 
