@@ -184,6 +184,11 @@ def test_a_file_of_predictions_alone_gives_the_table_of_the_test(tmp_path: Path,
         ('[{"expected": 3, "predicted": "x"}]', "expected is a score"),
         ('[{"expected": "x", "predicted": 3}]', "neither a score nor a winner"),
         ('[{"expected": 3, "predicted": 11}]', "outside the scale 0-10"),
+        ('[{"expected": 3, "predicted": 2, "confidence": 1e308}]', "confidence is 1e+308"),
+        (
+            '[{"expected": 3, "predicted": 2, "baselines": {"x": {"predicted": 1e308}}}]',
+            "predicted is 1e+308",
+        ),
         ('[{"expected": 3, "predicted": 2}, {"expected": "A", "predicted": "B"}]', "mixes"),
     ],
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
+import os
+import random
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.files.plain_files import UnreadableFile
 from crosstune.recipes.latent_diffusion import check_dataset, pair_folder
 from crosstune.recipes.latent_diffusion.build import BuildRequest, build
 from crosstune.recipes.latent_diffusion.corpora import (
@@ -27,8 +31,8 @@ from crosstune.recipes.latent_diffusion.corpora import (
     write_grammar_tokenizer,
 )
 from crosstune.recipes.latent_diffusion.encoders import open_encoder_of, pooling_of
-from crosstune.recipes.latent_diffusion.layouts import read_layout, write_layout
-from crosstune.recipes.latent_diffusion.pair_folder import Made, open_pairs, write_pairs
+from crosstune.recipes.latent_diffusion.layouts import _read_tokens, _read_vector, read_layout, write_layout
+from crosstune.recipes.latent_diffusion.pair_folder import Made, load_array, open_pairs, write_pairs
 from crosstune.recipes.latent_diffusion.settings import make_settings
 from crosstune.recipes.latent_diffusion.texts import (
     EDITION,
@@ -464,3 +468,48 @@ def test_the_edition_tells_the_texts_that_are_made(tmp_path: Path) -> None:
     found = {split: [longer[row] for row in rows] for split, rows in sorted(chosen.splits.items())}
     digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()
     assert (EDITION, digest[:16]) == (1, "100e3b02845c2edc")
+
+
+def test_arrays_that_are_not_regular_files_or_are_damaged(tmp_path: Path) -> None:
+    """A library would wait for the writer of a pipe."""
+    pipe, plain, packed = tmp_path / "pipe", tmp_path / "x.npy", tmp_path / "x.npz"
+    os.mkfifo(pipe)
+    np.save(plain, np.ones((3, 4), np.float32))
+    np.savez(packed, input_ids=np.arange(4), attention_mask=np.ones(4, np.int64))
+    for read, path in (
+        (load_array, pipe),
+        (_read_tokens, pipe),
+        (load_array, tmp_path),
+        (_read_tokens, plain),
+    ):
+        with pytest.raises(UnreadableFile):
+            read(path)
+    source = random.Random(0)
+    for read, path in ((load_array, plain), (_read_tokens, packed)):
+        whole = path.read_bytes()
+        for _ in range(150):
+            raw = bytearray(whole)
+            for _ in range(source.randint(1, 4)):
+                raw[source.randrange(len(raw))] = source.randrange(256)
+            path.write_bytes(raw[: source.choice([len(raw), source.randrange(len(raw))])])
+            with contextlib.suppress(UnreadableFile):
+                read(path)
+
+
+def test_an_npz_file_that_unpacks_to_too_much(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "x.npz", input_ids=np.zeros(2**24, np.int64), attention_mask=np.ones(1))
+    with pytest.raises(UnreadableFile, match="unpacks to more than"):
+        _read_tokens(tmp_path / "x.npz")
+
+
+def test_a_vector_file_without_a_vector(tmp_path: Path) -> None:
+    for array in (np.float32(1), np.zeros((0, 4), np.float32), np.zeros((3, 0), np.float32)):
+        np.save(tmp_path / "x.npy", array)
+        with pytest.raises(UnreadableFile, match="not one vector"):
+            _read_vector(tmp_path / "x.npy")
+
+
+@pytest.mark.parametrize("flag", ["steps", "correct", "samples"])
+def test_absurd_numbers(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["latents", "eval", str(tmp_path), "--data", str(tmp_path), f"--{flag}", "999999999"]) == 2
+    assert "is too large; the maximum is" in capsys.readouterr().err

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from crosstune.cli.commands.train import try_report
+from crosstune.cli.terminal.screen import Screen
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.recipes.sft import SftRecipe
@@ -287,6 +289,20 @@ def test_wrong_types_never_stop_a_page(tmp_path: Path) -> None:
         assert render_page(folder).open == []
         write_comparison(compare_runs([str(folder), str(other)], parent=tmp_path), tmp_path / "page.html")
         read_listed(folder, changed=0.0)
+
+
+def test_a_page_that_cannot_be_drawn_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A finished training does not end with a traceback, even for a mistake of ours."""
+
+    def fail(*args: object, **more: object) -> str:
+        raise TypeError("no such value")
+
+    monkeypatch.setattr("crosstune.report.page.fill", fail)
+    with Screen(live=False) as screen:
+        assert try_report(make_run(tmp_path / "run"), screen) is None
+    assert "could not be drawn" in capsys.readouterr().err
 
 
 def test_nulls_are_gaps_and_a_failure_says_why(tmp_path: Path) -> None:

@@ -155,6 +155,11 @@ def _read_verdict(row: Mapping[str, Any], is_pair: bool, place: str) -> Judgemen
             f"{place} is not a prediction.",
             why=f"predicted is {predicted!r:.40}, and expected is a {'winner' if is_pair else 'score'}.",
         )
+    # A baseline's score may leave the scale a little. Sums of squares of larger numbers overflow.
+    for name, value, most in (("predicted", predicted, 1e9), ("confidence", confidence, 1.0)):
+        if is_number(value) and not -most <= value <= most:
+            why = f"{name} is {value!r:.40}, more than {most:g}."
+            raise UserError(f"{place} is not a prediction.", why=why)
     return Judgement(
         score=None if is_pair or predicted is None else float(predicted),
         winner=predicted if is_pair else None,
