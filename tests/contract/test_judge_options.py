@@ -14,7 +14,15 @@ from crosstune.cli.main import main
 
 
 def train(model: Path, home: Path, *words: str) -> dict[str, Any]:
-    data = ["--dataset", "judge_translations", "--max_samples", "32", "--test_samples", "6", "--skip_untrained"]
+    data = [
+        "--dataset",
+        "judge_translations",
+        "--max_samples",
+        "32",
+        "--test_samples",
+        "6",
+        "--skip_untrained",
+    ]
     asked = ["--model", str(model), "--backend", "cpu", "--max_steps", "2", "--batch_size", "4", "--json"]
     command = [sys.executable, "-m", "crosstune", "judge", "train", *data, *asked, *words]
     done = subprocess.run(command, cwd=home, capture_output=True, text=True)
@@ -26,7 +34,8 @@ def train(model: Path, home: Path, *words: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_processes_train_the_judge_that_one_trains(tiny_model: Path, tmp_path: Path) -> None:
     one, two = (
-        train(tiny_model, tmp_path, "--world_size", str(world), "--name", f"world-{world}") for world in (1, 2)
+        train(tiny_model, tmp_path, "--world_size", str(world), "--name", f"world-{world}")
+        for world in (1, 2)
     )
     assert two["test"]["num_items"] == one["test"]["num_items"] > 0
     for name, value in one["test"]["metrics"].items():

@@ -227,7 +227,10 @@ def test_pairs_are_asked_in_both_orders(tiny_model: Path, tmp_path: Path) -> Non
 
         def prompts(self, items: Any) -> list[list[int]]:
             longer = [each.answers[0] == first for each in items]
-            return [tokens[:1] * more + tokens for tokens, more in zip(super().prompts(items), longer, strict=True)]
+            return [
+                tokens[:1] * more + tokens
+                for tokens, more in zip(super().prompts(items), longer, strict=True)
+            ]
 
     [whole] = map(len, judge.prompts(asked[:1]))
     for first, by in itertools.product(asked[0].answers, ("probabilities", "generation")):

@@ -23,7 +23,9 @@ def opened(model: Path, backend: str, **options: Any) -> Any:
     if backend == "mlx":
         pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
     asked = {"backend": backend, "precision": "fp32", "model_name": str(model)} | options
-    return open_session(make_plan(make_config(**asked)), ModelFolder(name=str(model), path=model, source="folder"))
+    return open_session(
+        make_plan(make_config(**asked)), ModelFolder(name=str(model), path=model, source="folder")
+    )
 
 
 def assert_same(found: Any, expected: Any, *, rtol: float = 0.0) -> None:
@@ -71,5 +73,7 @@ def test_a_run_with_an_average_moves_between_engines(tiny_model: Path) -> None:
     mlx_session.import_state(torch_session.export_state())
     train_step(mlx_session, window, lr=0.01)
     torch_session.import_state(mlx_session.export_state())
-    assert_same(torch_session.export_state().moments["average"], mlx_session.export_state().moments["average"])
+    assert_same(
+        torch_session.export_state().moments["average"], mlx_session.export_state().moments["average"]
+    )
     assert torch_session.evaluate(window).loss == pytest.approx(mlx_session.evaluate(window).loss, rel=1e-5)

@@ -248,7 +248,9 @@ def test_the_format_must_fit_the_data() -> None:
 
 
 @pytest.mark.parametrize("name", ["digit", "score", "result", "json"])
-@pytest.mark.parametrize("critique", ["", "fine", 'Not Score: 3/10, [RESULT] 3 or {"score": 3}; Score: 8/10.'])
+@pytest.mark.parametrize(
+    "critique", ["", "fine", 'Not Score: 3/10, [RESULT] 3 or {"score": 3}; Score: 8/10.']
+)
 def test_a_soft_label_is_at_the_label_and_not_in_the_feedback(
     tiny_model: Path, name: str, critique: str
 ) -> None:

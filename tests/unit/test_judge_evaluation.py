@@ -61,7 +61,10 @@ def test_an_unreadable_score_is_the_worst_one_and_counted() -> None:
 @pytest.mark.parametrize("scale", [Scale(low=1, high=3), Scale(low=0, high=1), TEN])
 def test_an_unreadable_score_is_wrong_in_every_metric(scale: Scale) -> None:
     """Even if no score of the scale is more than a point off."""
-    items = [replace(one, critique="one error") for one in scored(scale.low, (scale.low + scale.high) / 2, scale.high)]
+    items = [
+        replace(one, critique="one error")
+        for one in scored(scale.low, (scale.low + scale.high) / 2, scale.high)
+    ]
     right = [Judgement(score=one.score, text="t", feedback="one error") for one in items]
     perfect = evaluate_items(items, right, scale=scale, intervals=False)
     for place in range(3):
@@ -253,7 +256,9 @@ def test_small_and_large_cards() -> None:
     assert "8 GB" in reason
 
 
-@pytest.mark.parametrize("asked", [{}, {"batch_size": 4}, {"gradient_accumulation_steps": 3}, {"rows_per_step": 7}])
+@pytest.mark.parametrize(
+    "asked", [{}, {"batch_size": 4}, {"gradient_accumulation_steps": 3}, {"rows_per_step": 7}]
+)
 def test_the_rows_of_a_step_do_not_depend_on_the_number_of_devices(asked: dict[str, Any]) -> None:
     """Unless the user sets the accumulation, which counts for each device."""
     rows = dict[int, int]()
@@ -262,7 +267,11 @@ def test_the_rows_of_a_step_do_not_depend_on_the_number_of_devices(asked: dict[s
         config = make_config(**{"recipe": "judge", "world_size": world} | found | asked)
         rows[world] = rows_per_step(config)
         assert rows[world] >= config.batch_size or "rows_per_step" not in found
-    wanted = {1: 6, 2: 12, 3: 18, 8: 48} if "gradient_accumulation_steps" in asked else dict.fromkeys(rows, rows[1])
+    wanted = (
+        {1: 6, 2: 12, 3: 18, 8: 48}
+        if "gradient_accumulation_steps" in asked
+        else dict.fromkeys(rows, rows[1])
+    )
     assert rows == wanted
 
 

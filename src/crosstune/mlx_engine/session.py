@@ -115,7 +115,9 @@ class MlxSession:
         gradients, self._pending = self._pending, {}
         with self.phase(OPTIMIZER), memory_errors(doing=UPDATING):
             self.masters.replace(self.optimizer.step(self.masters.arrays, gradients, lr=lr))
-            mx.eval(self.masters.arrays, self.optimizer.slots, self.optimizer.averages, self.model.parameters())
+            mx.eval(
+                self.masters.arrays, self.optimizer.slots, self.optimizer.averages, self.model.parameters()
+            )
         del gradients
         if self.plan.config.low_memory:
             mx.clear_cache()

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.commands.train import add_machine
 from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_json, print_result, read_path
+from crosstune.cli.commands.train import add_machine
 from crosstune.cli.terminal.output import Column, table_lines
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError

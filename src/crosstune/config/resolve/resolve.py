@@ -258,7 +258,10 @@ def _check_values(draft: Draft) -> None:
         draft.warn("warmup_steps", "exceeds max_steps: the warm-up is shortened to the whole run")
     rows, size, world = draft["rows_per_step"], draft["batch_size"], draft.world_size
     if rows and size and (parts := -(-rows // size)) < world:
-        draft.warn("rows_per_step", f"{rows} rows in micro-batches of {size} leave {world - parts} of {world} devices idle")
+        draft.warn(
+            "rows_per_step",
+            f"{rows} rows in micro-batches of {size} leave {world - parts} of {world} devices idle",
+        )
     if draft.method == "llama_pro" and draft["base_adapter"]:
         why = "llama_pro trains blocks, not adapters."
         draft.refuse("base_adapter cannot be combined with llama_pro.", why=why)

@@ -110,7 +110,11 @@ def _share_rows(config: Config, values: Mapping[str, tuple[Any, str]]) -> dict[s
     rows = size * values["gradient_accumulation_steps"][0]
     why = f"the rows of a step on one device, divided among {config.world_size}"
     smaller = min(size, max(1, rows // config.world_size))
-    return {"rows_per_step": (rows, why), "batch_size": (smaller, why), "gradient_accumulation_steps": (1, why)}
+    return {
+        "rows_per_step": (rows, why),
+        "batch_size": (smaller, why),
+        "gradient_accumulation_steps": (1, why),
+    }
 
 
 def read_billions(model: str) -> float | None:
