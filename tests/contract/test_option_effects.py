@@ -81,8 +81,14 @@ class Context:
     def asked(self, home: Path) -> dict[str, Any]:
         asked: dict[str, Any] = {
             **{name: getattr(self, name) for name in ("recipe", "train_type", "optimizer", "backend")},
-            "precision": "fp32", "max_steps": 2, "batch_size": 2, "eval_samples": 2, "save_minutes": 0,
-            "output_dir": str(home / "runs"), "name": "run", "overwrite": True,
+            "precision": "fp32",
+            "max_steps": 2,
+            "batch_size": 2,
+            "eval_samples": 2,
+            "save_minutes": 0,
+            "output_dir": str(home / "runs"),
+            "name": "run",
+            "overwrite": True,
         }
         if self.recipe == "latent_diffusion":
             return asked | {"hidden_size": 32, "n_blocks": 2, "decode_steps": 2} | self.more
@@ -144,7 +150,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     home = tmp_path_factory.mktemp("effects")
     tiny_model(home / "tiny")
-    words = ["red", "green", "blue", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+    words = [
+        "red",
+        "green",
+        "blue",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+    ]
     rows = {
         "sft": [{"prompt": f"Say {word}.", "completion": word * 3, "text": word} for word in words],
         "judge": [
@@ -230,7 +249,8 @@ def test_every_option_is_declared_once_and_can_be_tried() -> None:
 def test_some_options_change_the_run_or_are_answered(home: Path) -> None:
     context = CONTEXTS[0]
     assert trained(context.asked(home)) == trained(context.asked(home)), "a run is repeatable"
-    found = list(silent(random.Random(3).sample(all_cases(), 40), home))
+    few = [case for case in all_cases() if case[0] in CONTEXTS[:3]]
+    found = list(silent(random.Random(3).sample(few, 20), home))
     assert not found, "\n".join(found)
 
 
