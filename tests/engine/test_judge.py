@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +205,20 @@ def test_a_prompt_beyond_the_context_is_not_judged_and_counted(opened: Opened, b
         assert replace(judge, max_tokens=5).judge(asked)[0].too_long, "nothing fits"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Longer(Judge):
+    """A judge whose tokens depend on the order of the answers, as where a full stop and a new line are one token."""
+
+    first: str
+
+    def prompts(self, items: Sequence[Item]) -> list[list[int]]:
+        prompts = super().prompts(items)
+        return [
+            tokens[:1] * (item.answers[0] == self.first) + tokens
+            for item, tokens in zip(items, prompts, strict=True)
+        ]
+
+
 def test_pairs_are_asked_in_both_orders(tiny_model: Path, tmp_path: Path) -> None:
     rows = [
         {"id": f"r{n}", "task": f"t {n}", "answer_a": "a good text", "answer_b": "a bad text", "winner": "A"}
@@ -221,20 +236,10 @@ def test_pairs_are_asked_in_both_orders(tiny_model: Path, tmp_path: Path) -> Non
             "the order of the answers does not matter"
         )
         assert one.consistent is not None and one.winner in ("A", "B", "tie")
-
-    class Longer(Judge):
-        """A judge whose tokens depend on the order of the answers, as where a full stop and a new line are one token."""
-
-        def prompts(self, items: Any) -> list[list[int]]:
-            longer = [each.answers[0] == first for each in items]
-            return [
-                tokens[:1] * more + tokens
-                for tokens, more in zip(super().prompts(items), longer, strict=True)
-            ]
-
     [whole] = map(len, judge.prompts(asked[:1]))
     for first, by in itertools.product(asked[0].answers, ("probabilities", "generation")):
         tight = Longer(
+            first=first,
             session=session,
             tokenizer=judge.tokenizer,
             settings=judge.settings,

@@ -174,4 +174,10 @@ TRACKER_GROUPS = _with_trackers("wandb", "trackio")
 TRACKER_OWNERS = _with_trackers("wandb", "weave")
 JUDGE = _with_recipe("judge")
 SFT = Condition("`--recipe sft`", lambda now: now["recipe"] == "sft", "with the {recipe} recipe")
+ANSWERS_COMPARED = Condition(
+    "`--recipe sft`",
+    lambda now: now["recipe"] not in ("judge", "latent_diffusion"),
+    "with the {recipe} recipe, which has its own metrics",
+)
+FP8_BASE = Condition("`--base_precision fp8`", lambda now: now["base_precision"] == "fp8")
 PROFILE = _with_option("profile", "profile_memory")

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from crosstune.config.conditions import EVALUATION, NO_SKIP_EVAL, SFT, STREAMED_LOADING, TORCH_ENGINE
+from crosstune.config.conditions import (
+    ANSWERS_COMPARED,
+    EVALUATION,
+    NO_SKIP_EVAL,
+    SFT,
+    STREAMED_LOADING,
+    TORCH_ENGINE,
+)
 from crosstune.config.option import Holds, OnResume, not_zero, option
 
 _option = partial(option, on_resume=OnResume.MAY_CHANGE_DATA)
@@ -76,7 +83,7 @@ class DataOptions:
         "auto",
         "Metric in addition to the loss; auto: exact_match for the bundled data, otherwise none",
         choices=("auto", "loss", "exact_match"),
-        needs=(EVALUATION,),
+        needs=(EVALUATION, ANSWERS_COMPARED),
     )
     context_length: int = _option(
         2048, "Maximum length of an example in tokens", aliases=("max_seq_length",), low=2, high=2**24

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from crosstune.config.conditions import LATENT_DIFFUSION
+from crosstune.config.conditions import EVALUATION, LATENT_DIFFUSION, Condition, Values
 from crosstune.config.option import OnResume, option
 
 MODES = ("l2t", "t2l", "unconditional")
@@ -53,7 +53,35 @@ def _check(read: Callable[[str], Any], wanted: str) -> Callable[[str], str | Non
     return check
 
 
+def modes_in(now: Values) -> set[str]:
+    """Return the modes that a run trains, from its options."""
+    if now["loss_type"] == "random":
+        return {mode for mode, share in read_shares(now["mode_weights"]).items() if share > 0}
+    if now["loss_type"] == "sequential":
+        return {mode for mode, _ in read_schedule(now["sequential_schedule"])}
+    return {now["loss_type"]}
+
+
+def _with_modes(*modes: str) -> Condition:
+    """Require one of these modes."""
+    return Condition(
+        " or ".join(modes), lambda now: bool({*modes} & modes_in(now)), "with --loss_type {loss_type}"
+    )
+
+
+def _with_loss_type(name: str) -> Condition:
+    return Condition(f"`--loss_type {name}`", lambda now: now["loss_type"] == name)
+
+
 _option = partial(option, needs=(LATENT_DIFFUSION,))
+_from_text = partial(option, needs=(LATENT_DIFFUSION, _with_modes("t2l", "unconditional")))
+_to_text = partial(option, needs=(LATENT_DIFFUSION, _with_modes("l2t", "unconditional")))
+_decoding = partial(
+    option,
+    needs=(LATENT_DIFFUSION, EVALUATION, _with_modes("l2t", "unconditional")),
+    on_resume=OnResume.FREE,
+)
+_from_latent = partial(option, needs=(LATENT_DIFFUSION, _with_modes("l2t")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,29 +97,31 @@ class LatentOptions:
         "Weights of the modes with --loss_type random; the mode is drawn per row",
         check=_check(read_shares, "weights, as in l2t:0.65,t2l:0.25,unconditional:0.1"),
         joins_items=":",
+        needs=(LATENT_DIFFUSION, _with_loss_type("random")),
     )
     sequential_schedule: str = _option(
         "l2t:1000,t2l:500,unconditional:500",
         "Modes and their numbers of steps with --loss_type sequential; the last mode lasts until the end",
         check=_check(read_schedule, "numbers of steps, as in l2t:1000,t2l:500"),
         joins_items=":",
+        needs=(LATENT_DIFFUSION, _with_loss_type("sequential")),
     )
     cfg_dropout_prob: float = _option(
         0.1, "Fraction of rows trained without their condition, for classifier-free guidance", high=1
     )
-    latent_noise: float = _option(
+    latent_noise: float = _from_latent(
         0.0,
         "Standard deviation of noise added to the input vectors of l2t (unit variance), against memorizing a small corpus",
         high=100,
     )
-    text_loss_weight: float = _option(1.0, "Weight of the cross-entropy on masked tokens", high=1e6)
-    latent_loss_weight: float = _option(0.1, "Weight of the latent loss", high=1e6)
-    latent_loss: str = _option(
+    text_loss_weight: float = _to_text(1.0, "Weight of the cross-entropy on masked tokens", high=1e6)
+    latent_loss_weight: float = _from_text(0.1, "Weight of the latent loss", high=1e6)
+    latent_loss: str = _from_text(
         "cosine",
         "Latent loss: 1 - cosine, or the mean squared error between vectors of unit variance",
         choices=("cosine", "mse"),
     )
-    latent_parameterization: str = _option(
+    latent_parameterization: str = _from_text(
         "x0",
         "Prediction target of the latent head: the clean vector (x0), the velocity (v) or the noise (epsilon)",
         choices=("x0", "v", "epsilon"),
@@ -113,16 +143,9 @@ class LatentOptions:
         "1 / (1 - decay) should be 2 to 3 % of all steps: 0.98 for 2,000 steps, 0.999 for 40,000",
         high=0.999999,
     )
-    decode_steps: int = _option(
-        8,
-        "Denoising steps for decoding held-out latents in an evaluation",
-        low=1,
-        high=10_000,
-        on_resume=OnResume.FREE,
+    decode_steps: int = _decoding(
+        8, "Denoising steps for decoding held-out latents in an evaluation", low=1, high=10_000
     )
-    guidance: float = _option(
-        1.0,
-        "Classifier-free guidance for decoding in an evaluation; 1: none",
-        high=100,
-        on_resume=OnResume.FREE,
+    guidance: float = _decoding(
+        1.0, "Classifier-free guidance for decoding in an evaluation; 1: none", high=100
     )

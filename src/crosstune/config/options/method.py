@@ -11,6 +11,7 @@ from crosstune.config.conditions import (
     ADAPTERS,
     BLOCKS_TO_ADD,
     DOUBLE_QUANT,
+    FP8_BASE,
     LLAMA_PRO,
     MLX_ENGINE,
     QUANTIZED_BASE,
@@ -69,7 +70,7 @@ class MethodOptions:
         "Maximum KL divergence, in nats per token, between the base in fp8 and the unquantized base, measured before "
         "training: the worst layer groups are not converted; 0: convert all layers",
         high=100,
-        needs=(ADAPTERS, TORCH_ENGINE),
+        needs=(ADAPTERS, TORCH_ENGINE, FP8_BASE),
     )
     lora_rank: int = _adapter(16, "Rank of the adapters", low=1, high=2**16, on_resume=OnResume.ADAPTER)
     lora_alpha: float = _adapter(
