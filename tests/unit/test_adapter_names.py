@@ -59,4 +59,7 @@ def test_what_all_leaves_out_is_described() -> None:
     assert everything == [*LAYERS, *STACKS]
     assert describe_left_out(everything, STACKS) == []
     assert choose_names(LAYERS, "all", model="M", stacks=STACKS, dora=True) == LAYERS
-    assert choose_names(LAYERS, "all", model="M", stacks=STACKS, layers=Layers(last=1)) == [*LAYERS[3:], *STACKS[2:]]
+    assert choose_names(LAYERS, "all", model="M", stacks=STACKS, layers=Layers(last=1)) == [
+        *LAYERS[3:],
+        *STACKS[2:],
+    ]

@@ -28,7 +28,11 @@ def test_a_name_that_means_the_same_is_the_option(tmp_path: Path) -> None:
     for name, target in SAME.items():
         option = options_by_name()[target]
         value: Any = {bool: "true", int: 3, float: 0.5, str: "word"}[option.type]
-        value = option.choices[0] if option.choices else "wandb" if option.name == "log_to" else value
+        value = (
+            option.choices[0]
+            if option.choices
+            else {"log_to": "wandb", "layers_to_transform": "1"}.get(option.name, value)
+        )
         config = make_config(**{name: value})
         assert getattr(config, option.name) == convert_value(option, value, "here"), name
         assert list(config.sources) == [option.name] and config.renamed == {option.name: name}
@@ -62,6 +66,12 @@ def test_values_are_translated_too(tmp_path: Path) -> None:
     assert load("--lora_target_linear").lora_target_modules == "all"
     assert load("--target_modules", "all-linear").lora_target_modules == "all"
     assert load("--adapter", "qlora").train_type == "qlora"
+    assert load("--pissa_init").init_lora == load("--init_lora_weights", "pissa").init_lora == "pissa"
+    lists = "lora_modules_to_save: [embed_tokens, lm_head]\nlayers_to_transform: [0, 2]\n"
+    config = load(file=write(tmp_path, lists))
+    assert (config.modules_to_save, config.layers_to_transform) == ("embed_tokens,lm_head", "0,2")
+    empty = load(file=write(tmp_path, "lora_modules_to_save: []\npeft_layers_to_transform:\n"))
+    assert (empty.modules_to_save, empty.layers_to_transform) == (None, None)
     assert (
         load(file=write(tmp_path, "lora_target_modules: [q_proj, v_proj]")).lora_target_modules
         == "q_proj,v_proj"

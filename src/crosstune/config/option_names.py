@@ -63,8 +63,8 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
     if found := options.get(name) or options.get(name.lower()):
         return Named(found, key)
     peers = SAME.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
-    if peers:  # null in other trainers' files means not set
-        return Named(options[peers], name, is_peers=True) if raw is not None else None
+    if peers:  # null or an empty list in other trainers' files means not set
+        return Named(options[peers], name, is_peers=True) if raw is not None and raw != [] else None
     if name in DIFFERENT:
         if _is_off(raw) and (raw is None or name in OFF_BY_DEFAULT):
             return None

@@ -102,9 +102,7 @@ class MlxFolders:
         dtype = None if weights.dtype == "auto" else DTYPES[weights.dtype]
         trained = dict(tree_flatten(session.model.trainable_parameters()))
         saved = {name: array for name, array in trained.items() if ".lora_" not in name}
-        arrays = _dense(
-            weights.folder, adapters=session.adapters, saved=saved, modules=modules, dtype=dtype
-        )
+        arrays = _dense(weights.folder, adapters=session.adapters, saved=saved, modules=modules, dtype=dtype)
         missing = [layer for layer in {*modules, *session.adapters} if f"{layer}.weight" not in arrays]
         if missing:
             raise UserError(

@@ -12,7 +12,13 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError, nothing_to_train
 from crosstune.core.out_of_memory import LOADING
-from crosstune.mlx_engine.adapters import AdaptedLinear, add_adapters, saved_parameters, tied_parameters, train_in_full
+from crosstune.mlx_engine.adapters import (
+    AdaptedLinear,
+    add_adapters,
+    saved_parameters,
+    tied_parameters,
+    train_in_full,
+)
 from crosstune.mlx_engine.group import RingGroup
 from crosstune.mlx_engine.limits import memory_errors, set_limits
 from crosstune.mlx_engine.load import DTYPES, num_parameters
@@ -70,7 +76,7 @@ def open_session(
         if trained and not masters.arrays:
             raise nothing_to_train(type(model).__name__)
     if trained and isinstance(task, CausalLM):
-        layers = {f"{name}.weight": adapter.base for name, adapter in adapters.items()}
+        layers = {f"{name}.weight": adapter.original() for name, adapter in adapters.items()}
         saved = {name: array for name, array in masters.published.items() if ".lora_" not in name}
         task.check_weights(model, layers | saved)
     kind = TextSession if is_text else MlxSession

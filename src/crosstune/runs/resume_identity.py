@@ -12,7 +12,7 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.option import OnResume
 from crosstune.config.options.run import MISMATCHES, mismatches
 from crosstune.config.resolve.plan import Plan
-from crosstune.config.schema import Config, options_on_resume
+from crosstune.config.schema import Config, options_by_name, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import HasEvaluationData, Recipe
 from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
@@ -87,15 +87,17 @@ def quantization_name(plan: Plan) -> str | None:
 def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Return the differences between two identities; ignore parts that one of them does not record."""
     found: list[Difference] = []
+    defaults = {name: option.default for name, option in options_by_name().items()}
     for kind in was.keys() & now.keys():
         before, after = was[kind], now[kind]
         if kind == "eval_data" and None in (before, after):
             continue  # one side has no evaluation
         if kind in ("order", "trainable"):
             found += [
-                Difference(kind, key, before.get(key), after.get(key))
+                Difference(kind, key, *values)
                 for key in sorted({*before, *after})
-                if before.get(key) != after.get(key)
+                # A checkpoint of an older version lacks later options.
+                if len(set(values := [side.get(key, defaults.get(key)) for side in (before, after)])) > 1
             ]
         elif kind == "model":  # the name does not matter
             configs = [before.get("config"), after.get("config")]

@@ -270,7 +270,9 @@ class ShardOnLoad:
             if not is_sharded(parameter):
                 parameter.requires_grad_(False)
         for name in self._saved:
-            if not is_sharded(parameter := model.get_parameter(name)) and (not block or name.startswith(f"{block}.")):
+            if not is_sharded(parameter := model.get_parameter(name)) and (
+                not block or name.startswith(f"{block}.")
+            ):
                 parameter.requires_grad_()
         names = [
             name
