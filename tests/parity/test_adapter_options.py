@@ -354,3 +354,15 @@ def test_starts_that_cannot_work_are_refused(
     with pytest.raises(UserError, match=message):
         train(make_config(**run_options(models[False], data_file, tmp_path, **options)))
     assert not (tmp_path / "run" / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    "changed", [{"init_lora": "pissa"}, {"layers_to_transform": "1"}, {"modules_to_save": "lm_head"}]
+)
+def test_a_resume_with_other_adapters_is_refused(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    asked = run_options(models[False], data_file, tmp_path, max_steps=1, save_steps=1)
+    run = train(make_config(**asked)).folder
+    with pytest.raises(UserError, match=next(iter(changed))):
+        train(make_config(**asked | changed | {"resume": str(run), "max_steps": 2}))

@@ -23,6 +23,8 @@ from crosstune.models.locate import ModelFolder
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
 _SETTINGS = {"lora": OnResume.ADAPTER, "dora": OnResume.ADAPTER, "llama_pro": OnResume.NEW_BLOCKS}
 """Method -> kind of the options that determine the meaning of its weights."""
+_LATER = ("init_lora", "layers_to_transform", "modules_to_save")
+"""Adapter options that older checkpoints lack: recorded if they differ from the default."""
 _TITLES = {"data": "training data", "eval_data": "evaluation data"}
 
 
@@ -75,7 +77,12 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     """Return the options that determine the meaning of the trained weights."""
     declaration = _SETTINGS.get(plan.method)
     names = options_on_resume(declaration) if declaration is not None else ()
-    settings = {"method": plan.method, **{name: getattr(plan.config, name) for name in sorted(names)}}
+    defaults = options_by_name()
+    settings = {"method": plan.method} | {
+        name: value
+        for name in sorted(names)
+        if (value := getattr(plan.config, name)) != defaults[name].default or name not in _LATER
+    }
     layers = read_mlx_settings(plan.config.mlx_config).num_layers if plan.method in ("lora", "dora") else None
     return settings | ({"num_layers": layers} if layers not in (None, -1) else {})
 
@@ -87,17 +94,15 @@ def quantization_name(plan: Plan) -> str | None:
 def compare(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
     """Return the differences between two identities; ignore parts that one of them does not record."""
     found: list[Difference] = []
-    defaults = {name: option.default for name, option in options_by_name().items()}
     for kind in was.keys() & now.keys():
         before, after = was[kind], now[kind]
         if kind == "eval_data" and None in (before, after):
             continue  # one side has no evaluation
         if kind in ("order", "trainable"):
             found += [
-                Difference(kind, key, *values)
+                Difference(kind, key, before.get(key), after.get(key))
                 for key in sorted({*before, *after})
-                # A checkpoint of an older version lacks later options.
-                if len(set(values := [side.get(key, defaults.get(key)) for side in (before, after)])) > 1
+                if before.get(key) != after.get(key)
             ]
         elif kind == "model":  # the name does not matter
             configs = [before.get("config"), after.get("config")]
