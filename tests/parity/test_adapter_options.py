@@ -17,6 +17,7 @@ from crosstune.api.model import load
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.core.weights import orthogonal_by_name
 from crosstune.files.json_files import read_json
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.runs.pipeline import train
@@ -37,6 +38,8 @@ COMMON: dict[str, Any] = {
     "lora_alpha": 16,
 }
 
+ORDER = order_of_rows(COMMON, NUM_STEPS + 1)
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
@@ -54,6 +57,8 @@ def run_options(model: Path, data: Path, folder: Path, **options: Any) -> dict[s
 
 
 def peft_losses(model: Path, **settings: Any) -> list[float]:
+    """The losses of PEFT, with one after the last step of a run."""
+
     def make(folder: Path, train_type: str, seed: int, *, dtype: torch.dtype) -> Any:
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         config = LoraConfig(
@@ -64,7 +69,7 @@ def peft_losses(model: Path, **settings: Any) -> list[float]:
             start_adapter(adapted, seed=seed)
         return adapted
 
-    return reference_run(model, COMMON, order_of_rows(COMMON, NUM_STEPS), make=make).losses
+    return reference_run(model, COMMON, ORDER, make=make).losses
 
 
 def peft_logits(base: Path, adapter: Path, *, size: int | None = None) -> np.ndarray:
@@ -77,8 +82,21 @@ def peft_logits(base: Path, adapter: Path, *, size: int | None = None) -> np.nda
         return opened(input_ids=torch.tensor([TOKENS])).logits[0].numpy()
 
 
-def check_result(run: Path, base: Path, *, bound: float = 1e-5) -> None:
-    """The run, its adapter in PEFT and the merged model have one set of logits, which are not those of the base."""
+def loss_in_peft(base: Path, adapter: Path) -> float:
+    """The loss of a saved adapter in PEFT on the rows after the last step."""
+
+    def make(folder: Path, train_type: str, seed: int, *, dtype: torch.dtype) -> Any:
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        return PeftModel.from_pretrained(plain, adapter, is_trainable=True)
+
+    return reference_run(base, COMMON, ORDER[-1:], make=make).losses[0]
+
+
+def check_result(run: Path, base: Path, *, after: float | None = None, bound: float = 1e-5) -> None:
+    """The run, its adapter in PEFT and the merged model have one set of logits, which are not those of the base, and the
+    loss `after` the last step."""
+    if after is not None:
+        assert loss_in_peft(base, run / "adapter") == pytest.approx(after, rel=1e-4)
     opened = load(run, backend="cpu", progress=False)
     ours = opened.logits(TOKENS)
     assert peft_logits(base, run / "adapter") == pytest.approx(ours, abs=bound)
@@ -103,9 +121,10 @@ def test_layers_to_transform_is_that_of_peft(
     model = models[False]
     asked = run_options(model, data_file, tmp_path, layers_to_transform=listed)
     run = train(make_config(**asked)).folder
-    assert column(run, "loss") == pytest.approx(peft_losses(model, layers_to_transform=numbers), rel=1e-5)
+    *expected, after = peft_losses(model, layers_to_transform=numbers)
+    assert column(run, "loss") == pytest.approx(expected, rel=1e-5)
     assert read_json(run / "adapter" / "adapter_config.json")["layers_to_transform"] == numbers
-    check_result(run, model)
+    check_result(run, model, after=after)
     if listed == "0,2":
         check_resume(tmp_path / "resumed", asked, run, backend="cpu")
 
@@ -142,7 +161,7 @@ def test_a_layer_that_the_model_lacks_is_refused(
 ) -> None:
     for backend in ("cpu", "mlx"):
         asked = run_options(models[False], data_file, tmp_path, layers_to_transform="1-3", backend=backend)
-        with pytest.raises(UserError, match="(?s)layers_to_transform 3 matches no layer.*0 to 2"):
+        with pytest.raises(UserError, match=r"(?s)layers_to_transform 3 matches no layer.*0 to 2"):
             train(make_config(**asked))
     assert not (tmp_path / "run").exists()
     words = [f"--{name}={value}" for name, value in (asked | {"layers_to_transform": "1"}).items()]
@@ -175,10 +194,11 @@ def test_modules_to_save_is_that_of_peft(
     model = models[tied]
     asked = run_options(model, data_file, tmp_path, modules_to_save=listed)
     run = train(make_config(**asked)).folder
-    assert column(run, "loss") == pytest.approx(peft_losses(model, **copy.deepcopy(settings)), rel=1e-5)
+    *expected, after = peft_losses(model, **copy.deepcopy(settings))
+    assert column(run, "loss") == pytest.approx(expected, rel=1e-5)
     written = read_json(run / "adapter" / "adapter_config.json")
     assert {name: written.get(name) for name in settings} == settings
-    check_result(run, model)
+    check_result(run, model, after=after)
     check_resume(tmp_path / "resumed", asked, run, backend="cpu")
 
 
@@ -257,3 +277,92 @@ def test_an_adapter_that_untied_its_head_is_refused(
     for use in (lambda: opened.logits(TOKENS), lambda: opened.merge(tmp_path / "merged")):
         with pytest.raises(UserError, match="apart from the output head"):
             use()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"train_type": "dora"}])
+def test_pissa_is_that_of_peft(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """The result is an adapter of twice the rank on the unchanged base."""
+    settings = {"use_rslora": "use_rslora" in options, "use_dora": "train_type" in options}
+    asked = run_options(models[False], data_file, tmp_path, init_lora="pissa", **options)
+    run = train(make_config(**asked)).folder
+    *expected, after = peft_losses(models[False], init_lora_weights="pissa", **settings)
+    assert column(run, "loss") == pytest.approx(expected, rel=1e-5)
+    assert read_json(run / "adapter" / "adapter_config.json")["r"] == 16
+    check_result(run, models[False], after=after, bound=2e-5)
+    if not options:
+        check_resume(tmp_path / "resumed", asked, run, backend="cpu")
+
+
+def test_orthogonal_factors_are_those_of_peft(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path
+) -> None:
+    a, b = orthogonal_by_name("layer", shape=(400, 300), rank=8, seed=1)
+    assert np.abs(b @ a).max() < 1e-5, "the model starts as the base"
+    layer = torch.nn.Sequential(torch.nn.Linear(300, 400))
+    torch.manual_seed(0)
+    theirs = get_peft_model(layer, LoraConfig(r=8, target_modules=["0"], init_lora_weights="orthogonal"))
+    for ours, other in ((a, "lora_A"), (b, "lora_B")):
+        [weight] = [p.detach().numpy() for name, p in theirs.named_parameters() if other in name]
+        assert ours.shape == weight.shape
+        np.testing.assert_allclose(ours.std(), weight.std(), rtol=0.1)
+    asked = run_options(models[False], data_file, tmp_path, init_lora="orthogonal")
+    run = train(make_config(**asked)).folder
+    plain = train(make_config(**asked | {"name": "plain", "init_lora": "default"})).folder
+    starts = [column(folder, "loss")[0] for folder in (run, plain)]
+    assert starts[0] == pytest.approx(starts[1], rel=1e-5)
+    check_result(run, models[False])
+    check_resume(tmp_path / "resumed", asked, run, backend="cpu")
+
+
+@pytest.mark.parametrize("start", ["pissa", "orthogonal"])
+def test_starts_on_mlx_and_on_the_fast_layers(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, start: str
+) -> None:
+    pytest.importorskip("mlx_lm")
+    losses = {}
+    for name, options in {
+        "plain": {"backend": "cpu"},
+        "fast": {"backend": "cpu", "kernels": "fast"},
+        "mlx": {"backend": "mlx"},
+    }.items():
+        asked = run_options(models[False], data_file, tmp_path / name, init_lora=start, **options)
+        run = train(make_config(**asked)).folder
+        losses[name] = column(run, "loss")
+    assert losses["fast"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert losses["mlx"] == pytest.approx(losses["plain"], rel=1e-5)
+    after = loss_in_peft(models[False], tmp_path / "plain" / "run" / "adapter")
+    check_result(run, models[False], after=after, bound=2e-5)
+    check_resume(tmp_path / "resumed", asked, run, backend="mlx")
+    moved = tmp_path / "moved.tar"
+    assert main(["move", str(tmp_path / "resumed" / "run"), "--to", "cpu", "--out", str(moved)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_lora": "pissa", "train_type": "qlora"}, "pissa does not work on a quantized base"),
+        ({"init_lora": "pissa", "lora_rank": 300}, "lora_rank of at most"),
+        ({"init_lora": "orthogonal", "lora_rank": 7}, "an even --lora_rank"),
+        ({"init_lora": "pissa", "base_adapter": "somewhere"}, "cannot be combined with --base_adapter"),
+    ],
+)
+def test_starts_that_cannot_work_are_refused(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train(make_config(**run_options(models[False], data_file, tmp_path, **options)))
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    "changed", [{"init_lora": "pissa"}, {"layers_to_transform": "1"}, {"modules_to_save": "lm_head"}]
+)
+def test_a_resume_with_other_adapters_is_refused(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    asked = run_options(models[False], data_file, tmp_path, max_steps=1, save_steps=1)
+    run = train(make_config(**asked)).folder
+    with pytest.raises(UserError, match=next(iter(changed))):
+        train(make_config(**asked | changed | {"resume": str(run), "max_steps": 2}))

@@ -70,6 +70,12 @@ def test_values_are_translated_too(tmp_path: Path) -> None:
     assert load("--lora_target_linear").lora_target_modules == "all"
     assert load("--target_modules", "all-linear").lora_target_modules == "all"
     assert load("--adapter", "qlora").train_type == "qlora"
+    assert load("--pissa_init").init_lora == load("--init_lora_weights", "pissa").init_lora == "pissa"
+    lists = "lora_modules_to_save: [embed_tokens, lm_head]\nlayers_to_transform: [0, 2]\n"
+    config = load(file=write(tmp_path, lists))
+    assert (config.modules_to_save, config.layers_to_transform) == ("embed_tokens,lm_head", "0,2")
+    empty = load(file=write(tmp_path, "lora_modules_to_save: []\npeft_layers_to_transform:\n"))
+    assert (empty.modules_to_save, empty.layers_to_transform) == (None, None)
     assert (
         load(file=write(tmp_path, "lora_target_modules: [q_proj, v_proj]")).lora_target_modules
         == "q_proj,v_proj"

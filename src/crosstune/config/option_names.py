@@ -63,8 +63,8 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
     if found := options.get(name) or options.get(name.lower()):
         return Named(found, key)
     peers = SAME.get(name) or SAME_FOR_VALUES.get(name, ("",))[0]
-    if peers:  # null in other trainers' files means not set
-        is_set = raw is not None and not (name in OFF_BY_DEFAULT and _is_off(raw))
+    if peers:  # null or an empty list in other trainers' files means not set
+        is_set = raw not in (None, []) and not (name in OFF_BY_DEFAULT and _is_off(raw))
         return Named(options[peers], name, is_peers=True) if is_set else None
     if name in DIFFERENT:
         if _is_off(raw) and (raw is None or name in OFF_BY_DEFAULT):

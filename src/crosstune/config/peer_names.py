@@ -66,6 +66,21 @@ SAME_FOR_VALUES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
         "--train_type; to train only a few layers, use llama_pro",
     ),
     "fine_tune_type": ("train_type", {"lora": "lora", "dora": "dora", "full": "full"}, "--train_type"),
+    "init_lora_weights": (
+        "init_lora",
+        {"true": "default", "orthogonal": "orthogonal", "pissa": "pissa"},
+        "--init_lora default, orthogonal or pissa",
+    ),
+    "peft_init_lora_weights": (
+        "init_lora",
+        {"true": "default", "orthogonal": "orthogonal", "pissa": "pissa"},
+        "--init_lora default, orthogonal or pissa",
+    ),
+    "pissa_init": (
+        "init_lora",
+        {"true": "pissa", "false": "default"},
+        "--init_lora default, orthogonal or pissa",
+    ),
     "adapter": ("train_type", {"lora": "lora", "qlora": "qlora"}, "--train_type, or --base_adapter FOLDER"),
 }
 """Their name -> (option, their value -> our value, advice for any other value)."""
@@ -115,7 +130,7 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "do_predict": "crosstune generate RUN answers prompts",
         "num_layers lora_layers": "num_layers in a file passed with --mlx_config, or --layers_to_transform with the numbers of the layers",
         "lora_attn_modules apply_lora_to_mlp apply_lora_to_output": "--lora_target_modules with the names of all layers",
-        "loftq_config": "crosstune does not support LoftQ; adapters start at zero",
+        "loftq_config": "--init_lora orthogonal or pissa; crosstune does not support LoftQ",
         "bias lora_bias": "biases are not trained with adapters",
         "datasets": "--dataset FILE, FOLDER or HUB_ID",
         "dataset_dir": "--dataset FOLDER or FILE",

@@ -43,6 +43,42 @@ def uniform_by_name(name: str, *, shape: tuple[int, int], seed: int) -> NDArray[
     return generator.uniform(-bound, bound, size=shape).astype(np.float32)
 
 
+def orthogonal_by_name(
+    name: str, *, shape: tuple[int, int], rank: int, seed: int
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return random A and B for a layer of `shape` (outputs, inputs) with B A = 0, distributed as in PEFT; `rank` is even."""
+    digest = hashlib.sha256(name.encode()).digest()
+    draw = np.random.Generator(np.random.Philox(key=(seed, int.from_bytes(digest[:8], "little"))))
+    rows, _ = np.linalg.qr(draw.standard_normal((rank, rank)))
+    a = (draw.standard_normal((shape[1], rank // 2)) @ rows[0::2]).T / 10
+    b = draw.standard_normal((shape[0], rank // 2)) @ rows[1::2] / 10
+    return np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32)
+
+
+def principal_factors(
+    weight: NDArray[np.float32], *, rank: int, scale: float
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return PiSSA's A and B: scale * B A is the best approximation of the weight of this rank.
+
+    Both have the square roots of the singular values. The sign of each pair makes the largest entry of A positive.
+    """
+    if rank > min(weight.shape):
+        raise UserError(
+            f"--init_lora pissa needs a --lora_rank of at most {min(weight.shape)}.",
+            why=f"a weight of {weight.shape[0]} x {weight.shape[1]} has no more singular values.",
+        )
+    wide = weight.astype(np.float64) if weight.shape[0] <= weight.shape[1] else weight.T.astype(np.float64)
+    squares, vectors = np.linalg.eigh(wide @ wide.T)  # faster than an SVD, and exact enough in fp64
+    short = vectors[:, ::-1][:, :rank]
+    values = np.sqrt(np.maximum(squares[::-1][:rank], np.finfo(np.float64).tiny))
+    long = short.T @ wide / values[:, None]
+    left, right = (short, long) if wide.shape == weight.shape else (long.T, short.T)
+    signs = np.sign(right[np.arange(rank), np.abs(right).argmax(axis=1)])
+    root = np.sqrt(values / scale)
+    a, b = (root * signs)[:, None] * right, left * (root * signs)
+    return np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32)
+
+
 def check_fit(trained: Mapping[str, tuple[int, ...]], weights: Mapping[str, Array]) -> None:
     """Raise a UserError unless stored and trained weights have the same names and shapes."""
     missing, unknown = sorted(trained.keys() - weights.keys()), sorted(weights.keys() - trained.keys())

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from crosstune.core.errors import UserError
-from crosstune.core.weights import uniform_by_name
+from crosstune.core.protocols import Array
+from crosstune.core.weights import orthogonal_by_name, principal_factors, uniform_by_name
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape
 from crosstune.models.adapter_choice import (
     ALL_LAYERS,
@@ -55,9 +57,19 @@ class AdaptedLinear(nn.Module):
         self._scale = settings.scale
         self._dropout = settings.dropout
         self._stream: list[mx.array] = []
-        start = uniform_by_name(name, shape=(settings.rank, in_features), seed=seed)
-        self.lora_A = mx.array(start)
-        self.lora_B = mx.zeros((out_features, settings.rank))
+        self._start: list[tuple[Array, Array]] = []
+        if settings.start == "default":
+            a = uniform_by_name(name, shape=(settings.rank, in_features), seed=seed)
+            b = np.zeros((out_features, settings.rank), dtype=np.float32)
+        elif settings.start == "orthogonal":
+            a, b = orthogonal_by_name(name, shape=(out_features, in_features), rank=settings.rank, seed=seed)
+        else:
+            dense = dense_weight(base, mx.float32)
+            a, b = principal_factors(np.array(dense), rank=settings.rank, scale=self._scale)
+            self._start = [(a, b)]
+            base.weight = (dense - self._scale * (mx.array(b) @ mx.array(a))).astype(base.weight.dtype)
+        self.lora_A = mx.array(a)
+        self.lora_B = mx.array(b)
 
     def __call__(self, x: mx.array) -> mx.array:
         out = self.base(x)
@@ -70,6 +82,18 @@ class AdaptedLinear(nn.Module):
     def fold(self, weight: mx.array) -> mx.array:
         """Return a frozen weight with this adapter merged, in fp32."""
         return weight.astype(mx.float32) + self._scale * (self.lora_B @ self.lora_A)
+
+    @property
+    def start(self) -> tuple[Array, Array] | None:
+        """The first A and B if the base was reduced by them."""
+        return self._start[0] if self._start else None
+
+    def original(self) -> nn.Module | mx.array:
+        """Return the base, or its weight before it was reduced."""
+        if self.start is None:
+            return self.base
+        a, b = map(mx.array, self.start)
+        return dense_weight(self.base, mx.float32) + self._scale * (b @ a)
 
     @property
     def drops(self) -> bool:

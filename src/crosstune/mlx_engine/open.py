@@ -76,7 +76,7 @@ def open_session(
         if trained and not masters.arrays:
             raise nothing_to_train(type(model).__name__)
     if trained and isinstance(task, CausalLM):
-        layers = {f"{name}.weight": adapter.base for name, adapter in adapters.items()}
+        layers = {f"{name}.weight": adapter.original() for name, adapter in adapters.items()}
         saved = {name: array for name, array in masters.published.items() if ".lora_" not in name}
         task.check_weights(model, layers | saved)
     kind = TextSession if is_text else MlxSession

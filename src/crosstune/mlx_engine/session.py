@@ -234,6 +234,9 @@ class MlxSession:
             base=self.opening.folder,
             base_name=self.opening.base_name,
             record=self._base_record(),
+            starts={
+                name: adapter.start for name, adapter in self.adapters.items() if adapter.start is not None
+            },
         )
         if not saved:  # mlx-lm's adapters have low-rank matrices only
             to_mlx(folder, folder / "mlx")

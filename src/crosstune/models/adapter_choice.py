@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.options.method import layer_numbers
@@ -29,6 +29,8 @@ class AdapterSettings:
     """Scale by alpha / sqrt(rank) (rsLoRA) instead of alpha / rank."""
     magnitudes: bool
     """DoRA: learn the magnitude of each row of the weight separately from its direction."""
+    start: str = "default"
+    """The value of --init_lora."""
 
     @classmethod
     def from_config(cls, config: Config, *, method: str) -> AdapterSettings:
@@ -38,7 +40,13 @@ class AdapterSettings:
             dropout=config.lora_dropout,
             rank_stabilized=config.use_rslora,
             magnitudes=method == "dora",
+            start=config.init_lora,
         )
+
+    def doubled(self) -> AdapterSettings:
+        """Return the settings with twice the rank and the same scale."""
+        factor = math.sqrt(2) if self.rank_stabilized else 2
+        return replace(self, rank=2 * self.rank, alpha=factor * self.alpha)
 
     @property
     def scale(self) -> float:

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from crosstune.core.errors import UserError, shown
 from crosstune.core.protocols import Array
 from crosstune.files.json_fields import FLAG, NOTHING, OBJECT, TEXT, Rule, check_fields, list_of, real, whole
@@ -79,10 +81,21 @@ def save_adapter(
     base: Path | None,
     base_name: str | None = None,
     record: Mapping[str, Any],
+    starts: Mapping[str, tuple[Array, Array]] = MappingProxyType({}),
 ) -> None:
     """Write an adapter folder. `tensors` are in fp32, by canonical name; `base_name` is the base's hub id, if any;
-    `record`, with the base's identity and quantization, goes into crosstune.json."""
+    `record`, with the base's identity and quantization, goes into crosstune.json.
+
+    `starts` has the first A and B of layers whose base was reduced by them (PiSSA). They are subtracted from the adapter,
+    which then has twice the rank, so that it belongs to the unchanged base.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    if starts:
+        tensors, settings = dict(tensors), settings.doubled()
+        for layer, (a, b) in starts.items():
+            first, second = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+            tensors[first] = np.concatenate([tensors[first], a])
+            tensors[second] = np.concatenate([tensors[second], -b], axis=1)
     tensors = {**tensors, **{name: tensors[source] for name, source in targets.tied.items()}}
     write_safetensors(
         folder / PEFT_WEIGHTS,

@@ -12,7 +12,7 @@ from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.option import OnResume
 from crosstune.config.options.run import MISMATCHES, mismatches
 from crosstune.config.resolve.plan import Plan
-from crosstune.config.schema import Config, options_on_resume
+from crosstune.config.schema import Config, options_by_name, options_on_resume
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import HasEvaluationData, Recipe
 from crosstune.core.quantization import QuantSpec, read_spec, same_meaning
@@ -23,6 +23,8 @@ from crosstune.models.locate import ModelFolder
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
 _SETTINGS = {"lora": OnResume.ADAPTER, "dora": OnResume.ADAPTER, "llama_pro": OnResume.NEW_BLOCKS}
 """Method -> kind of the options that determine the meaning of its weights."""
+_LATER = ("init_lora", "layers_to_transform", "modules_to_save")
+"""Adapter options that older checkpoints lack: recorded if they differ from the default."""
 _TITLES = {"data": "training data", "eval_data": "evaluation data"}
 
 
@@ -75,7 +77,12 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     """Return the options that determine the meaning of the trained weights."""
     declaration = _SETTINGS.get(plan.method)
     names = options_on_resume(declaration) if declaration is not None else ()
-    settings = {"method": plan.method, **{name: getattr(plan.config, name) for name in sorted(names)}}
+    defaults = options_by_name()
+    settings = {"method": plan.method} | {
+        name: value
+        for name in sorted(names)
+        if (value := getattr(plan.config, name)) != defaults[name].default or name not in _LATER
+    }
     layers = read_mlx_settings(plan.config.mlx_config).num_layers if plan.method in ("lora", "dora") else None
     return settings | ({"num_layers": layers} if layers not in (None, -1) else {})
 

@@ -91,6 +91,13 @@ class MethodOptions:
         check=_check_layers,
         joins_items="",
     )
+    init_lora: str = _adapter(
+        "default",
+        "Start of the adapters: default (A random, B zero), orthogonal (A and B random, with B A = 0), or pissa (the largest "
+        "singular values of each weight, which then trains without them)",
+        choices=("default", "orthogonal", "pissa"),
+        on_resume=OnResume.ADAPTER,
+    )
     modules_to_save: str | None = _adapter(
         None,
         "Comma-separated names of modules to train in full next to the adapters, such as embed_tokens, lm_head or norm; "

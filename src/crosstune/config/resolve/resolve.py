@@ -280,6 +280,8 @@ def _check_values(draft: Draft) -> None:
         draft.warn("lr", warning)
     if draft["lora_dropout"] == 1:
         draft.refuse("lora_dropout is 1.", why="it would drop all adapter inputs.")
+    if has_adapters and draft["init_lora"] != "default":
+        _check_start(draft)
     if draft["layers_to_transform"] and draft.facts.mlx_settings.get("num_layers", -1) != -1:
         draft.refuse(
             "layers_to_transform and num_layers of --mlx_config are both set.", do="keep one of the two"
@@ -295,3 +297,25 @@ def _check_values(draft: Draft) -> None:
     if draft.method == "llama_pro" and draft["base_adapter"]:
         why = "llama_pro trains blocks, not adapters."
         draft.refuse("base_adapter cannot be combined with llama_pro.", why=why)
+
+
+def _check_start(draft: Draft) -> None:
+    """Add problems for values that --init_lora excludes."""
+    start = draft["init_lora"]
+    if draft["base_adapter"]:
+        draft.refuse(
+            f"--init_lora {start} cannot be combined with --base_adapter.",
+            why="the adapters start with the weights of the base adapter.",
+            do="remove one of them",
+        )
+    if start == "orthogonal" and draft["lora_rank"] % 2:
+        draft.refuse(
+            "--init_lora orthogonal needs an even --lora_rank.",
+            do=f"use --lora_rank {draft['lora_rank'] + 1}",
+        )
+    if start == "pissa" and draft.quantizer != "none":
+        draft.refuse(
+            "--init_lora pissa does not work on a quantized base.",
+            why="it subtracts the start of each adapter from the base, and quantized weights cannot be updated.",
+            do="use --train_type lora, or --init_lora orthogonal",
+        )

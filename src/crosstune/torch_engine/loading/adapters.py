@@ -6,13 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.resolve.plan import Plan
-from crosstune.core.weights import uniform_by_name
+from crosstune.core.errors import UserError
+from crosstune.core.protocols import Array
+from crosstune.core.weights import orthogonal_by_name, principal_factors, uniform_by_name
 from crosstune.models.adapter_choice import (
     ALL_LAYERS,
     AdapterSettings,
@@ -56,9 +59,20 @@ class AdaptedLinear(nn.Module):
         self.dropout = settings.dropout
         device = weight_device(base)
         outputs, inputs = linear_shape(base)
-        start = uniform_by_name(name, shape=(settings.rank, inputs), seed=seed)
-        self.lora_A = nn.Parameter(torch.from_numpy(start).to(device))
-        self.lora_B = nn.Parameter(torch.zeros(outputs, settings.rank, device=device))
+        self.start: tuple[Array, Array] | None = None
+        """The first A and B if the base was reduced by them."""
+        if settings.start == "default":
+            a = uniform_by_name(name, shape=(settings.rank, inputs), seed=seed)
+            b = np.zeros((outputs, settings.rank), dtype=np.float32)
+        elif settings.start == "orthogonal":
+            a, b = orthogonal_by_name(name, shape=(outputs, inputs), rank=settings.rank, seed=seed)
+        else:
+            dense = dense_weight(base, torch.float32)
+            a, b = self.start = principal_factors(dense.cpu().numpy(), rank=settings.rank, scale=self.scale)
+            left = dense - self.scale * (torch.from_numpy(b) @ torch.from_numpy(a)).to(device)
+            self.base.weight.data.copy_(left.T if is_conv1d(base) else left)
+        self.lora_A = nn.Parameter(torch.tensor(a, device=device))
+        self.lora_B = nn.Parameter(torch.tensor(b, device=device))
         self.held: tuple[torch.Tensor, torch.Tensor] | None = None
         """A and scale * B in the compute dtype, cached while the weights do not change."""
 
@@ -203,12 +217,20 @@ def tied_parameters(model: Any) -> dict[str, str]:
 
 def choose_adapted(model: nn.Module, plan: Plan) -> list[str]:
     """Return the layers and expert stacks that the plan adapts."""
-    return choose_targets(
+    names = choose_targets(
         model,
         plan.config.lora_target_modules,
         dora=plan.method == "dora",
         layers=Layers.from_config(plan.config),
     )
+    stacks = set(names) & set(expert_stacks(model)) if plan.config.init_lora != "default" else set()
+    if stacks:
+        raise UserError(
+            f"--init_lora {plan.config.init_lora} cannot start the adapter of {min(stacks)}.",
+            why="it stacks the weights of several experts.",
+            do="use --init_lora default, or --lora_target_modules attention",
+        )
+    return names
 
 
 def adapt_part(

@@ -39,7 +39,7 @@ from crosstune.core.weights import kept_moments
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
 from crosstune.torch_engine.device import clear_cache, evaluating, memory_errors, read_memory, reset_peak
-from crosstune.torch_engine.loading.adapters import Adapted, name_targets
+from crosstune.torch_engine.loading.adapters import Adapted, AdaptedLinear, name_targets
 from crosstune.torch_engine.loading.compile_blocks import compile_errors, without_compiled
 from crosstune.torch_engine.quantized import count_weights
 from crosstune.torch_engine.results import export
@@ -280,6 +280,11 @@ class TorchSession:
             base=self.context.folder,
             base_name=self.context.base_name,
             record=self.task.base_record() if isinstance(self.task, RecordsBase) else {},
+            starts={
+                name: adapter.start
+                for name, adapter in self.adapters.items()
+                if isinstance(adapter, AdaptedLinear) and adapter.start is not None
+            },
         )
         return folder
 
