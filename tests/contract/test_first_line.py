@@ -26,7 +26,18 @@ def line_before_engine(lines: list[str]) -> str:
 
 
 def test_train_and_generate_say_what_they_do_first(tmp_path: Path) -> None:
-    words = "--model_name tiny-random --max_steps 1 --name a --skip_eval --backend cpu --json".split()
+    words = [
+        "--model_name",
+        "tiny-random",
+        "--max_steps",
+        "1",
+        "--name",
+        "a",
+        "--skip_eval",
+        "--backend",
+        "cpu",
+        "--json",
+    ]
     out, lines = run("train", *words, cwd=tmp_path)
     assert line_before_engine(lines) == "train: tiny-random on cpu, probing the machine ..."
     assert {"  importing the engine and checking the model ...", "  reading the data ..."} <= set(lines)

@@ -10,8 +10,8 @@ from test_report_page import HOSTILE, Page, make_run
 
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
-from crosstune.report.charts import overlay_charts
 from crosstune.report import outcome
+from crosstune.report.charts import overlay_charts
 from crosstune.report.comparison import Comparison, Row, _row, compare_runs, shared_prompts, write_comparison
 from crosstune.report.files import load_run
 from crosstune.report.formatting import show_number
@@ -106,7 +106,9 @@ def test_the_list_the_page_and_the_comparison_show_the_same_training_loss(runs: 
 
 def test_a_lower_training_loss_is_not_better_in_a_run_that_overfits(runs: Path, tmp_path: Path) -> None:
     other = make_run(tmp_path / "other")
-    rows = [{"kind": "evaluation", "when": "during", "step": step, "metrics": {"loss": 9.0}} for step in (10, 20)]
+    rows = [
+        {"kind": "evaluation", "when": "during", "step": step, "metrics": {"loss": 9.0}} for step in (10, 20)
+    ]
     (other / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert _row_named(compare_runs(["two", str(other)], parent=runs)).best is None
     loss = outcome.training_loss(load_run(other))

@@ -21,9 +21,9 @@ from crosstune.recipes.sft import SftRecipe
 from crosstune.report import RunFiles, load_run, write_report
 from crosstune.report.comparison import compare_runs, write_comparison
 from crosstune.report.formatting import change_between, display_of, show_option
+from crosstune.report.next_steps import use_result
 from crosstune.report.outcome import end_of, evaluations, totals, training_loss
 from crosstune.report.run_list import read_listed
-from crosstune.report.next_steps import use_result
 from crosstune.report.tables import event_rows, masked_example
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}

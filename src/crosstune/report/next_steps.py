@@ -41,7 +41,9 @@ def use_result(summary: Mapping[str, Any], folder: Path, *, options: Any) -> Ite
         yield Next(
             label="merge", command=f"crosstune merge {run}", why="the adapter into its base, as one model"
         )
-    to, why = ("gguf", "for llama.cpp and Ollama") if _writes_gguf(summary, folder) else ("hf", "for other tools")
+    to, why = (
+        ("gguf", "for llama.cpp and Ollama") if _writes_gguf(summary, folder) else ("hf", "for other tools")
+    )
     yield Next(label="export", command=f"crosstune export {run} --to {to}", why=why)
 
 

@@ -12,7 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_json, print_result, read_path, read_run, say_start
+from crosstune.cli.arguments import (
+    Line,
+    Parser,
+    at_least,
+    parse_config,
+    print_json,
+    print_result,
+    read_path,
+    read_run,
+    say_start,
+)
 from crosstune.cli.terminal.output import Column, table_lines
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError

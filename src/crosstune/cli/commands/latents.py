@@ -7,7 +7,16 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name, read_run, say_start
+from crosstune.cli.arguments import (
+    Line,
+    Parser,
+    at_least,
+    print_result,
+    read_path,
+    read_path_or_name,
+    read_run,
+    say_start,
+)
 from crosstune.cli.terminal.output import Output
 from crosstune.cli.terminal.units import count, size
 from crosstune.config.load import cache_override

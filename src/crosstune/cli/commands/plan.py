@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, parse_config, print_result, read_path_or_name, say_start
+from crosstune.cli.arguments import (
+    Line,
+    Parser,
+    at_least,
+    parse_config,
+    print_result,
+    read_path_or_name,
+    say_start,
+)
 from crosstune.cli.terminal.units import count, duration, size
 from crosstune.config.load import environment_of
 from crosstune.config.resolve.plan import Plan

@@ -9,7 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name, read_run, say_start
+from crosstune.cli.arguments import (
+    Line,
+    Parser,
+    at_least,
+    print_result,
+    read_path,
+    read_path_or_name,
+    read_run,
+    say_start,
+)
 from crosstune.cli.terminal.output import GOOD, WARNING
 from crosstune.core.quantization import quantizer_names, read_quantizers
 

@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_path_or_name, read_run
+from crosstune.cli.arguments import (
+    Line,
+    Parser,
+    at_least,
+    print_result,
+    read_path,
+    read_path_or_name,
+    read_run,
+)
 from crosstune.cli.terminal.output import QUIET, STRONG, WARNING, Column, table_lines, terminal_width
 from crosstune.cli.terminal.units import duration, figure, size
 
