@@ -20,6 +20,8 @@ from crosstune.core.schedule import learning_rate
 from crosstune.files.json_files import read_jsonl
 from crosstune.loop import save
 from crosstune.models.tiny import tiny_model
+from crosstune.report.charts import run_charts
+from crosstune.report.files import load_run
 from crosstune.runs.pipeline import RunResult, choose_folder, train
 
 NUM_STEPS = 5
@@ -320,3 +322,19 @@ def test_a_copied_run_goes_on_under_its_own_name(bench: Bench, straight: Any, tm
     for asked in (copied, at_step(copied, NUM_STEPS - 1)):
         elsewhere = make_config(resume=str(asked), output_dir=str(tmp_path / "elsewhere"))
         assert choose_folder(elsewhere) == tmp_path / "elsewhere" / "copied"
+
+
+def test_a_resumed_run_keeps_its_command_and_its_requested_options(bench: Bench, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = bench.options("lora", folder) | {"max_steps": 2, "save_steps": 1}
+    train(make_config(**options), observers=[], command=["crosstune", "train", "--first"])
+    first = load_run(folder)
+    again = make_config(resume=str(folder), max_steps=4, overwrite=False)
+    for _ in range(2):  # what a resume adds must not be taken for a request by the next one
+        train(again, observers=[], command=["crosstune", "train", "--resume"])
+        again = make_config(resume=str(folder), max_steps=5)
+    resumed = load_run(folder)
+    assert resumed.plan["command"] == ["crosstune", "train", "--first"]
+    assert resumed.asked.keys() == first.asked.keys() and resumed.asked["max_steps"] == 5
+    marks = {tuple((mark.at, mark.label) for mark in chart.marks)[:2] for chart in run_charts(resumed)}
+    assert marks == {((2.0, "resumed"), (4.0, "resumed"))}

@@ -10,8 +10,12 @@ from test_report_page import HOSTILE, Page, make_run
 
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
+from crosstune.report import outcome
 from crosstune.report.charts import overlay_charts
-from crosstune.report.comparison import Comparison, compare_runs, shared_prompts, write_comparison
+from crosstune.report.comparison import Comparison, Row, _row, compare_runs, shared_prompts, write_comparison
+from crosstune.report.files import load_run
+from crosstune.report.formatting import show_number
+from crosstune.report.run_list import read_listed
 
 Captured = pytest.CaptureFixture[str]
 
@@ -45,7 +49,7 @@ def test_options_and_results_that_differ(compared: Comparison) -> None:
     assert options["planned steps"] == ["20", "21"]
     results = {row.label: row for row in compared.results}
     assert [cell.text for cell in results["steps"].cells] == ["20", "21"]
-    assert results["training loss at the end"].best == 1
+    assert results["training loss of the last step"].best == 1
     assert results["speed"].best is None  # the same
     assert results["last evaluation: exact match"].cells[0].text == "95\N{NO-BREAK SPACE}%"
     assert compared.notes == []
@@ -83,9 +87,41 @@ def test_losses_of_different_things_have_no_best(runs: Path, tmp_path: Path) -> 
     (other / "plan.json").write_text(json.dumps(plan | {"data": {"identity": "of other data"}}))
     (other / "events.jsonl").write_text("")
     found = {row.label: row for row in compare_runs(["one", str(other)], parent=runs).results}
-    assert found["training loss at the end"].best is None
+    assert found["training loss of the last step"].best is None
     alike = {row.label: row for row in compare_runs(["one", "two"], parent=runs).results}
-    assert alike["training loss at the end"].best is not None
+    assert alike["training loss of the last step"].best is not None
+
+
+def test_the_list_the_page_and_the_comparison_show_the_same_training_loss(runs: Path) -> None:
+    shown = [cell.text for cell in _row_named(compare_runs(["one", "two"], parent=runs)).cells]
+    for name, text in zip(("one", "two"), shown, strict=True):
+        loss = outcome.training_loss(load_run(runs / name))
+        assert loss is not None and loss.after is not None and loss.after.text == text
+        summary = runs / name / "summary.json"
+        final = {"final_loss": load_run(runs / name).metrics[-1]["loss"]}  # as `train` records it
+        summary.write_text(json.dumps(json.loads(summary.read_text()) | final))
+        listed = read_listed(runs / name, changed=0.0)
+        assert listed.loss is not None and show_number(listed.loss).text == text
+
+
+def test_a_lower_training_loss_is_not_better_in_a_run_that_overfits(runs: Path, tmp_path: Path) -> None:
+    other = make_run(tmp_path / "other")
+    rows = [
+        {"kind": "evaluation", "when": "during", "step": step, "metrics": {"loss": 9.0}} for step in (10, 20)
+    ]
+    (other / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert _row_named(compare_runs(["two", str(other)], parent=runs)).best is None
+    loss = outcome.training_loss(load_run(other))
+    assert loss is not None and loss.change is not None and loss.change.verdict == ""
+
+
+def test_values_that_look_equal_have_no_best() -> None:
+    assert _row(("loss", [1.00001, 1.00002], show_number, -1)).best is None
+    assert _row(("loss", [1.0, 2.0], show_number, -1)).best == 0
+
+
+def _row_named(found: Comparison, label: str = "training loss of the last step") -> Row:
+    return next(row for row in found.results if row.label == label)
 
 
 def test_the_page_escapes_everything(compared: Comparison, tmp_path: Path) -> None:

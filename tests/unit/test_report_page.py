@@ -18,13 +18,15 @@ from crosstune.cli.commands.train import try_report
 from crosstune.cli.terminal.screen import Screen
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
+from crosstune.models.tiny import tiny_model
 from crosstune.recipes.sft import SftRecipe
 from crosstune.report import RunFiles, load_run, write_report
 from crosstune.report.comparison import compare_runs, write_comparison
-from crosstune.report.formatting import change_between, display_of
+from crosstune.report.formatting import change_between, display_of, show_option
+from crosstune.report.next_steps import use_result
 from crosstune.report.outcome import end_of, evaluations, totals, training_loss
 from crosstune.report.run_list import read_listed
-from crosstune.report.tables import masked_example
+from crosstune.report.tables import event_rows, masked_example
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 HOSTILE = "<script>alert('x')</script> & \"quoted\" </pre><img src=//evil.example/x onerror=alert(1)>"
@@ -229,6 +231,37 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path: Path) -> None:
     run = load_run(tmp_path)
     assert [(row["step"], row["loss"]) for row in run.metrics] == [(1, 1.0), (2, 1.0), (3, 2.0)]
     assert (run.num_repeated_steps, run.last_step) == (2, 3)
+
+
+def test_a_resumed_run_warns_of_its_data_once(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    start = {"time": 1.7e9, "kind": "start", "folder": "x", "data": {"warnings": ["2 rows are equal."]}}
+    write_lines(folder / "events.jsonl", [start, start])
+    rows = event_rows(load_run(folder))
+    assert [row["text"] for row in rows if row["kind"] == "warning"] == ["2 rows are equal."]
+    assert len(rows) == 3
+
+
+def test_sentences_are_joined_as_sentences() -> None:
+    assert show_option(["One thing.", "Another."]).text == "One thing. Another."
+    assert show_option(["q_proj", "k_proj"]).text == "q_proj, k_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "advised"), [({}, "--to gguf"), ({"model_type": "qwen2"}, "--to hf"), (None, "--to hf")]
+)
+def test_the_advised_export_supports_the_model(
+    tmp_path: Path, change: dict[str, str] | None, advised: str
+) -> None:
+    folder, base = make_run(tmp_path / "run"), tmp_path / "base"
+    if change is not None:
+        config = json.loads((tiny_model(base) / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | change))
+    plan = json.loads((folder / "plan.json").read_text())
+    (folder / "plan.json").write_text(json.dumps(plan | {"model": {"path": str(base)}}))
+    summary = {"generates": True, "result": str(folder / "adapter")}
+    commands = [step.command for step in use_result(summary, folder, options={})]
+    assert commands[-1].endswith(advised)
 
 
 def damaged(value: Any, source: random.Random) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,18 @@ def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = sile
     writer.close()
 
 
+def can_write_gguf(folder: Path) -> bool:
+    """Return True if `write_gguf` supports the model of a folder, by its config and tokenizer."""
+    if find_spec("gguf") is None:
+        return False
+    try:
+        _check_config(folder, read_config_json(folder))
+        _pre_tokenizer_name(folder, _read_tokenizer(folder))
+    except UserError:
+        return False
+    return True
+
+
 def _check_config(folder: Path, config: dict[str, Any]) -> None:
     check_fields(config, _NUMBERS, required=tuple(_NUMBERS), source=folder / CONFIG)
     reasons = []
@@ -135,14 +148,19 @@ def _add_numbers(writer: GGUFWriter, config: dict[str, Any], kind: str) -> None:
     writer.add_quantization_version(GGML_QUANT_VERSION)
 
 
-def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
-    from tokenizers import Tokenizer
-
+def _read_tokenizer(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise _unsupported(folder, "it has no tokenizer.json")
     tokenizer = read_object(path, foreign=True, limit=256 << 20)
     check_fields(tokenizer, _TOKENIZER, required=("model",), source=path)
+    return tokenizer
+
+
+def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = _read_tokenizer(folder)
     model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
     pre = _pre_tokenizer_name(folder, tokenizer)
     ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}

@@ -151,15 +151,16 @@ def run_charts(run: RunFiles) -> list[Chart]:
 
 
 def run_moves(run: RunFiles) -> list[Mark]:
-    """Return a mark for each step at which the run was resumed on another backend."""
-    found, backend = list[Mark](), ""
+    """Return a mark for each step at which the run was resumed, with the change of backend, if any."""
+    found, backend = dict[float, Mark](), ""
     for event in run.events:
         if event.get("kind") == Loaded.kind:
             backend = str(event.get("backend", ""))
         step, before = number(event.get("step")), event.get("backend")
-        if event.get("kind") == Resumed.kind and step is not None and before and backend not in ("", before):
-            found.append(Mark(at=step, label=f"{before} → {backend}"))
-    return found
+        if event.get("kind") == Resumed.kind and step is not None:
+            moved = before and backend not in ("", before)
+            found[step] = Mark(at=step, label=f"{before} → {backend}" if moved else "resumed")
+    return list(found.values())
 
 
 def _with_smoothed(points: list[Point]) -> list[Series]:

@@ -28,7 +28,7 @@ from crosstune.report.formatting import (
 )
 from crosstune.report.outcome import status_of, summed
 from crosstune.report.samples import Answer, SampleRow, collect_samples, compare_answers
-from crosstune.report.series import Point, best_evaluation, evaluation_points, smoothed_points
+from crosstune.report.series import Point, best_evaluation, evaluation_points, final_loss, overfitting
 from crosstune.report.tables import flat
 from crosstune.report.template import fill, write_page
 
@@ -198,10 +198,10 @@ def _result_rows(runs: Sequence[RunFiles], *, same_losses: bool) -> list[Row]:
 
 def _qualities(runs: Sequence[RunFiles]) -> list[Figure]:
     best = [best_evaluation(run) for run in runs]
-    # Smoothed: the loss of a single step is noise.
-    final = [_last(smoothed_points(run, "loss")) or number(run.summary.get("final_loss")) for run in runs]
+    final = [final_loss(run) for run in runs]
+    overfits = any(overfitting(run) is not None for run in runs)  # then a lower training loss is not better
     figures: list[Figure] = [
-        ("training loss at the end", final, show_number, -1),
+        ("training loss of the last step", final, show_number, 0 if overfits else -1),
         ("best evaluation loss", [each.loss if each else None for each in best], show_number, -1),
         ("at step", [float(each.step) if each else None for each in best], show_count, 0),
     ]
@@ -220,6 +220,8 @@ def _row(figure: Figure) -> Row:
     if better and len(set(known.values())) > 1:
         best = (max if better > 0 else min)(known, key=known.__getitem__)
     cells = [Shown(NOT_RECORDED) if value is None else show(value) for value in values]
+    if best is not None and [cell.text for cell in cells].count(cells[best].text) > 1:
+        best = None  # equal as shown
     return Row(label=label, cells=cells, best=best)
 
 

@@ -50,7 +50,9 @@ class RunFiles:
 
     @property
     def asked(self) -> Mapping[str, Any]:
-        return mapping(self.plan.get("asked")) or self.config
+        inherited = listed(self.plan.get("inherited"))
+        asked = mapping(self.plan.get("asked")) or self.config
+        return {name: value for name, value in asked.items() if name not in inherited}
 
     @property
     def last_step(self) -> int:

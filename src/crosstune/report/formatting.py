@@ -120,7 +120,8 @@ def show_option(value: Any) -> Shown:
     if isinstance(value, str):
         return Shown(value or "(empty)")
     if isinstance(value, (list, tuple)) and all(isinstance(item, (str, int, float)) for item in value):
-        return Shown(", ".join(str(item) for item in value) or "(none)")
+        is_text = any(str(item).endswith(".") for item in value)
+        return Shown((" " if is_text else ", ").join(str(item) for item in value) or "(none)")
     return Shown(json.dumps(value, ensure_ascii=False, default=str))
 
 

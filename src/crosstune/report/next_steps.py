@@ -10,7 +10,7 @@ from typing import Any
 
 from crosstune.config.recipe_spec import next_commands
 from crosstune.files.paths import shown_path
-from crosstune.report.files import RunFiles, mapping, number
+from crosstune.report.files import RunFiles, mapping, number, read_mapping
 from crosstune.report.outcome import End
 from crosstune.report.series import best_evaluation, evaluation_losses
 
@@ -41,7 +41,21 @@ def use_result(summary: Mapping[str, Any], folder: Path, *, options: Any) -> Ite
         yield Next(
             label="merge", command=f"crosstune merge {run}", why="the adapter into its base, as one model"
         )
-    yield Next(label="export", command=f"crosstune export {run} --to gguf", why="for llama.cpp and Ollama")
+    to, why = (
+        ("gguf", "for llama.cpp and Ollama") if _writes_gguf(summary, folder) else ("hf", "for other tools")
+    )
+    yield Next(label="export", command=f"crosstune export {run} --to {to}", why=why)
+
+
+def _writes_gguf(summary: Mapping[str, Any], folder: Path) -> bool:
+    """Return True if the result of a run can be exported as GGUF."""
+    from crosstune.models.gguf_writer import can_write_gguf
+
+    place = Path(str(summary.get("result")))
+    if place.name == "adapter":
+        base = mapping(read_mapping(folder / "plan.json", []).get("model")).get("path")
+        place = Path(str(base))
+    return place.is_dir() and can_write_gguf(place)
 
 
 def next_steps(run: RunFiles, end: End) -> list[Next]:
@@ -90,9 +104,10 @@ def _twice_as_long(run: RunFiles) -> str:
     epochs, steps = number(options.get("num_epochs")), number(options.get("max_steps"))
     if epochs and (steps is None or steps < 0):
         return f"--num_epochs {2 * epochs:g}"
-    return f"--num_epochs 0 --max_steps {2 * run.last_step}"  # limited by steps only
+    longer = f" --num_epochs {2 * epochs:g}" if epochs else ""  # the steps may end before or after the epochs
+    return f"--max_steps {2 * run.last_step}{longer}"
 
 
 def _still_falls(run: RunFiles) -> bool:
-    losses = [loss for step, loss in evaluation_losses(run) if step and loss is not None]
+    losses = [loss for _, loss in evaluation_losses(run) if loss is not None]
     return len(losses) > 1 and losses[-1] < STILL_FALLING * losses[-2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from crosstune.report.formatting import (
     show_seconds,
     show_share,
 )
-from crosstune.report.series import best_evaluation, evaluation_step, finite_values, step_points
+from crosstune.report.series import best_evaluation, evaluation_step, finite_values, overfitting, step_points
 
 _METHODS = {
     "full": "all of its weights",
@@ -103,7 +103,7 @@ def evaluations(run: RunFiles) -> list[MetricChange]:
 
 
 def training_loss(run: RunFiles) -> MetricChange | None:
-    """Return the loss of the first and the last step."""
+    """Return the loss of the first and the last step; no verdict on it if the run overfits."""
     points = step_points(run.metrics, "loss")
     if points:
         first, last = {"loss": points[0][1]} if len(points) > 1 else {}, points[-1][1]
@@ -112,7 +112,10 @@ def training_loss(run: RunFiles) -> MetricChange | None:
         last = run.summary["final_loss"]
     else:
         return None
-    return _metric_change("loss", first, {"loss": last}, labels=("first step", "last step"))
+    found = _metric_change("loss", first, {"loss": last}, labels=("first step", "last step"))
+    if found.change is not None and overfitting(run) is not None:
+        return replace(found, change=replace(found.change, verdict=""))
+    return found
 
 
 def _metrics_when(run: RunFiles, when: str) -> Mapping[str, Any]:

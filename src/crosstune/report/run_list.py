@@ -21,7 +21,7 @@ from crosstune.report.files import (
     rewind,
 )
 from crosstune.report.outcome import peak_memory, speed, status_of
-from crosstune.report.series import best_evaluation
+from crosstune.report.series import best_evaluation, final_loss
 
 _STEPS_BYTES = 1 << 16
 _EVENTS_BYTES = 1 << 20
@@ -105,7 +105,7 @@ def read_listed(folder: Path, *, changed: float) -> ListedRun:
         method=" + ".join(word for word in method if word not in ("", "none")) or "-",
         steps=run.last_step,
         num_steps=None if planned is None else int(planned),
-        loss=number(run.metrics[-1].get("loss") if run.metrics else summary.get("final_loss")),
+        loss=final_loss(run),
         best_eval=best.loss if best else None,
         best_step=int(best.step) if best else None,
         tokens_per_s=speed(run),

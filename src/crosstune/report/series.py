@@ -50,6 +50,12 @@ def step_points(rows: Sequence[Mapping[str, Any]], key: str) -> list[Point]:
     return [(float(row["step"]), number(row[key])) for row in rows if key in row]
 
 
+def final_loss(run: RunFiles) -> float | None:
+    """Return the training loss of the last step, the one figure for the end of a training."""
+    points = step_points(run.metrics, "loss")
+    return points[-1][1] if points else number(run.summary.get("final_loss"))
+
+
 def smoothed_points(run: RunFiles, key: str) -> list[Point]:
     points = step_points(run.metrics, key)
     return smooth(points, window=smoothing_window(len(points)))

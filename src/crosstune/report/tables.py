@@ -224,7 +224,12 @@ def _difference(planned: float, measured: float | None) -> str:
 def event_rows(run: RunFiles) -> list[Row]:
     """Return a row for each event, and one for each warning about the data."""
     start = read_time(run.plan.get("created"))
-    return [row for event in run.events for row in _event_rows(event, start)]
+    rows, said = list[Row](), set[str]()
+    for row in (row for event in run.events for row in _event_rows(event, start)):
+        if row["kind"] != Warned.kind or row["text"] not in said:  # a resumed run warns of its data again
+            rows.append(row)
+            said.add(row["text"] if row["kind"] == Warned.kind else "")
+    return rows
 
 
 def _event_rows(event: Mapping[str, Any], start: datetime | None) -> Iterator[Row]:

@@ -40,6 +40,7 @@ from crosstune.runs.resume import (
     KEPT_FILES,
     find_resumed_folder,
     for_record,
+    inherited_options,
     names_path,
     read_request,
     run_folder,
@@ -144,12 +145,15 @@ def describe(prepared: PreparedRun, *, command: Sequence[str] | None) -> dict[st
     if model is not None:
         base = dataclasses.asdict(model) | {"path": str(model.path), "identity": identity(model.path)}
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    if prepared.in_place:  # keep the time of the first start
-        created = read_log(prepared.folder / "plan.json").get("created", created)
+    words = redact_command(list(command)) if command is not None else None
+    if prepared.in_place:  # keep the time and the command of the first start
+        first = read_log(prepared.folder / "plan.json")
+        created, words = first.get("created", created), first.get("command") or words
     return plan.to_json() | {
         "name": prepared.folder.name,
         "created": created,
-        "command": redact_command(list(command)) if command is not None else None,
+        "command": words,
+        "inherited": inherited_options(prepared.config, point),
         "num_steps": recipe.num_steps(),
         "model": base,
         "data": recipe.describe(),

@@ -28,7 +28,7 @@ from crosstune.data.read.dataset_list import DatasetEntry, join_entries
 from crosstune.files.atomic_files import set_aside
 from crosstune.files.paths import named_run
 from crosstune.files.run_lock import hold
-from crosstune.files.run_record import holds_record
+from crosstune.files.run_record import holds_record, read_log
 from crosstune.runs.resume_identity import Difference, changed_options, check_same, find_differences
 
 LONGEST_PART = 60
@@ -229,6 +229,20 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
         if file and not Path(file).expanduser().is_file() and copy.is_file():
             kept[option] = str(copy)
     return kept
+
+
+def inherited_options(config: Config, point: ResumePoint | None) -> list[str]:
+    """Return the options of a resumed run that nobody requested: chosen earlier, or for this start only."""
+    if point is None:
+        return []
+    before = read_log(point.run / "plan.json")
+    asked = before.get("asked", {}).keys() - set(before.get("inherited", ()))
+    here, once = {"the checkpoint", f"the run {point.run.name}"}, options_on_resume(OnResume.ONE_START)
+    return sorted(
+        name
+        for name, source in config.sources.items()
+        if name in once or (source in here and name not in asked)
+    )
 
 
 def for_record(config: Config) -> Config:
