@@ -10,6 +10,7 @@ from crosstune.core.safe_text import HIDDEN, redact, redact_command, redact_valu
 
 TOKEN = "hf_" + "aB3dE" * 7
 ORDINARY = [
+    "--columns prompt_key=col1",
     "hf_checkpoints2024",
     "data/sk-ParliamentaryDebates.jsonl",
     "org/model@main",

@@ -27,7 +27,7 @@ _NAMED_VALUE = re.compile(
     r"(?P<keep>(?:^|[\s,'\"({]|--)(?=[a-z0-9_])"
     rf"(?:{_START}(?:password|passwd|secret|api[_-]?key|access[_-]?key|signature|credentials?)"
     r"|(?:(?:access|auth|api|hub|hf|bearer|refresh|session|private|wandb)[_-])?token|sig|pwd"
-    rf"|{_START}(?<=[a-z0-9_.-]){_SECRET_NAME}(?==[^\s&#;,'\"<\[{{(]*[0-9]|=[^\s&#;,'\"<\[{{(]{{16}}))=)"
+    rf"|{_START}(?<=[a-z0-9_.-]){_SECRET_NAME}(?==(?=[^\s&#;,'\"]{{6}})[^\s&#;,'\"<\[{{(]*[0-9]|=[^\s&#;,'\"<\[{{(]{{16}}))=)"
     r"[^\s&#;,'\"]{4,}",
     re.I,
 )
