@@ -62,7 +62,7 @@ def export(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(printed.out)
     assert report["verified"]
     for line in printed.err.splitlines():
-        assert line.startswith(("model  ", "warning  ", "changed  ", "chosen  ")), line
+        assert line.startswith(("export: ", "model  ", "warning  ", "changed  ", "chosen  ")), line
     return report
 
 

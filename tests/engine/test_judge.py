@@ -19,6 +19,7 @@ from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.events import Observers
 from crosstune.data.batches.token_batch import IGNORED
+from crosstune.files.journal import Journal
 from crosstune.planner.gather import make_plan
 from crosstune.recipes.judge.examples import common_length
 from crosstune.recipes.judge.items import Item
@@ -196,7 +197,9 @@ def test_a_prompt_beyond_the_context_is_not_judged_and_counted(opened: Opened, b
     short = replace(judge, max_tokens=longest + 1)
     seen: list[Any] = []
     observer = SimpleNamespace(on_event=seen.append)
-    found = ask(short, asked, JudgeRequest(target="x", by=by, max_new_tokens=2), observer)
+    with Journal(None, {}, say=print) as journal:
+        request = JudgeRequest(target="x", by=by, max_new_tokens=2)
+        found = ask(short, asked, request, observer, journal=journal)
     assert [one.too_long for one in found] == [False, True, False] and not found[1].is_parsed
     assert "1 of 3 items exceed the model's context" in seen[-1].message
     if by == "probabilities":

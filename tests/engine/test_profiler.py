@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from pathlib import Path
@@ -146,7 +147,7 @@ def test_a_trace_on_a_full_disk_leaves_nothing_and_says_so(
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(OSError, match="the disk is full or a limit was reached"):
-            profiler.stop(tmp_path, step=1)
+            profiler.stop(tmp_path, step=1, evaluating=contextlib.nullcontext())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []

@@ -40,7 +40,7 @@ def make_tokenizer(folder: Path, *, scheme: str, added: str) -> Path:
 def tokens_of(row: dict[str, str], tokenizer: Tokenizer, form: str) -> list[int]:
     encoder = Encoder(tokenizer=tokenizer, form=form, whole=False)
     text = encoder.render(to_conversation(row, form), row)
-    ((tokens, mask),) = encoder.to_tokens([text])
+    ((tokens, mask, *_),) = encoder.to_tokens([text])
     assert len(mask) == len(tokens)
     return [int(token) for token in tokens]
 

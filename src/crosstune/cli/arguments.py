@@ -97,6 +97,11 @@ def read_run(text: str) -> str:
     return text if text in BUNDLED else named_run(read_path_or_name(text))
 
 
+def read_run_path(text: str) -> Path:
+    """Argparse type of a run that must be local: its path, or the path of its name."""
+    return read_path(read_run(text))
+
+
 def at_least(low: int | float, *, high: int = 2**63 - 1) -> Callable[[str], int | float]:
     """Return an argparse type: a number of the type of `low`, from `low` to `high`."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_run
+from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_path, read_run_path
 from crosstune.cli.terminal.units import size
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 from crosstune.files.outputs import check_output_folder
@@ -41,7 +41,7 @@ def make_parser() -> Parser:
     summary = "\n".join(f"  {name:<8} {text}" for name, text in _HELP.items())
     parser = Parser("checkpoint", description=f"Checkpoints of a run:\n\n{summary}", epilog=EXAMPLES)
     parser.add_argument("action", choices=tuple(_HELP))
-    parser.add_argument("target", type=lambda text: read_path(read_run(text)), metavar="RUN|CHECKPOINT|FILE")
+    parser.add_argument("target", type=read_run_path, metavar="RUN|CHECKPOINT|FILE")
     add = parser.add_argument
     add("--out", type=read_path, help="folder for the result of export and import")
     newest = "for prune: number of newest checkpoints to keep (default 3)"

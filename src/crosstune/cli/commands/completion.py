@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from crosstune.cli.arguments import Parser, read_path, read_path_or_name
+from crosstune.cli.arguments import Parser, read_path, read_path_or_name, read_run, read_run_path
 from crosstune.config.option import Holds
 from crosstune.config.schema import option_list
 from crosstune.core.errors import EXIT_DONE
@@ -81,7 +81,7 @@ def _complete(action: argparse.Action, *, command: str) -> None:
     """Complete file names for paths, and option names for `crosstune options`."""
     import shtab
 
-    if action.type in (read_path, read_path_or_name):
+    if action.type in (read_path, read_path_or_name, read_run, read_run_path):
         action.complete = shtab.FILE  # type: ignore[attr-defined]
     elif command == "options" and action.dest == "name":
         action.choices = [option.name for option in option_list()]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Line, Parser, print_result, read_path, read_run
+from crosstune.cli.arguments import Line, Parser, print_result, read_path, read_run_path
 from crosstune.cli.terminal.units import size
 
 EXAMPLES = """examples:
@@ -24,7 +24,7 @@ def make_parser() -> Parser:
         "move", description="Pack a run into one archive to continue it elsewhere.", epilog=EXAMPLES
     )
     add = parser.add_argument
-    add("target", type=lambda text: read_path(read_run(text)), metavar="RUN|CHECKPOINT")
+    add("target", type=read_run_path, metavar="RUN|CHECKPOINT")
     add("--to", required=True, metavar="BACKEND", help="target backend: mlx, cuda, mps, cpu, ...")
     add("--out", type=read_path, help="path of the archive (default: next to the run)")
     add("--machine", help="target machine: a profile or a file written by `crosstune doctor --json`")
