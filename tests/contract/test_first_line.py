@@ -25,6 +25,7 @@ def line_before_engine(lines: list[str]) -> str:
     return lines[place]
 
 
+@pytest.mark.slow
 def test_train_and_generate_say_what_they_do_first(tmp_path: Path) -> None:
     words = [
         "--model_name",

@@ -51,6 +51,7 @@ def test_what_was_put_off_works_in_transformers():
     assert found.splitlines() == ["True True True", "True", "[1, 0]", "True", "{'': 0}", "True False"]
 
 
+@pytest.mark.slow
 def test_a_package_that_is_imported_already_is_used_as_it_is():
     found = run(
         "import scipy.optimize, accelerate\n"

@@ -425,6 +425,7 @@ def test_latents_on_a_full_disk_leave_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_test_of_a_judge_continues_after_a_kill(tiny_model: Path, tmp_path: Path, capsys: Captured) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     rows = [{"task": f"Add {n} and {n}.", "answer": str(2 * n), "score": n % 11} for n in range(40)]

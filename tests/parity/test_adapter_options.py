@@ -202,6 +202,7 @@ def test_modules_to_save_is_that_of_peft(
     check_resume(tmp_path / "resumed", asked, run, backend="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("listed", "tied"), [("embed_tokens,lm_head", False), ("embed_tokens,norm", True)])
 def test_modules_to_save_on_mlx_and_elsewhere(
     models: dict[bool, Path], data_file: Path, tmp_path: Path, listed: str, tied: bool
@@ -231,6 +232,7 @@ def check_mlx(run: Path) -> None:
     assert load(merged, backend="cpu", progress=False).logits(TOKENS) == pytest.approx(ours, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_quantized_base_has_dense_modules_to_save(
     models: dict[bool, Path], data_file: Path, tmp_path: Path
 ) -> None:
@@ -316,6 +318,7 @@ def test_orthogonal_factors_are_those_of_peft(
     check_resume(tmp_path / "resumed", asked, run, backend="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["pissa", "orthogonal"])
 def test_starts_on_mlx_and_on_the_fast_layers(
     models: dict[bool, Path], data_file: Path, tmp_path: Path, start: str

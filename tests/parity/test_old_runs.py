@@ -139,5 +139,5 @@ def test_an_old_run_keeps_the_rules_of_its_data(
         (checkpoint / "manifest.sha256").write_text(f"{hashlib.sha256(raw).hexdigest()}  manifest.json\n")
     result = train(make_config(resume=str(old), max_steps=5))
     assert result.summary["status"] == "finished"
-    with pytest.raises(UserError, match=r"(?s)belongs to a different run.*data_rules"):
+    with pytest.raises(UserError, match=r"(?s)does not match the checkpoint.*data_rules"):
         train(make_config(resume=str(old), max_steps=6, data_rules=2))
