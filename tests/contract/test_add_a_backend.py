@@ -40,6 +40,7 @@ def test_it_is_planned_as_the_device_it_is(shop: Workshop, followed: Followed) -
     def plan(backend: str) -> dict[str, object]:
         asked = f"--backend {backend} --model_name tiny-random --optimizer fused_adamw --train_type qlora"
         out = shop.run(f"plan --machine machine.json {asked} --json")
+        out = out[out.index("{") :]  # after the line on standard error
         assert json.loads(out)["backend"] == backend
         found = json.loads(out.replace(backend, "cpu"))
         return {
