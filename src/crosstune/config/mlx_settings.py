@@ -53,7 +53,7 @@ class MlxSettings:
     memory_limit_gb: float | None = None
     """Soft limit of MLX's memory use."""
     compile: bool | None = None
-    """Whether to compile the steps; by default only on a GPU."""
+    """Compile the steps; by default only on a GPU."""
     num_layers: int | None = None
     """Number of last layers with adapters; -1: all."""
 

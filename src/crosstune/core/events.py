@@ -131,7 +131,7 @@ class Loaded(Event):
     trained_parameters: int
     parameters: int
     optimizer: str = ""
-    """As in --optimizer, with the word fused where one kernel updates many weights."""
+    """Name of the optimizer, with "fused" if one kernel updates many weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

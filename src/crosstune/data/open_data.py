@@ -46,7 +46,7 @@ class RunData:
     without_answer: int
     """Rows skipped because they have no supervised token."""
     rows: Mapping[str, int] = field(default_factory=dict)
-    """What became of the rows that were read: trained, held_out, empty, ...; they add up to `read`."""
+    """Number of rows per outcome (trained, held_out, empty, ...); they add up to `read`."""
     skipped: Sequence[str] = ()
     """Rows that cannot be read, as JSON text: file, line and reason."""
     held_out: Corpus | None = None

@@ -45,7 +45,7 @@ class Output:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether a line can be rewritten in place."""
+        """True if a line can be rewritten in place."""
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def drain(self) -> None:
@@ -87,7 +87,7 @@ class Column:
     rank: int = 0
     """Columns with the highest rank are omitted first, columns with rank 0 never."""
     cuts: bool = False
-    """Whether its cells may be cut."""
+    """True if its cells may be cut."""
 
     def width(self) -> int:
         return max(map(cell_len, (self.title, *self.cells)))

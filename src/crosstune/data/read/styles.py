@@ -30,7 +30,7 @@ _ENCODINGS = {"utf-16": "UTF-16", "cp1252": "Windows-1252 (Latin-1)"}
 
 @dataclass(frozen=True)
 class Style:
-    """How a file is written, as far as it is not the usual way."""
+    """Encoding, separator and nesting of a file, if unusual."""
 
     encoding: str = UTF8
     separator: str = ","

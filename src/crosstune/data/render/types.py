@@ -47,6 +47,6 @@ class Rendered:
     num_unlocated: int = 0
     """Answers that cannot be found because the template changes them; they carry no loss."""
     prompt_ends: Sequence[int] = ()
-    """Where the prompts of the answers end."""
+    """End positions of the prompts before the answers."""
     effective_extras: frozenset[str] = frozenset()
     """The tested extra keys that change the text."""

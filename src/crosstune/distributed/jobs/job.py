@@ -55,7 +55,7 @@ class Job:
     config_text: str = ""
     """The content of the run's configuration file."""
     has_time_limit: bool = False
-    """Whether --time_limit may end the run early, with the exit code of a stop."""
+    """True if --time_limit may stop the run early, with the exit code of a stop."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The values of the scheduler's options."""
 
