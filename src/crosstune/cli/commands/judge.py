@@ -105,10 +105,9 @@ def run(words: Sequence[str]) -> int:
 
 def _train(own: argparse.Namespace, config: Config) -> int:
     """Train, then test the judge in the first process, after the others have left."""
-    from crosstune.cli.commands.train import leave_together, run_in_processes, say_training, show_training
+    from crosstune.cli.commands.train import leave_together, run_in_processes, show_training
     from crosstune.tracking.observe import Tracking
 
-    say_training("judge train", config)
     trained: dict[str, Any] = {}
 
     def train(config: Config, group: Group) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from crosstune.checkpoint.folders import FOLDER as CHECKPOINTS
 from crosstune.cli.arguments import Parser, parse_config, print_json, read_path_or_name, say_start
+from crosstune.cli.terminal.streams import Stream
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, LIBRARY_FAULTS, PeerLost, UserError
 from crosstune.core.events import Observer
@@ -77,7 +79,7 @@ def run_in_processes(
 
     ranks, nodes = read_ranks(config), read_nodes(config)
     if ranks is None:
-        say_training("train", config)
+        say_training("judge train" if command[0] == "judge" else "train", config)
         from crosstune.cli.commands.start_ranks import processes_here, start_ranks
 
         if (num_local := processes_here(config, nodes)) > 1 or (nodes is not None and nodes.num_nodes > 1):
@@ -93,7 +95,9 @@ def run_in_processes(
 
 
 def say_training(command: str, config: Config) -> None:
-    """Say on standard error which run begins."""
+    """Say on standard error which run begins. A stalled terminal delays the run by at most two seconds."""
+    if isinstance(sys.stderr, Stream):
+        sys.stderr.unblock()
     where = f" on {config.backend}" if config.backend != "auto" else ""
     resumed = config.resume if config.resume not in ("none", "auto") else None
     what = f"continuing {resumed}" if resumed else config.model_name
