@@ -178,7 +178,7 @@ def _write_gguf(
     reread.mkdir()
     gguf.convert(stage.result / name, reread)
     again = read_logits(reread, opened)
-    own = judge(measure_agreement(source.expected, again), opened.precision, word, "bf16")
+    own = judge(measure_agreement(source.expected, again), opened.precision, stored_format(reread), word)
     problems = [] if own["verified"] else ["crosstune's own GGUF reader reads different weights"]
     report |= {"checked_by": opened.engine.reader, "own_reader": own}
     return report | {"kind": kind, "file": name, "problems": problems, "reread": reread}
