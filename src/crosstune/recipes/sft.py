@@ -355,7 +355,9 @@ def _questions(rows: Sequence[tuple[Row, str]], tokenizer: Tokenizer) -> list[Qu
         asked, reference = conversation[:-1], conversation[-1]["content"].strip()
         if not asked or not reference:  # an answer that only calls a tool has no text to compare
             continue
-        text = "\n".join(message["content"] for message in asked)
+        text = asked[0]["content"]
+        if len(asked) > 1:
+            text = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
         tokens = encode_prompt(asked, tokenizer, tools=tools_of(row))
         questions.append(Question(text, tokens, reference))
     return questions
