@@ -70,11 +70,12 @@ class Run:
                 evaluated.setdefault(event["step"], {}).update(found)
             if event.get("kind") == Started.kind:
                 num_examples = ((event.get("data") or {}).get("train") or {}).get("examples") or num_examples
-        rows, done = list[dict[str, Any]](), 0
-        for row in read_jsonl(self.folder / "metrics.jsonl"):
-            done += row.get("examples") or 0
-            epoch = {"epoch": done / num_examples} if num_examples else {}
-            rows.append(row | epoch | evaluated.get(row["step"], {}))
+        rows, done = list[dict[str, Any]](), {0: 0}
+        for row in read_jsonl(self.folder / "metrics.jsonl"):  # a resumed run may repeat steps
+            step = row["step"]
+            done[step] = done.get(step - 1, 0) + (row.get("examples") or 0)
+            epoch = {"epoch": done[step] / num_examples} if num_examples else {}
+            rows.append(row | epoch | evaluated.get(step, {}))
         return rows
 
     @property
