@@ -109,7 +109,7 @@ class _Finder:
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             self._run = spec.loader.exec_module
-            spec.loader.exec_module = self._run_and_replace
+            spec.loader.exec_module = self._run_and_replace  # type: ignore[method-assign]
         return spec
 
     def _run_and_replace(self, module: ModuleType) -> None:
