@@ -131,13 +131,31 @@ def attention_name(plan: Plan, config: Any) -> str | None:
 
 def empty_model(folder: Path, config: Any = None, **options: Any) -> nn.Module:
     """Build the model of a folder, or of a config read from it, without weights."""
-    from accelerate import init_empty_weights
+    config = config if config is not None else read_config(folder)
     from transformers import AutoModelForCausalLM
 
-    config = config if config is not None else read_config(folder)
-    with readable_errors(folder), init_empty_weights(include_buffers=False):
+    with readable_errors(folder), _parameters_without_memory():
         model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
     return model
+
+
+@contextlib.contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Within the context, new parameters are on the meta device; buffers have their values."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        register(module, name, value)
+        if value is not None:
+            moved = nn.Parameter(value.to("meta"), requires_grad=value.requires_grad)
+            moved.__dict__.update(value.__dict__)
+            module._parameters[name] = moved
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
 
 
 def read_config(folder: Path) -> Any:
