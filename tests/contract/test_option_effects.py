@@ -18,9 +18,10 @@ import pytest
 
 from crosstune import Run
 from crosstune.config.load import make_config
+from crosstune.config.option import Option
 from crosstune.config.options.training import OPTIMIZERS
 from crosstune.config.resolve.plan import Plan
-from crosstune.config.schema import option_list
+from crosstune.config.schema import option_list, options_by_name
 from crosstune.core.errors import UserError
 from crosstune.core.quantization import quantizer_names
 from crosstune.estimate.machine import Machine
@@ -67,7 +68,7 @@ VALUES: Mapping[str, Any] = {
     "loraplus_lr_ratio": 9, "num_new_blocks": 2, "n_bits": 8, "group_size": 32, "fp8_tolerance": 0.1,
     "dataset_samples": 3, "eval_samples": 0, "context_length": 20, "num_samples": 0, "max_new_tokens": 5,
     "eval_steps": 1, "early_stopping": 1, "ema_decay": 0.5, "score_scale": "0-20", "group_by": "letter",
-    "mode_weights": "l2t:0.5,t2l:0.5", "sequential_schedule": "t2l:1,l2t:1", "cfg_dropout_prob": 0.9,
+    "mode_weights": "l2t:0.5,t2l:0.5", "sequential_schedule": "l2t:1,unconditional:1", "cfg_dropout_prob": 0.9,
     "latent_noise": 0.5, "text_loss_weight": 3.0, "latent_loss_weight": 3.0, "hidden_size": 48, "n_blocks": 1,
     "n_heads": 4, "cond_dim": 16, "latent_tokens": 2, "latent_dim": 96, "dropout": 0.5, "decode_steps": 1,
     "guidance": 3.0, "columns": "prompt=text", "chat_template": "alpaca",
@@ -83,8 +84,8 @@ VALUES_OF_RECIPE: Mapping[tuple[str, str], Any] = {
 
 TOGETHER: Mapping[str, Mapping[str, Any]] = {
     "truncation": {"context_length": 20},
-    "early_stopping": {"eval_steps": 1, "max_steps": 3, "lr": 100},
-    "result": {"eval_steps": 1, "lr": 100},
+    "early_stopping": {"eval_steps": 1, "max_steps": 4, "lr": 1e-30},  # no evaluation has a lower loss
+    "result": {"eval_steps": 1, "max_steps": 3, "lr": 3},  # the loss rises
     "lr_scheduler": {"max_steps": 4},
     "fp8_tolerance": {"base_precision": "fp8"},
 }
@@ -104,14 +105,18 @@ class Context:
             (self.recipe, self.train_type, self.optimizer, self.backend, *map(str, self.more.values()))
         )
 
-    def facets(self) -> list[str]:
-        """Return what an option's effect may depend on."""
-        engine = f"{self.recipe} {self.backend}"
-        return [
-            engine,
-            *(f"{self.backend} {part}" for part in (self.train_type, self.optimizer)),
-            *map(str, self.more.items()),
-        ]
+    def facets(self, option: Option, value: Any) -> set[tuple[Any, ...]]:
+        """Return what a run of the context can show about an option: every value once for each recipe and engine, and one
+        value for each method, optimizer or setting that may matter to it."""
+        parts = {
+            "Training": [("optimizer", self.optimizer)],
+            "Method": [("train_type", self.train_type)],
+            "Hardware": [("train_type", self.train_type)],
+        }.get(option.group, [part for part in self.more.items() if part[0] != "lr"])
+        return {
+            (option.name, str(value), self.recipe, self.backend),
+            *((option.name, self.backend, *part) for part in parts),
+        }
 
     def asked(self, home: Path) -> dict[str, Any]:
         asked: dict[str, Any] = {
@@ -151,7 +156,6 @@ CONTEXTS = (
     Context("judge", "lora", "adam", "cpu", {"head": "scalar"}),
     Context("latent_diffusion", "full", "adamw", "cpu"),
     Context("latent_diffusion", "full", "adam", "cpu", {"loss_type": "random"}),
-    Context("latent_diffusion", "full", "sgd", "cpu", {"loss_type": "t2l", "lr": 0.1}),
     Context(
         "latent_diffusion",
         "full",
@@ -171,6 +175,7 @@ SAME_HERE = {
     ("latent_dim", 96): "the dimension of these pairs",
     ("references", "optional"): "all rows have a reference",
     ("verdict", "digit"): "what auto chooses for scores from 0 to 10",
+    ("quant_type", "nf4"): "what auto chooses with bnb",
 }
 """Value -> why a run does with it what it does by default, unless the plan says that it has no effect."""
 
@@ -244,13 +249,13 @@ class Sweep:
         self.home = home
         self.machine: Machine = probe_machine(backends=["cpu", "mlx"], quantizers=quantizer_names())
         self.known: dict[str, Any] = {}
-        self.shown: set[tuple[str, str, str]] = set()
-        """(option, value, facet) for which a run was changed."""
+        self.shown: set[tuple[Any, ...]] = set()
+        """What runs have shown, see `Context.facets`."""
 
     def silent(self, cases: list[Case]) -> Iterator[str]:
         """Yield the options that neither changed a run nor were answered."""
         for context, name, value in cases:
-            facets = {(name, str(value), facet) for facet in context.facets()}
+            facets = context.facets(options_by_name()[name], value)
             if self.is_answered(context, name, value) or facets <= self.shown:
                 continue
             if self.changes_run(context, name, value):
@@ -262,7 +267,8 @@ class Sweep:
         """True if the plan rejects or changes the option, says that it has no effect, or chooses the value without it."""
         asked = context.asked(self.home)
         before = self.plan(asked)
-        if asked.get(name) == value or before.config.options()[name] == value:
+        chosen = before.config.options() | {"quantization_backend": before.quantizer}
+        if value in (asked.get(name), chosen[name]):
             return True
         try:
             plan = self.plan(asked | {name: value})
@@ -283,7 +289,8 @@ class Sweep:
             if self.accepts(asked, option, each)
         }
         before = self.remember(asked | more)
-        return self.outcome(asked | more | {name: value}) != before
+        now = self.outcome(asked | more | {name: value})
+        return now != before or name in now.get("error", "")
 
     def accepts(self, asked: Mapping[str, Any], option: str, value: Any) -> bool:
         try:
