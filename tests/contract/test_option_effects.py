@@ -63,7 +63,7 @@ VALUES: Mapping[str, Any] = {
     "adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 0.1, "neftune_alpha": 20.0, "eval_fraction": 0.4,
     "layers_to_transform": "1", "modules_to_save": "norm",
     "lr": 0.004, "wd": 0.3, "warmup_steps": 2, "warmup_ratio": 0.9, "cosine_min_lr_ratio": 0.7, "grad_norm": 0.01,
-    "seed": 7, "num_epochs": 0.001, "max_steps": 1, "batch_size": 3, "gradient_accumulation_steps": 2,
+    "seed": 7, "num_epochs": 0.00001, "max_steps": 1, "batch_size": 3, "gradient_accumulation_steps": 2,
     "rows_per_step": 3, "lora_rank": 3, "lora_alpha": 5, "lora_dropout": 0.5, "lora_target_modules": "q_proj",
     "loraplus_lr_ratio": 9, "num_new_blocks": 2, "n_bits": 8, "group_size": 32, "fp8_tolerance": 0.1,
     "dataset_samples": 3, "eval_samples": 0, "context_length": 20, "num_samples": 0, "max_new_tokens": 5,
@@ -85,7 +85,6 @@ VALUES_OF_RECIPE: Mapping[tuple[str, str], Any] = {
 TOGETHER: Mapping[str, Mapping[str, Any]] = {
     "truncation": {"context_length": 20},
     "early_stopping": {"eval_steps": 1, "max_steps": 4, "lr": 1e-30},  # no evaluation has a lower loss
-    "result": {"eval_steps": 1, "max_steps": 3, "lr": 3},  # the loss rises
     "lr_scheduler": {"max_steps": 4},
     "fp8_tolerance": {"base_precision": "fp8"},
 }
@@ -112,7 +111,7 @@ class Context:
             "Training": [("optimizer", self.optimizer)],
             "Method": [("train_type", self.train_type)],
             "Hardware": [("train_type", self.train_type)],
-        }.get(option.group, [part for part in self.more.items() if part[0] != "lr"])
+        }.get(option.group, [part for part in self.more.items() if part[0] in ("head", "loss_type")])
         return {
             (option.name, str(value), self.recipe, self.backend),
             *((option.name, self.backend, *part) for part in parts),
@@ -172,10 +171,12 @@ SAME_HERE = {
     ("quantization_backend", "none"): "what auto chooses without a quantized train type",
     ("use_flash_attention", True): "the default where it is available",
     ("result", "best"): "what auto chooses after two evaluations",
+    ("result", "last"): "the last weights are the best here",
     ("latent_dim", 96): "the dimension of these pairs",
     ("references", "optional"): "all rows have a reference",
     ("verdict", "digit"): "what auto chooses for scores from 0 to 10",
     ("quant_type", "nf4"): "what auto chooses with bnb",
+    ("quant_type", "int"): "what auto chooses with hqq",
 }
 """Value -> why a run does with it what it does by default, unless the plan says that it has no effect."""
 
