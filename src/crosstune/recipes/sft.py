@@ -17,11 +17,17 @@ from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.core.weights import averaged
-from crosstune.data.batches.embedding_noise import add_noise
 from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.batches.packing import PackedOrder
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
-from crosstune.data.batches.token_batch import TokenBatch, pack_rows, pad_rows, split_packed, split_rows
+from crosstune.data.batches.token_batch import (
+    TokenBatch,
+    add_noise,
+    pack_rows,
+    pad_rows,
+    split_packed,
+    split_rows,
+)
 from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY
 from crosstune.data.checks.portrait import portrait
 from crosstune.data.checks.preflight import (

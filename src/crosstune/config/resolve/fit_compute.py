@@ -70,9 +70,9 @@ def fit_kernels(draft: Draft) -> None:
     elif asked == "fast" and report.engine == "torch" and (reason or missing):
         draft.set("kernels", "general", reason or missing)
     if draft["base_precision"] == "fp8" and draft["kernels"] == "general" and report.engine == "torch":
-        draft.warn(
-            "base_precision", "only --kernels fast supports fp8 matmuls; general layers use --precision"
-        )
+        reason = "only --kernels fast supports fp8 matmuls; general layers use --precision"
+        stored = draft.quantizer == "fp8"
+        draft.warn("base_precision", reason if stored else f"has no effect with --kernels general: {reason}")
 
 
 def prefers_fast(report: BackendReport, precision: str, *, quantizer: str) -> bool:

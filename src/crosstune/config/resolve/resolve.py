@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
 from crosstune.config.mlx_settings import idle_settings
-from crosstune.config.resolve.check_rate import rate_warning
 from crosstune.config.resolve.choose_method import choose_method
 from crosstune.config.resolve.facts import Facts
 from crosstune.config.resolve.fit_compute import fit_compile, fit_kernels, fit_precision
@@ -26,6 +25,26 @@ _ONE_RANK_PER_DEVICE = ("nccl", "xccl")
 FUSED_OPTIMIZERS_ON = ("cuda", "cpu", "mps", "xpu")
 """Torch devices; ROCm is called cuda."""
 _SLOW_CPU = "a CPU is slow, suited to small models and tests"
+
+
+@dataclass(frozen=True)
+class _RateRange:
+    """Learning rates beyond which fine-tuning fails in practice, with a typical value."""
+
+    lowest: float
+    highest: float
+    typical: float
+
+
+_ADAM = (_RateRange(1e-7, 5e-3, 2e-4), _RateRange(1e-7, 1e-3, 2e-5))
+_RANGES: dict[str, tuple[_RateRange, _RateRange]] = {
+    # Every weight moves by the whole rate in each step of Lion.
+    "lion": (_RateRange(1e-8, 1e-3, 5e-5), _RateRange(1e-8, 2e-4, 3e-6)),
+    # Steps in proportion to the clipped gradient.
+    "sgd": (_RateRange(1e-3, 10, 0.3), _RateRange(1e-4, 10, 0.03)),
+    "adadelta": (_RateRange(1e-2, 100, 1.0), _RateRange(1e-2, 100, 1.0)),
+}
+"""Optimizer -> range for adapters, and for all other methods; adafactor is scaled like adamw."""
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
@@ -275,7 +294,7 @@ def _check_values(draft: Draft) -> None:
             why="only sft adds noise to embeddings.",
             do="remove --neftune_alpha",
         )
-    warning = rate_warning(draft["lr"], optimizer=optimizer, method=draft.method)
+    warning = _rate_warning(draft["lr"], optimizer=optimizer, method=draft.method)
     if warning is not None and draft.facts.has_base_model:
         draft.warn("lr", warning)
     if draft["lora_dropout"] == 1:
@@ -319,3 +338,15 @@ def _check_start(draft: Draft) -> None:
             why="it subtracts the start of each adapter from the base, and quantized weights cannot be updated.",
             do="use --train_type lora, or --init_lora orthogonal",
         )
+
+
+def _rate_warning(lr: float, *, optimizer: str, method: str) -> str | None:
+    """Return the warning for a learning rate, or None."""
+    of_adapters, of_weights = _RANGES.get(optimizer.removesuffix("_8bit"), _ADAM)
+    found = of_adapters if method in ADAPTER_METHODS else of_weights
+    for_what = f"for {method} with {optimizer}; {found.typical:g} is typical"
+    if lr > found.highest:
+        return f"{lr:g} is very high {for_what}. Above {found.highest:g} the loss rarely falls and may become NaN"
+    if 0 < lr < found.lowest:
+        return f"{lr:g} is very low {for_what}. Below {found.lowest:g} the weights hardly change"
+    return None
