@@ -29,6 +29,7 @@ SAME: Mapping[str, str] = _by_name(
         "lora_r": "lora_rank",
         "lora_target target_modules": "lora_target_modules",
         "lora_modules_to_save additional_target": "modules_to_save",
+        "tokens": "add_tokens",
         "peft_layers_to_transform": "layers_to_transform",
         "rslora peft_use_rslora": "use_rslora",
         "per_device_train_batch_size micro_batch_size": "batch_size",

@@ -209,6 +209,23 @@ def choose_saved(
     return [name for name in parameters if name in chosen]
 
 
+def token_parameters(shapes: Mapping[str, Sequence[int]], num_rows: int) -> list[str]:
+    """Return the parameters with one row per token: embedding, output head and its bias; not those of blocks."""
+    return [
+        name
+        for name, shape in shapes.items()
+        if shape[:1] and shape[0] == num_rows
+        and not any(part.isdigit() or "position" in part or part == "wpe" for part in name.split("."))
+    ]
+
+
+def saved_modules(config: Config, shapes: Mapping[str, Sequence[int]], num_rows: int) -> str | None:
+    """Return --modules_to_save, with the modules of the tokens if --add_tokens is set."""
+    tokens = token_parameters(shapes, num_rows) if config.add_tokens else []
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in tokens)
+    return ",".join(filter(None, [config.modules_to_save, *modules])) or None
+
+
 def name_saved(parameters: Sequence[str], modules: Iterable[str]) -> list[str]:
     """Return PEFT's modules_to_save for trained parameters: short names where they match no other module.
 

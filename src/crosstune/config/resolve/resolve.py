@@ -282,6 +282,8 @@ def _check_values(draft: Draft) -> None:
         draft.refuse("lora_dropout is 1.", why="it would drop all adapter inputs.")
     if has_adapters and draft["init_lora"] != "default":
         _check_start(draft)
+    if draft["add_tokens"]:
+        _check_tokens(draft)
     if draft["layers_to_transform"] and draft.facts.mlx_settings.get("num_layers", -1) != -1:
         draft.refuse(
             "layers_to_transform and num_layers of --mlx_config are both set.", do="keep one of the two"
@@ -297,6 +299,28 @@ def _check_values(draft: Draft) -> None:
     if draft.method == "llama_pro" and draft["base_adapter"]:
         why = "llama_pro trains blocks, not adapters."
         draft.refuse("base_adapter cannot be combined with llama_pro.", why=why)
+
+
+def _check_tokens(draft: Draft) -> None:
+    """Add problems for values that --add_tokens excludes."""
+    if not draft.facts.has_base_model:
+        draft.refuse(
+            f"--add_tokens does not apply to the {draft['recipe']} recipe.",
+            why="it builds its own model.",
+            do="remove --add_tokens",
+        )
+    if draft.method == "llama_pro":
+        draft.refuse(
+            "--add_tokens cannot be combined with llama_pro.",
+            why="llama_pro trains new blocks only, and the rows of the new tokens would stay untrained.",
+            do="use --train_type lora, dora or full",
+        )
+    if draft["tokenizer"]:
+        draft.refuse(
+            "--add_tokens cannot be combined with --tokenizer.",
+            why="it extends the tokenizer of the model.",
+            do="remove one of them, or replace the tokenizer files in the model folder",
+        )
 
 
 def _check_start(draft: Draft) -> None:

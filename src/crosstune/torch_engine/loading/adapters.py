@@ -26,6 +26,7 @@ from crosstune.models.adapter_choice import (
     describe_left_out,
     name_for_peft,
     name_saved,
+    saved_modules,
 )
 from crosstune.torch_engine.loading.experts import (
     Routing,
@@ -199,11 +200,13 @@ def adapt(model: nn.Module, plan: Plan, *, autocast: torch.dtype | None) -> dict
 
 
 def saved_parameters(model: nn.Module, plan: Plan, *, adapted: Collection[str]) -> list[str]:
-    """Return the parameters that --modules_to_save trains in full."""
+    """Return the parameters that --modules_to_save and --add_tokens train in full."""
     tied = tied_parameters(model)
+    shapes = {name: p.shape for name, p in model.named_parameters() if name not in tied}
+    rows = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     return choose_saved(
-        [name for name, _ in model.named_parameters() if name not in tied],
-        plan.config.modules_to_save,
+        list(shapes),
+        saved_modules(plan.config, shapes, max(rows, default=0)),
         adapted=adapted,
         tied=tied,
         model=type(model).__name__,
