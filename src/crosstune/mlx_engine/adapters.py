@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
-from crosstune.core.weights import orthogonal_by_name, principal_factors, uniform_by_name
+from crosstune.core.weights import principal_factors
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape
 from crosstune.models.adapter_choice import (
     ALL_LAYERS,
@@ -54,17 +54,13 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
         super().__init__()
-        out_features, in_features = linear_shape(base)
         self.base = base
         self._scale = settings.scale
         self._dropout = settings.dropout
         self._stream: list[mx.array] = []
         self._start: list[tuple[Array, Array]] = []
-        if settings.start == "default":
-            a = uniform_by_name(name, shape=(settings.rank, in_features), seed=seed)
-            b = np.zeros((out_features, settings.rank), dtype=np.float32)
-        elif settings.start == "orthogonal":
-            a, b = orthogonal_by_name(name, shape=(out_features, in_features), rank=settings.rank, seed=seed)
+        if settings.start != "pissa":
+            a, b = settings.first_factors(name, linear_shape(base), seed=seed)
         else:
             dense = dense_weight(base, mx.float32)
             a, b = principal_factors(np.array(dense), rank=settings.rank, scale=self._scale)

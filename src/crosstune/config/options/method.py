@@ -100,9 +100,10 @@ class MethodOptions:
     )
     init_lora: str = _adapter(
         "default",
-        "Start of the adapters: default (A random, B zero), orthogonal (A and B random, with B A = 0), or pissa (the largest "
-        "singular values of each weight, which then trains without them)",
-        choices=("default", "orthogonal", "pissa"),
+        "Start of the adapters: default (A random, B zero), orthogonal (A and B random, with B A = 0), pissa (the largest "
+        "singular values of each weight, which then trains without them), or loftq (those of its quantization error; "
+        "torch only)",
+        choices=("default", "orthogonal", "pissa", "loftq"),
         on_resume=OnResume.ADAPTER,
     )
     modules_to_save: str | None = _adapter(

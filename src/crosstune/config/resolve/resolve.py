@@ -337,9 +337,33 @@ def _check_start(draft: Draft) -> None:
             "--init_lora orthogonal needs an even --lora_rank.",
             do=f"use --lora_rank {draft['lora_rank'] + 1}",
         )
+    if start == "loftq":
+        _check_loftq(draft)
     if start == "pissa" and draft.quantizer != "none":
         draft.refuse(
             "--init_lora pissa does not work on a quantized base.",
             why="it subtracts the start of each adapter from the base, and quantized weights cannot be updated.",
-            do="use --train_type lora, or --init_lora orthogonal",
+            do="use --train_type lora, or --init_lora loftq",
+        )
+
+
+def _check_loftq(draft: Draft) -> None:
+    """Add problems where there is no quantization error to start from."""
+    if draft.quantizer == "none":
+        draft.refuse(
+            "--init_lora loftq needs a quantized base.",
+            why="it starts the adapters from the error of the quantization.",
+            do="use --train_type qlora, or --init_lora pissa",
+        )
+    elif draft.report.engine == "mlx":
+        draft.refuse(
+            "--init_lora loftq does not work on MLX.",
+            why="only the torch engine measures the quantization error of each layer.",
+            do="use --init_lora orthogonal, or a torch backend",
+        )
+    elif draft.facts.stored is not None:
+        draft.refuse(
+            "--init_lora loftq does not work with a model folder that is already quantized.",
+            why="the quantization error is unknown without the original weights.",
+            do="use the original model",
         )
