@@ -26,6 +26,11 @@ NEW = ["slowly", "please"]
 LISTED = ",".join(NEW)
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSTUNE_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="module")
 def resized(models: dict[bool, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """The models with the tokens added by transformers: new rows are the mean of the others."""

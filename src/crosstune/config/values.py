@@ -87,10 +87,10 @@ def _to_string(option: Option, raw: Any, source: str) -> str:
 
 
 def _read_lines(option: Option, raw: str, source: str) -> str | list[str]:
-    """Return the lines of a text file, or the value itself if it is not the name of a file."""
-    path = Path(raw).expanduser() if len(raw) <= Option.longest and wrong_path(raw) is None else Path()
-    if path.suffix != ".txt" and not path.is_file():
+    """Return the lines of a .txt file, or the value itself if it is a list."""
+    if not raw.endswith(".txt") or "," in raw or wrong_path(raw) is not None:
         return raw
+    path = Path(raw).expanduser()
     lines = [line.strip() for line in read_plain_text(path, limit=option.longest).splitlines()]
     if with_comma := [line for line in lines if "," in line]:
         raise _refused(option, with_comma[0], f"in {path}", do="remove the comma: it separates items")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -83,7 +82,7 @@ def add_tokens(
                 shutil.copy2(path, target / path.name)
         for path, stored in arrays.items():
             if path not in rewritten:
-                os.symlink(path.resolve(), target / path.name)
+                (target / path.name).symlink_to(path.resolve())
                 continue
             tensors = [
                 _longer(name, array, num_rows=num_rows, first=first, num_new=len(new))
@@ -165,7 +164,8 @@ def _tensor(name: str, array: StoredArray) -> Tensor:
             why=f"its dtype is {array.dtype}.",
             do="save the model in bf16, fp16 or fp32",
         )
-    return Tensor(name=name, dtype=array.dtype, shape=array.shape, rows=_pieces(array, 0, array.shape[:1]))
+    rows = _pieces(array, array.shape[0]) if array.shape else [array.map()]
+    return Tensor(name=name, dtype=array.dtype, shape=array.shape, rows=rows)
 
 
 def _longer(name: str, array: StoredArray, *, num_rows: int, first: int, num_new: int) -> Tensor:
@@ -174,7 +174,7 @@ def _longer(name: str, array: StoredArray, *, num_rows: int, first: int, num_new
 
     def rows() -> Iterator[NDArray[Any]]:
         total = np.zeros(array.shape[1:])
-        for piece in _pieces(array, 0, (first,)):
+        for piece in _pieces(array, first):
             total += to_float32(array.dtype, piece).sum(axis=0, dtype=np.float64)
             yield piece
         mean = (total / first).astype(np.float32)
@@ -186,9 +186,7 @@ def _longer(name: str, array: StoredArray, *, num_rows: int, first: int, num_new
     return replace(plain, shape=(num_rows, *array.shape[1:]), rows=rows())
 
 
-def _pieces(array: StoredArray, start: int, shape: tuple[int, ...]) -> Iterator[NDArray[Any]]:
+def _pieces(array: StoredArray, num_rows: int) -> Iterator[NDArray[Any]]:
     values = array.map()
-    if not shape:
-        yield values
-    for row in range(start, *shape, _ROWS_AT_ONCE):
-        yield values[row : min(row + _ROWS_AT_ONCE, *shape)]
+    for row in range(0, num_rows, _ROWS_AT_ONCE):
+        yield values[row : min(row + _ROWS_AT_ONCE, num_rows)]
