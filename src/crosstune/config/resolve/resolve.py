@@ -301,6 +301,8 @@ def _check_values(draft: Draft) -> None:
         draft.refuse("lora_dropout is 1.", why="it would drop all adapter inputs.")
     if has_adapters and draft["init_lora"] != "default":
         _check_start(draft)
+    if draft["add_tokens"]:
+        _check_tokens(draft)
     if draft["layers_to_transform"] and draft.facts.mlx_settings.get("num_layers", -1) != -1:
         draft.refuse(
             "layers_to_transform and num_layers of --mlx_config are both set.", do="keep one of the two"
@@ -318,6 +320,28 @@ def _check_values(draft: Draft) -> None:
         draft.refuse("base_adapter cannot be combined with llama_pro.", why=why)
 
 
+def _check_tokens(draft: Draft) -> None:
+    """Add problems for values that --add_tokens excludes."""
+    if not draft.facts.has_base_model:
+        draft.refuse(
+            f"--add_tokens does not apply to the {draft['recipe']} recipe.",
+            why="it builds its own model.",
+            do="remove --add_tokens",
+        )
+    if draft.method == "llama_pro":
+        draft.refuse(
+            "--add_tokens cannot be combined with llama_pro.",
+            why="llama_pro trains new blocks only, and the rows of the new tokens would stay untrained.",
+            do="use --train_type lora, dora or full",
+        )
+    if draft["tokenizer"]:
+        draft.refuse(
+            "--add_tokens cannot be combined with --tokenizer.",
+            why="it extends the tokenizer of the model.",
+            do="remove one of them, or replace the tokenizer files in the model folder",
+        )
+
+
 def _check_start(draft: Draft) -> None:
     """Add problems for values that --init_lora excludes."""
     start = draft["init_lora"]
@@ -332,11 +356,35 @@ def _check_start(draft: Draft) -> None:
             "--init_lora orthogonal needs an even --lora_rank.",
             do=f"use --lora_rank {draft['lora_rank'] + 1}",
         )
+    if start == "loftq":
+        _check_loftq(draft)
     if start == "pissa" and draft.quantizer != "none":
         draft.refuse(
             "--init_lora pissa does not work on a quantized base.",
             why="it subtracts the start of each adapter from the base, and quantized weights cannot be updated.",
-            do="use --train_type lora, or --init_lora orthogonal",
+            do="use --train_type lora, or --init_lora loftq",
+        )
+
+
+def _check_loftq(draft: Draft) -> None:
+    """Add problems where there is no quantization error to start from."""
+    if draft.quantizer == "none":
+        draft.refuse(
+            "--init_lora loftq needs a quantized base.",
+            why="it starts the adapters from the error of the quantization.",
+            do="use --train_type qlora, or --init_lora pissa",
+        )
+    elif draft.report.engine == "mlx":
+        draft.refuse(
+            "--init_lora loftq does not work on MLX.",
+            why="only the torch engine measures the quantization error of each layer.",
+            do="use --init_lora orthogonal, or a torch backend",
+        )
+    elif draft.facts.stored is not None:
+        draft.refuse(
+            "--init_lora loftq does not work with a model folder that is already quantized.",
+            why="the quantization error is unknown without the original weights.",
+            do="use the original model",
         )
 
 
