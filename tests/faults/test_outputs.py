@@ -321,6 +321,24 @@ def test_a_journal_continues_only_its_own_request(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial~1"]
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop"])
+def test_a_journal_that_is_no_regular_file_is_rejected(kind: str, tmp_path: Path) -> None:
+    """A device would be read without an end."""
+    partial = tmp_path / "out.jsonl.partial"
+    if kind == "pipe":
+        os.mkfifo(partial)
+    elif kind == "folder":
+        partial.mkdir()
+    else:
+        partial.symlink_to("/dev/zero" if kind == "device" else partial.name)
+    with (
+        pytest.raises(UserError, match="cannot be read") as caught,
+        Journal(tmp_path / "out.jsonl", 1, say=print),
+    ):
+        pass
+    assert str(partial) in caught.value.message and "a " in caught.value.why
+
+
 def kill_when_kept(command: list[object], partial: Path, *, num_lines: int) -> None:
     """Kill a command when its journal has lines."""
     program = warm.start(warm.MAIN, *map(str, command))

@@ -14,7 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import set_aside
 from crosstune.files.json_files import parse_json, to_json
 from crosstune.files.outputs import is_stream
-from crosstune.files.plain_files import no_room
+from crosstune.files.plain_files import MissingFile, no_room, open_plain
 
 SUFFIX = ".partial"
 
@@ -73,9 +73,18 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
     def _open(self) -> BinaryIO:
-        """Open and lock the file; raise a UserError if another process writes it."""
+        """Open and lock the file; raise a UserError if it is not a regular file, or if another process writes it."""
         assert self.path is not None
-        file = self.path.open("a+b")
+        with suppress(MissingFile), open_plain(self.path, follow_links=False):
+            pass
+        try:
+            file = self.path.open("a+b")
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written.",
+                why=f"{no_room(error) or error.strerror}.",
+                do="choose a different output",
+            ) from error
         try:
             _lock(file)
         except BlockingIOError:
