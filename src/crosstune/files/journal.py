@@ -48,7 +48,11 @@ class Journal:
             self._say(f"continues after {len(self.rows):,} finished rows in {self.path}")
         self._file.truncate(num_bytes)
         if not num_bytes:
-            self._write([self._key])
+            try:
+                self._write([self._key])
+            except UserError:
+                self.__exit__(None, None, None)
+                raise
         return self
 
     def __exit__(
@@ -63,9 +67,9 @@ class Journal:
     def add(self, rows: Iterable[Any]) -> None:
         """Add finished rows."""
         rows = list(rows)
-        self.rows += rows
         if self._file is not None:
             self._write(rows)
+        self.rows += rows
 
     def remove(self) -> None:
         """Remove the file: the output is complete."""
