@@ -453,7 +453,10 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(
+    "writer",
+    [name if name in ("adopt", "split") else pytest.param(name, marks=pytest.mark.slow) for name in WRITERS],
+)
 def test_a_writer_on_a_disk_that_fills_leaves_nothing_and_works_later(
     writer: str, latent_run: Path, tiny_model: Path, tmp_path: Path, capsys: Captured
 ) -> None:
