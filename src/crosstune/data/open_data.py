@@ -141,7 +141,9 @@ class DataOpener:
             random = np.random.Generator(np.random.Philox(key=(0, index)))
             tokens = random.integers(0, vocabulary, size=length, dtype=np.int32)
             writer.append(tokens, np.ones(length, dtype=np.bool_), row=index)
-        counts = dict.fromkeys(("empty", "unlocated_answers", "bad_rows"), 0) | {"rows": num_examples}
+        counts = dict.fromkeys(("empty", "unlocated_answers", "without_reasoning", "bad_rows"), 0) | {
+            "rows": num_examples
+        }
         names = {
             name: list[str]()
             for name in ("unused_columns", "ignored_by_template", "joined_tokens", "skipped_rows")
