@@ -44,7 +44,7 @@ def leave_out_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]
 
 def num_shared(train: Corpus, held_out: Corpus) -> int:
     """Return the number of held-out examples that are also in the training data."""
-    return int(np.isin(held_out.hashes(), train.hashes()).sum())
+    return int(np.isin(held_out.hashes(shown=True), train.hashes(shown=True)).sum())
 
 
 def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Sequence[str]:
