@@ -249,8 +249,9 @@ def prompts_of(made: SftRecipe, corpus: Any) -> set[str]:
         [ask(f"q{n}", f"b{n}") for n in range(100)],
         [ask(f"q{n // 4}", f"b{n}") for n in range(100)],
         [*(ask(f"q{n}", f"b{n}") for n in range(0, 100, 3)), *(ask(f"r{n}", f"b{n}") for n in range(50))],
+        [ask(f"q{n // 8}", f"b{n}") for n in range(800)],
     ],
-    ids=["the same prompts", "repeated prompts", "some prompts"],
+    ids=["the same prompts", "repeated prompts", "some prompts", "many times"],
 )
 @pytest.mark.parametrize("options", [{}, {"dedup": True, "dataset_samples": 50}, {"eval_fraction": 0.3}])
 def test_a_prompt_is_on_one_side_of_the_split_in_all_sources(

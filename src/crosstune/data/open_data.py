@@ -117,12 +117,12 @@ class DataOpener:
             read.append(self._read(source, most=share, seen=seen))
             known: list[Corpus | None] = [read[-1].corpus]
             if not self._joint:
-                opened.append(self._divide_rows(read[-1], self._draw(read[-1:], first=number)[0]))
+                opened.append(self._divide_rows(read[-1], _draw(read[-1:], config, first=number)[0]))
                 known = [opened[-1].train, opened[-1].held_out]
             if config.dedup:
                 seen += [one.hashes(shown=self._joint) for one in known if one is not None]
         if self._joint:
-            opened = list(map(self._divide_rows, read, self._draw(read)))
+            opened = list(map(self._divide_rows, read, _draw(read, config)))
         held_out += [(one.held_out, one.held_out_rows) for one in opened if one.held_out is not None]
         mixture = None
         if len(entries) > 1 and all(entry.weight is not None for entry in entries):
@@ -223,19 +223,6 @@ class DataOpener:
             duplicates=num_rows - len(np.unique(corpus.rows())),
         )
 
-    def _draw(self, read: Sequence[_SourceData], *, first: int = 0) -> list[NDArray[np.int64]]:
-        """Return the places of the examples to hold out of each source; `first` is the number of the first source."""
-        seed = self.config.seed
-        return _draw(
-            [one.corpus for one in read],
-            np.array([one.most for one in read]),
-            [
-                np.random.Generator(np.random.Philox(key=(seed, _HELD_OUT_KEY + first + n)))
-                for n in range(len(read))
-            ],
-            rules=self.config.data_rules,
-        )
-
     def _divide_rows(self, read: _SourceData, chosen: NDArray[np.int64]) -> RunData:
         """Return the training examples of a source, and the chosen ones as held-out examples."""
         corpus, facts = read.corpus, read.corpus.store.facts
@@ -325,41 +312,40 @@ class DataOpener:
         return notes
 
 
-def _draw(
-    corpora: Sequence[Corpus],
-    most: NDArray[np.int64],
-    draws: Sequence[np.random.Generator],
-    *,
-    rules: int,
-) -> list[NDArray[np.int64]]:
-    """Return the places of the examples to hold out of each corpus, at most `most`. Examples with the same text or prompt stay
-    together in all corpora; if too few of a corpus can be held out because prompts repeat, only those with the same text."""
+def _draw(read: Sequence[_SourceData], config: Config, *, first: int = 0) -> list[NDArray[np.int64]]:
+    """Return the places of the examples to hold out of each source; `first` is the number of the first. Examples with the same
+    text or prompt stay together, in all sources; if the prompts of a source are too frequent, only those with the same text."""
+    rules, most = config.data_rules, np.array([one.most for one in read])
     if not most.any():
-        return [np.empty(0, dtype=np.int64) for _ in corpora]
-    joined = join_corpora(corpora)
-    bounds = np.cumsum([len(corpus) for corpus in corpora])[:-1]
+        return [np.empty(0, dtype=np.int64) for _ in read]
+    keys = [(config.seed, _HELD_OUT_KEY + first + number) for number in range(len(read))]
+    draws = [np.random.Generator(np.random.Philox(key=key)) for key in keys]
+    joined = join_corpora([one.corpus for one in read])
+    bounds = np.cumsum([len(one.corpus) for one in read])[:-1]
+    short = np.ones(len(read), dtype=np.bool_)
     for by_prompt in (True, False):
         if by_prompt or rules < 3:
             held_out, left = np.zeros(len(joined), dtype=np.bool_), most.copy()
         groups = joined.groups(by_prompt=by_prompt, shown=rules > 2) if rules > 1 else np.arange(len(joined))
         sizes = np.stack([np.bincount(own, minlength=groups.max() + 1) for own in np.split(groups, bounds)])
         if sizes.shape[1] == len(joined) and not held_out.any():  # no duplicates
-            drawn = zip(draws, corpora, most, strict=True)
-            return [np.sort(draw.choice(len(one), size=size, replace=False)) for draw, one, size in drawn]
+            drawn = zip(draws, read, strict=True)
+            return [np.sort(draw.choice(len(one.corpus), one.most, replace=False)) for draw, one in drawn]
         chosen = np.zeros(sizes.shape[1], dtype=np.bool_)
         chosen[groups[held_out]] = True
-        for number, draw in enumerate(draws):
-            if not by_prompt and 2 * left[number] <= most[number]:
-                continue
+        for number in np.flatnonzero(short):
             own = np.flatnonzero(sizes[number])
-            for group in own[draw.permutation(len(own))]:
+            for group in own[draws[number].permutation(len(own))]:
                 if not chosen[group] and (sizes[:, group] <= left).all():
                     chosen[group] = True
                     left -= sizes[:, group]
                 if not left[number]:
                     break
         held_out = chosen[groups]
-        if (2 * left <= most).all():
+        # Prompts of other sources do not count: a smaller evaluation is better than a leak.
+        small = np.where(sizes <= most[:, None], sizes, 0).sum(axis=1)
+        short = 2 * (most - small if rules > 2 else left) > most
+        if not short.any():
             break
     return [np.flatnonzero(own) for own in np.split(held_out, bounds)]
 
