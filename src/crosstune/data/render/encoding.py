@@ -42,7 +42,7 @@ def encode_rendered(
     ]
     if not ends:
         return Encoded(
-            np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered, _stripping(tokenizer))
+            np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered, tokenizer.stripping)
         )
     pieces = list(zip([0, *ends], [*ends, len(text)], strict=True))
     for anchor in _ANCHORS:
@@ -55,7 +55,7 @@ def encode_rendered(
     token = encoding.char_to_token(ends[0])
     joined = _decoded([encoding.ids[token]], tokenizer) if token is not None else text[ends[0] - 1 :][:1]
     return Encoded(
-        np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered, _stripping(tokenizer)), joined
+        np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered, tokenizer.stripping), joined
     )
 
 
@@ -86,16 +86,12 @@ def _encode_piece(
     skipped = len(tokenizer.encode(anchor).ids) if anchor else 0
     return Encoded(
         np.asarray(encoding.ids[skipped:], dtype=np.int32),
-        mask_of(encoding, part, _stripping(tokenizer))[skipped:],
+        mask_of(encoding, part, tokenizer.stripping)[skipped:],
     )
 
 
 def _decoded(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(ids, keep_special=True)
-
-
-def _stripping(tokenizer: Tokenizer) -> Mapping[int, str]:
-    return tokenizer.stripping if tokenizer.data_rules > 2 else {}
 
 
 def mask_of(

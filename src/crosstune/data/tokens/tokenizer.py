@@ -110,8 +110,8 @@ class Tokenizer:
 
     @cached_property
     def stripping(self) -> dict[int, str]:
-        """The added tokens that include the white space beside them: id -> text."""
-        added = self.rust.get_added_tokens_decoder().items()
+        """The added tokens that include the white space beside them: id -> text. Older rules do not tell them apart."""
+        added = self.rust.get_added_tokens_decoder().items() if self.data_rules > 2 else ()
         return {number: token.content for number, token in added if token.lstrip or token.rstrip}
 
     def check_fits(self, vocab_size: int, *, source: str) -> None:
