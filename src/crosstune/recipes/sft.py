@@ -113,7 +113,9 @@ class TokenRecipe:
     def describe_rows(self, *, form: str, identity: str, without_answer: int = 0) -> dict[str, Any]:
         """Return the part of the data report that all token recipes share."""
         facts = self.corpus.store.facts
-        kept = ("bad_rows", "unlocated_answers", "unused_columns", "ignored_by_template", "joined_tokens")
+        kept = (
+            "bad_rows", "unlocated_answers", "without_reasoning", "unused_columns", "ignored_by_template", "joined_tokens"
+        )  # fmt: skip
         counts = {"rows": facts["rows"], "empty_answers": facts["empty"], "without_answer": without_answer}
         return {
             "dataset": name_in_memory(self.config.dataset, cache=cache_override()),
@@ -332,7 +334,7 @@ def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
         shape = config_shape(read_config_json(model_folder))
         if shape is not None:
             tokenizer.check_fits(shape.vocab, source=config.tokenizer)
-    tokenizer = replace(tokenizer, splits_prompts=config.data_rules > 1)
+    tokenizer = replace(tokenizer, data_rules=config.data_rules)
     if config.chat_template is None:
         return tokenizer
     template = read_template(config.chat_template, adds_bos=tokenizer.adds_bos)
