@@ -1,4 +1,4 @@
-"""Warn about a learning rate far outside the range that works for the method and the optimizer."""
+"""Know which learning rates work for a method and an optimizer: the default, and a warning far outside the range."""
 
 from __future__ import annotations
 
@@ -27,13 +27,22 @@ _RANGES: dict[str, tuple[Range, Range]] = {
 """Optimizer -> range for adapters, and for all other methods; adafactor is scaled like adamw."""
 
 
+def default_rate(*, optimizer: str) -> float:
+    """Return the learning rate of full fine-tuning where none is set; the default of --lr is one for adapters."""
+    return _range(optimizer, "full").typical
+
+
 def rate_warning(lr: float, *, optimizer: str, method: str) -> str | None:
     """Return the warning for a learning rate, or None."""
-    of_adapters, of_weights = _RANGES.get(optimizer.removesuffix("_8bit"), _ADAM)
-    found = of_adapters if method in ADAPTER_METHODS else of_weights
+    found = _range(optimizer, method)
     for_what = f"for {method} with {optimizer}; {found.typical:g} is typical"
     if lr > found.highest:
         return f"{lr:g} is very high {for_what}. Above {found.highest:g} the loss rarely falls and may become NaN"
     if 0 < lr < found.lowest:
         return f"{lr:g} is very low {for_what}. Below {found.lowest:g} the weights hardly change"
     return None
+
+
+def _range(optimizer: str, method: str) -> Range:
+    of_adapters, of_weights = _RANGES.get(optimizer.removesuffix("_8bit"), _ADAM)
+    return of_adapters if method in ADAPTER_METHODS else of_weights

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
 from crosstune.config.mlx_settings import idle_settings
-from crosstune.config.resolve.check_rate import rate_warning
+from crosstune.config.resolve.check_rate import default_rate, rate_warning
 from crosstune.config.resolve.choose_method import choose_method
 from crosstune.config.resolve.facts import Facts
 from crosstune.config.resolve.fit_compute import fit_compile, fit_kernels, fit_precision
@@ -48,6 +48,16 @@ def resolve(config: Config, facts: Facts) -> Plan:
     fit_kernels(draft)
     fit_compile(draft)
     _fit_optimizer(draft)
+    if (
+        draft.method == "full"
+        and facts.has_base_model
+        and not draft.is_asked("lr")
+        and "lr" not in facts.preset
+    ):
+        rate = default_rate(optimizer=draft["optimizer"])
+        draft.set(
+            "lr", rate, f"typical for full fine-tuning with {draft['optimizer']}; adapters use higher rates"
+        )
     if draft["low_memory"] and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, "low_memory turns it on")
     spec = facts.backends[draft.report.name]
