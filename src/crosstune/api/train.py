@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from crosstune.api.arguments import (
     Data,
@@ -15,6 +15,7 @@ from crosstune.api.arguments import (
     Written,
     python_words,
     read_config,
+    reject_positional,
 )
 from crosstune.api.callbacks import Callback, Callbacks, keep_process_state
 from crosstune.api.model import Model, load
@@ -102,7 +103,7 @@ class Run:
 
 
 def train(
-    *,
+    *given: NoReturn,
     dataset: Data | None = None,
     eval_dataset: Data | None = None,
     tokenizer: PathLike | SavesTokenizer | None = None,
@@ -119,6 +120,7 @@ def train(
     from crosstune.distributed.group import connected, naming_rank
     from crosstune.loop.stop import StopSignal
 
+    reject_positional("train", given)
     stop, written = StopSignal(), Written()
     with python_words(written):
         called = Callbacks(callbacks, stop)

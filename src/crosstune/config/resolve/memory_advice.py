@@ -88,7 +88,9 @@ def advise(
         )
     short = next((name for name in ("bf16", "fp16") if name in report.dtypes), None)
     is_wide = options["precision"] == "fp32" and not report.is_torch_cpu
-    changes = {f"--precision {short}": {"compute_bits": 16, "weight_bits": 16}} if short and is_wide else {}
+    changes: dict[str, Mapping[str, Any]] = {}
+    if short is not None and is_wide:
+        changes[f"--precision {short}"] = {"compute_bits": 16, "weight_bits": 16}
     changes |= _smaller_weights(options, report, method=method, quantizer=quantizer)
     new_run = [text for text, fields in changes.items() if fits is None or fits(fields)]
     row = min(options["context_length"], longest_row or options["context_length"])

@@ -45,7 +45,7 @@ def evaluate_items(
     if intervals:
         draws = metrics.bootstrap_draws(len(items), groups=[item.group for item in items])
         report["intervals"] = metrics.intervals(computed, draws) if len(items) > 1 else {}
-        if 1 < len(items) and report["num_groups"] < FEW_GROUPS:
+        if len(items) > 1 and report["num_groups"] < FEW_GROUPS:
             few = f"from {report['num_groups']} group{'s' * (report['num_groups'] != 1)}"
             report["notes"].append(
                 f"intervals {few} are unreliable and often too narrow; test on more groups"
