@@ -172,6 +172,33 @@ def test_the_report_comes_before_the_errors_and_accounts_for_every_row(
     assert "2 rows cannot be read and are skipped" in told.out
 
 
+def test_what_training_rejects_is_not_called_cut(tiny_model: Path, write_jsonl: Any, capsys: Any) -> None:
+    path = write_jsonl([{"prompt": f"q{n}", "completion": "word " * (1 + 400 * (n == 5))} for n in range(12)])
+    words = ["--context_length", "128", "--eval_samples", "0"]
+    assert data(tiny_model, path, *words) == 2
+    told = capsys.readouterr().out
+    assert (
+        "too long    1, by " in told
+        and "training stops unless --truncation" in told
+        and " cut, by" not in told
+    )
+    assert data(tiny_model, path, *words, "--truncation", "cut") == 0
+    told = capsys.readouterr().out
+    assert "0 left out, 1 cut by " in told and "1 of 12 examples are cut, by" in told
+
+
+@pytest.mark.parametrize("words", [[], ["--dataset_format", "text"]])
+def test_the_advice_for_a_text_column_of_another_name_works(
+    tiny_model: Path, write_jsonl: Any, capsys: Any, words: list[str]
+) -> None:
+    path = write_jsonl([{"content": f"Document {n}."} for n in range(12)])
+    assert data(tiny_model, path, *words) == 2
+    advice = "--columns content=text"
+    assert advice in capsys.readouterr().err
+    assert data(tiny_model, path, *words, *advice.split()) == 0
+    assert "read as text" in capsys.readouterr().out
+
+
 def test_skipped_rows_are_listed_in_the_run(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     good = [json.dumps(row) for row in pairs(6)]

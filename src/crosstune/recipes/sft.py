@@ -141,6 +141,7 @@ class SftRecipe(TokenRecipe):
         cut_long: bool = False,
     ) -> None:
         self.config = config
+        self.stops_at_long = cut_long and config.truncation == "error"
         self.tokenizer = open_tokenizer(config, model_folder)
         opener = DataOpener(
             config=config,
@@ -219,8 +220,11 @@ class SftRecipe(TokenRecipe):
                 "pass your own with --dataset FILE, a folder or a hub id",
             )
         shared = num_shared(self.train, self.held_out) if self.held_out is not None else 0
+        stats = described["train"]
+        if self.stops_at_long:  # training rejects what a report cuts
+            described["stops_at_long"], stats = True, {**stats, "cut_examples": 0}
         warnings = [
-            *warnings_of(described["train"], num_shared=shared),
+            *warnings_of(stats, num_shared=shared),
             *format_warnings(config, self.tokenizer, form=self.train.form),
         ]
         if self.held_out is None and not config.skip_eval and config.eval_samples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from crosstune.core.errors import UserError
@@ -241,8 +241,17 @@ def _check_columns(row: Row, form: str) -> None:
     raise UserError(
         f"Missing column {' or '.join(missing)}.",
         why=f"rows of the format {form} need {', '.join(needed)}; it has {', '.join(map(str, row)) or 'none'}.{mixed}",
-        do="" if others else _NAME_COLUMNS,
+        do="" if others else _mapping_of(row, needed, missing),
     )
+
+
+def _mapping_of(row: Row, needed: Sequence[str], missing: Sequence[str]) -> str:
+    """Return how to read columns under the names of a format: exactly, where there is one choice."""
+    spare = [str(name) for name in row if name not in needed]
+    if not spare or len(missing) != 1:
+        return _NAME_COLUMNS
+    pairs = " or ".join(f"--columns {name}={missing[0]}" for name in spare[:3])
+    return f"specify the column to read with {pairs}"
 
 
 def _needed(form: str) -> tuple[str, ...]:
@@ -271,7 +280,8 @@ def _how_to_read(row: Row) -> dict[str, str]:
             "do": "train on the chosen answers with --columns chosen=completion",
         }
     known = "; ".join(f"{' + '.join(columns)} ({name})" for name, columns in COLUMNS.items())
-    return {"do": f"{_NAME_COLUMNS}; the formats are: {known}"}
+    how = f"read its text with --columns {next(iter(row))}=text" if len(row) == 1 else _NAME_COLUMNS
+    return {"do": f"{how}; the formats are: {known}"}
 
 
 def fitting_formats(row: Row) -> list[str]:

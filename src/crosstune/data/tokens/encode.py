@@ -144,6 +144,8 @@ class _Pass:
     num_bad: int = 0
     bad: list[str] = field(default_factory=list)
     """Rows that cannot be read, as JSON text: file, line and reason."""
+    advice: str = ""
+    """What to do about the first of them."""
     joined: set[str] = field(default_factory=set)
     """Tokens with the end of a prompt and the beginning of an answer."""
 
@@ -181,6 +183,7 @@ class _Pass:
     def skip(self, part: Part, number: int, error: UserError) -> None:
         """Count a row that cannot be read."""
         self.num_bad += 1
+        self.advice = self.advice or error.do
         if len(self.bad) < _MOST_BAD_ROWS:
             about = {"file": part.name, "line": number, "reason": f"{error.message} {error.why}".strip()}
             self.bad.append(json.dumps(about))
@@ -254,19 +257,20 @@ def encode_source(
         num_rows=run.num_rows - run.num_bad,
         num_empty=run.num_empty,
         bad=run.bad,
+        advice=run.advice,
     )
     return run.facts()
 
 
 def check_any_answer(
-    source: str, form: str, *, num_rows: int, num_empty: int, bad: Sequence[str] = ()
+    source: str, form: str, *, num_rows: int, num_empty: int, bad: Sequence[str] = (), advice: str = ""
 ) -> None:
     """Raise a UserError when no row can be read, or every row has an empty answer."""
     if bad and not num_rows:
         raise UserError(
             f"No row of {source} can be read.",
             why=f"the first: {json.loads(bad[0])['reason']}",
-            do="check the columns, or choose a different --dataset_format",
+            do=advice or "check the columns, or choose a different --dataset_format",
         )
     if num_rows and num_empty == num_rows:
         raise UserError(
