@@ -63,7 +63,12 @@ def run(words: Sequence[str]) -> int:
     if own.action in ("import", "export"):
         if own.out is None:
             parser.error(f"{own.action} needs --out")
-        check_output_folder(own.out, option="out")
+        if own.action == "export":
+            from crosstune.models.staged import check_out
+
+            check_out(own.out.absolute())
+        else:
+            check_output_folder(own.out, option="out")
     actions = {"list": _list, "verify": _verify, "show": _show, "prune": _prune}
     if own.action in actions:
         return actions[own.action](own)
