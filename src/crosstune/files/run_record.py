@@ -98,7 +98,7 @@ class RecordFailed(UserError):
         super().__init__(
             f"The record of the run could not be written: {path}.",
             why=f"{error.strerror or error}{room}. The checkpoints are unchanged.",
-            do="free space or repair the disk, then continue with --resume auto",
+            do="free space or repair the disk, then run it again with --resume auto",
         )
 
 
