@@ -117,11 +117,13 @@ def test_a_file_of_a_run_is_kept_even_with_overwrite(command: str, tmp_path: Pat
         file.write_text('<meta name="generator" content="crosstune">')
         may_replace = [] if command in ("compare", "launch") else ["--overwrite"]
         assert main([*FILES[command], str(file), *may_replace]) == 2
-        assert command == "launch" or f"it belongs to the run {tmp_path / 'run'}" in capsys.readouterr().err
+        assert f"it belongs to the run {tmp_path / 'run'}" in capsys.readouterr().err
         assert "generator" in file.read_text()
     with pytest.raises(UserError, match="cannot be written"):
         check_output(tmp_path / "run" / "checkpoints" / "new", option="out")
     check_output(tmp_path / "run" / "answers.jsonl", option="out")
+    assert main([*FOLDERS["checkpoint import"], str(tmp_path / "run")]) == 2
+    assert "already holds a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", FILES | FOLDERS)

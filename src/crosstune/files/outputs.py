@@ -60,6 +60,9 @@ def check_output(
             raise UserError(f"{path} cannot be written.", why=f"it is {kind_of(path)}.", do=do)
         return
     with _reporting(path, do=do):
+        target = _target(path)
+        if (run := owning_run(target)) is not None:
+            raise UserError(f"{path} cannot be written.", why=f"it belongs to the run {run}.", do=do)
         if path.exists():
             if not path.is_file():
                 raise UserError(f"{path} cannot be written.", why=f"it is {kind_of(path)}.", do=do)
@@ -71,9 +74,6 @@ def check_output(
                 raise UserError(f"{path} already exists.", why=why, do=f"{do}, or {other}")
             if not os.access(path, os.W_OK):
                 raise UserError(f"{path} cannot be written.", why="it is read-only.", do=do)
-        target = _target(path)
-        if (run := owning_run(target)) is not None:
-            raise UserError(f"{path} cannot be written.", why=f"it belongs to the run {run}.", do=do)
         if makes_folder:
             check_output_folder(target.parent, option=option)
         elif not target.parent.is_dir():
@@ -153,8 +153,10 @@ def _target(path: Path) -> Path:
 
 
 def _is_marked(path: Path, mark: bytes | None) -> bool:
+    if mark is None:
+        return False
     with path.open("rb") as file:
-        return mark is not None and mark in file.read(_MARKED_BYTES)
+        return mark in file.read(_MARKED_BYTES)
 
 
 def _try(path: Path) -> None:
