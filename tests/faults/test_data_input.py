@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -231,3 +232,32 @@ def test_bad_rows_of_every_kind_of_file_are_skipped(
     assert "3 read = 2 to train on + 1 unreadable" in capsys.readouterr().out
     path.write_text(text.replace('"text"', '"other"').replace("text\n", "other\n"))
     assert data(tiny_model, path, "--skip_bad_rows") == 2
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode(),
+        b"text,other\na,b\n",
+        b"{'text': 'a'}\n",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
+        gzip.compress(b'{"text": "a"}\n', mtime=0),
+        '{"text": "a"}\n'.encode("utf-32"),
+        b'"a"\n"b"\n',
+    ],
+)
+def test_a_file_without_a_readable_row_is_not_called_empty(
+    contents: bytes, tiny_model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(contents)
+    assert data(tiny_model, tmp_path / "bad.jsonl") == 2
+    told = capsys.readouterr()
+    assert "No row of" in told.err and "the first: " in told.err and "line 1 is not" in told.err
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
+    assert data(tiny_model, tmp_path, "--skip_bad_rows") == 0  # the rows of the other file are counted
+    assert "1 to train on + " in (out := capsys.readouterr().out) and "unreadable" in out
+
+
+def test_a_blank_source_is_one_error(capsys: Any) -> None:
+    assert main(["data", " "]) == 2
+    assert "SOURCE is blank" in (told := capsys.readouterr().err) and "backslash" not in told

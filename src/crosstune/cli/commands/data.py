@@ -40,6 +40,10 @@ def make_parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     has_source = bool(words) and not words[0].startswith("-")
+    if has_source and not words[0].strip():
+        raise UserError(
+            "SOURCE is blank.", do="pass a file, a folder or a name, as in crosstune data chats.jsonl"
+        )
     own, config = parse_config(make_parser(), [*["--dataset"] * has_source, *words])
     if config.recipe != "sft":
         raise UserError(

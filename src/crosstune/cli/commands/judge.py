@@ -258,7 +258,7 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
     from crosstune.results.judge import ask, judge_scale, make_journal, open_judge
 
     if own.output is not None:
-        check_output(own.output, option="output", inputs=[own.input])
+        check_output(own.output, option="output", inputs=[own.input], overwrite=config.overwrite)
     request = _make_request(own, config, target=own.target, backend=config.backend)
     reader = item_reader(config, labelled=False, scale=judge_scale(request))
     items = read_split(reader, str(own.input), "test")
