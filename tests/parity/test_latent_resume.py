@@ -110,7 +110,9 @@ def test_a_run_decodes_encodes_and_is_evaluated(home: Path, capsys: pytest.Captu
     assert corrected["texts"][0]["cosine"] >= single["texts"][0]["cosine"]
     assert main(["latents", "decode", run, "--text", text, "--live", "--steps", "3"]) == 0
     assert "step   3/3" in capsys.readouterr().err
-    made = json.loads(latents(capsys, "sample", run, "--samples", "3", "--out", str(vectors), "--json"))
+    made = json.loads(
+        latents(capsys, "sample", run, "--samples", "3", "--out", str(vectors), "--overwrite", "--json")
+    )
     assert len(made["texts"]) == 3 and {"text", "cosine"} == made["texts"][0].keys()
     np.testing.assert_allclose(np.linalg.norm(np.load(vectors), axis=1), 1.0, atol=1e-5)
     assert main(["latents", "sample", run, "--samples", "2", "--live", "--steps", "4"]) == 0

@@ -61,6 +61,24 @@ def read_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
 
 def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantization | None:
     """Return how the weights are quantized; raise if mlx-lm cannot read the folder without running its code."""
+    check_type(folder, config)
+    quantized, other = read_quantization(folder), config.get("quantization_config")
+    if quantized is not None:
+        name = quantized.spec.quantizer
+    else:
+        name = str(other.get("quant_method")) if isinstance(other, dict) else "mlx"
+    if name != "mlx" and (quantized is not None or name not in READ_BY_MLX_LM):
+        raise UserError(
+            f"{folder} contains weights quantized by {name}, which MLX cannot read.",
+            why="each library packs weights in its own format.",
+            do="use the original weights (--train_type qlora quantizes them on load), or "
+            f"dequantize them on a machine with torch: crosstune convert {folder} --to none",
+        )
+    return quantized
+
+
+def check_type(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise if mlx-lm does not support the model type, or would run the model's code."""
     code = [key for key in ("model_file", "auto_map") if config.get(key)]
     if code:
         raise UserError(
@@ -75,19 +93,6 @@ def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantizatio
             why="the installed mlx-lm does not support it.",
             do="use a torch backend (--backend auto chooses one unless MLX is requested), or a newer mlx-lm",
         )
-    quantized, other = read_quantization(folder), config.get("quantization_config")
-    if quantized is not None:
-        name = quantized.spec.quantizer
-    else:
-        name = str(other.get("quant_method")) if isinstance(other, dict) else "mlx"
-    if name != "mlx" and (quantized is not None or name not in READ_BY_MLX_LM):
-        raise UserError(
-            f"{folder} contains weights quantized by {name}, which MLX cannot read.",
-            why="each library packs weights in its own format.",
-            do="use the original weights (--train_type qlora quantizes them on load), or "
-            f"dequantize them on a machine with torch: crosstune convert {folder} --to none",
-        )
-    return quantized
 
 
 def knows_type(config: Mapping[str, Any]) -> bool:

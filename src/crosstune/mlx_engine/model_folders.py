@@ -27,7 +27,14 @@ from crosstune.core.model_folders import (
     Written,
 )
 from crosstune.mlx_engine.adapters import AdaptedLinear
-from crosstune.mlx_engine.load import DTYPES, check_readable, ignored_window, read_model, readable_errors
+from crosstune.mlx_engine.load import (
+    DTYPES,
+    check_readable,
+    check_type,
+    ignored_window,
+    read_model,
+    readable_errors,
+)
 from crosstune.mlx_engine.quant import mlx as quant_limits
 from crosstune.mlx_engine.quantized import dense_weight
 from crosstune.mlx_engine.save_model import save_arrays, save_model
@@ -72,7 +79,7 @@ class MlxFolders:
 
     def ignored_window(self, folder: Path) -> int | None:
         config = read_config_json(folder)
-        check_readable(folder, config)
+        check_type(folder, config)  # quantized weights may be converted first
         return ignored_window(config)
 
     def variant_logits(
