@@ -290,6 +290,25 @@ def test_what_can_never_work_is_an_error(asked: dict[str, Any], words: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("asked", "do"),
+    [
+        ({"train_type": "qlora"}, "use --train_type lora"),
+        ({"quantization_backend": "hqq"}, "use --train_type lora without --quantization_backend"),
+    ],
+)
+def test_a_quantized_base_without_a_quantizer_is_refused_with_what_helps(
+    asked: dict[str, Any], do: str
+) -> None:
+    machine = load_machine("cpu-laptop")
+    report = replace(machine.backends["cpu"], quantizers={})
+    with pytest.raises(ConfigError) as caught:
+        make_plan(make_config(**asked, backend="cpu"), machine=replace(machine, backends={"cpu": report}))
+    problem = caught.value.problems[0]
+    assert "no quantizer is available" in str(problem) and problem.do.startswith("pip install 'crosstune[")
+    assert problem.do.endswith(f"', or {do}")
+
+
+@pytest.mark.parametrize(
     ("machine", "asked", "used", "kind"),
     [
         ("h200", {}, "fast", "choice"),
