@@ -304,7 +304,7 @@ class Sweep:
         }
         before = self.remember(asked | more)
         now = self.outcome(asked | more | {name: value})
-        return now != before or name in now.get("error", "")
+        return name in now["error"] if "error" in now else now != before
 
     def accepts(self, asked: Mapping[str, Any], option: str, value: Any) -> bool:
         try:
