@@ -117,7 +117,9 @@ class Context:
         elif option.group == "Training":
             part = ()
         else:
-            part = tuple(str(each) for key, each in self.more.items() if key in ("head", "loss_type"))
+            part = tuple(
+                str(self.more[key]) for key in ("head", "loss_type", "skip_eval") if key in self.more
+            )
         if option.group in (
             "Training",
             "Method",
@@ -132,16 +134,18 @@ class Context:
             "precision": "fp32",
             "max_steps": 2,
             "batch_size": 2,
-            "eval_samples": 2,
             "save_minutes": 0,
             "output_dir": str(home / "runs"),
             "name": "run",
             "overwrite": True,
         }
+        evaluates = "skip_eval" not in self.more
+        if evaluates:
+            asked["eval_samples"] = 2
         if self.recipe == "latent_diffusion":
             return asked | {"hidden_size": 32, "n_blocks": 2} | self.more
         asked |= {"model_name": str(home / "tiny"), "dataset": str(home / f"{self.recipe}.jsonl")}
-        if "scalar" not in self.more.values():
+        if evaluates and "scalar" not in self.more.values():
             asked |= {"num_samples": 1, "max_new_tokens": 2}
         if "lora" in self.train_type or "dora" in self.train_type:
             asked["lora_rank"] = 4
@@ -150,6 +154,7 @@ class Context:
 
 CONTEXTS = (
     Context("sft", "lora", "adamw", "cpu"),
+    Context("sft", "lora", "adamw", "cpu", {"skip_eval": True}),
     Context("sft", "full", "sgd", "mlx", {"lr": 0.01}),
     Context("sft", "dora", "adafactor", "mlx"),
     Context("sft", "qlora", "adam", "cpu", {"quantization_backend": "hqq"}),
@@ -171,6 +176,8 @@ CONTEXTS = (
         "cpu",
         {"loss_type": "sequential", "sequential_schedule": "l2t:1"},
     ),
+    Context("latent_diffusion", "full", "adamw", "cpu", {"skip_eval": True}),
+    Context("judge", "lora", "adamw", "cpu", {"skip_eval": True}),
 )
 
 
