@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ WITHOUT_NUMBERS = {
 VALUES: Mapping[str, Any] = {
     "adam_beta1": 0.5, "adam_beta2": 0.9, "adam_epsilon": 0.1, "neftune_alpha": 20.0, "eval_fraction": 0.4,
     "layers_to_transform": "1", "modules_to_save": "norm", "add_tokens": "<a>",
-    "lr": 0.004, "wd": 0.3, "warmup_steps": 2, "warmup_ratio": 0.9, "cosine_min_lr_ratio": 0.7, "grad_norm": 0.01,
+    "lr": 0.004, "wd": 0.3, "warmup_steps": 2, "warmup_ratio": 0.9, "cosine_min_lr_ratio": 0.7, "grad_norm": 100.0,
     "seed": 7, "num_epochs": 0.00001, "max_steps": 1, "batch_size": 3, "gradient_accumulation_steps": 2,
     "rows_per_step": 3, "lora_rank": 3, "lora_alpha": 5, "lora_dropout": 0.5, "lora_target_modules": "q_proj",
     "loraplus_lr_ratio": 9, "num_new_blocks": 2, "n_bits": 8, "group_size": 32, "fp8_tolerance": 0.1,
@@ -81,6 +81,9 @@ VALUES_OF_RECIPE: Mapping[tuple[str, str], Any] = {
     ("latent_diffusion", "context_length"): 2,
 }
 """(recipe, option) -> its value, where the value above would say nothing about the recipe."""
+
+OF_OPTIMIZER = ("lr", "wd", "adam_beta1", "adam_beta2", "adam_epsilon")
+"""Options that each optimizer reads in its own way."""
 
 TOGETHER: Mapping[str, Mapping[str, Any]] = {
     "truncation": {"context_length": 20},
@@ -105,17 +108,25 @@ class Context:
         )
 
     def facets(self, option: Option, value: Any) -> set[tuple[Any, ...]]:
-        """Return what a run of the context can show about an option: every value once for each recipe and engine, and one
-        value for each method, optimizer or setting that may matter to it."""
-        parts = {
-            "Training": [("optimizer", self.optimizer)],
-            "Method": [("train_type", self.train_type)],
-            "Hardware": [("train_type", self.train_type)],
-        }.get(option.group, [part for part in self.more.items() if part[0] in ("head", "loss_type")])
-        return {
-            (option.name, str(value), self.recipe, self.backend),
-            *((option.name, self.backend, *part) for part in parts),
-        }
+        """Return what a run of the context can show about an option. A run that would show nothing new is not made."""
+        name, value, place = option.name, str(value), (self.recipe, self.backend)
+        if name in OF_OPTIMIZER:
+            part: tuple[str, ...] = (self.optimizer,)
+        elif option.group in ("Method", "Hardware"):
+            part = (self.train_type,)
+        elif option.group == "Training":
+            part = ()
+        else:
+            part = tuple(
+                str(self.more[key]) for key in ("head", "loss_type", "skip_eval") if key in self.more
+            )
+        if option.group in (
+            "Training",
+            "Method",
+            "Hardware",
+        ):  # what a value means does not depend on the recipe
+            return {(name, value, self.backend), (name, *place), (name, self.backend, part)}
+        return {(name, value, *place), (name, *place, part)}
 
     def asked(self, home: Path) -> dict[str, Any]:
         asked: dict[str, Any] = {
@@ -123,16 +134,18 @@ class Context:
             "precision": "fp32",
             "max_steps": 2,
             "batch_size": 2,
-            "eval_samples": 2,
             "save_minutes": 0,
             "output_dir": str(home / "runs"),
             "name": "run",
             "overwrite": True,
         }
+        evaluates = "skip_eval" not in self.more
+        if evaluates:
+            asked["eval_samples"] = 2
         if self.recipe == "latent_diffusion":
             return asked | {"hidden_size": 32, "n_blocks": 2} | self.more
         asked |= {"model_name": str(home / "tiny"), "dataset": str(home / f"{self.recipe}.jsonl")}
-        if "scalar" not in self.more.values():
+        if evaluates and "scalar" not in self.more.values():
             asked |= {"num_samples": 1, "max_new_tokens": 2}
         if "lora" in self.train_type or "dora" in self.train_type:
             asked["lora_rank"] = 4
@@ -141,6 +154,7 @@ class Context:
 
 CONTEXTS = (
     Context("sft", "lora", "adamw", "cpu"),
+    Context("sft", "lora", "adamw", "cpu", {"skip_eval": True}),
     Context("sft", "full", "sgd", "mlx", {"lr": 0.01}),
     Context("sft", "dora", "adafactor", "mlx"),
     Context("sft", "qlora", "adam", "cpu", {"quantization_backend": "hqq"}),
@@ -162,6 +176,8 @@ CONTEXTS = (
         "cpu",
         {"loss_type": "sequential", "sequential_schedule": "l2t:1"},
     ),
+    Context("latent_diffusion", "full", "adamw", "cpu", {"skip_eval": True}),
+    Context("judge", "lora", "adamw", "cpu", {"skip_eval": True}),
 )
 
 
@@ -246,10 +262,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Sweep:
     """Tries options on one machine, and remembers what runs without them do."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, *, quantizers: Sequence[str]) -> None:
         self.home = home
-        self.machine: Machine = probe_machine(backends=["cpu", "mlx"], quantizers=quantizer_names())
+        self.machine: Machine = probe_machine(backends=["cpu", "mlx"], quantizers=quantizers)
         self.known: dict[str, Any] = {}
+        self.plans: dict[str, Plan] = {}
         self.shown: set[tuple[Any, ...]] = set()
         """What runs have shown, see `Context.facets`."""
 
@@ -267,7 +284,10 @@ class Sweep:
     def is_answered(self, context: Context, name: str, value: Any) -> bool:
         """True if the plan rejects or changes the option, says that it has no effect, or chooses the value without it."""
         asked = context.asked(self.home)
-        before = self.plan(asked)
+        key = str(context)
+        if key not in self.plans:
+            self.plans[key] = self.plan(asked)
+        before = self.plans[key]
         chosen = before.config.options() | {"quantization_backend": before.quantizer}
         if value in (asked.get(name), chosen[name]):
             return True
@@ -291,7 +311,7 @@ class Sweep:
         }
         before = self.remember(asked | more)
         now = self.outcome(asked | more | {name: value})
-        return now != before or name in now.get("error", "")
+        return name in now["error"] if "error" in now else now != before
 
     def accepts(self, asked: Mapping[str, Any], option: str, value: Any) -> bool:
         try:
@@ -341,7 +361,7 @@ _TELLING = ("event", "metrics", "samples", "message")
 
 @pytest.fixture(scope="module")
 def sweep(home: Path) -> Sweep:
-    return Sweep(home)
+    return Sweep(home, quantizers=quantizer_names())
 
 
 def test_every_option_is_declared_once_and_can_be_tried() -> None:
@@ -353,6 +373,7 @@ def test_every_option_is_declared_once_and_can_be_tried() -> None:
     assert untried == {"eval_dataset", "tokenizer", "base_adapter"}, "these need files of their own"
 
 
+@pytest.mark.slow
 def test_contexts_cover_recipes_methods_optimizers_and_engines(sweep: Sweep, home: Path) -> None:
     plans = [sweep.plan(context.asked(home)) for context in CONTEXTS]
     assert {plan.config.recipe for plan in plans} == {"sft", "judge", "latent_diffusion"}
@@ -367,18 +388,19 @@ def test_contexts_cover_recipes_methods_optimizers_and_engines(sweep: Sweep, hom
         assert not [a for a in plan.adjustments if "has no effect" in a.reason], context
 
 
-def test_some_options_change_the_run_or_are_answered(sweep: Sweep, home: Path) -> None:
+def test_some_options_change_the_run_or_are_answered(home: Path) -> None:
+    sweep = Sweep(home, quantizers=())  # their libraries take longer to import than the rest of the test
     asked = CONTEXTS[0].asked(home)
     assert sweep.outcome(asked) == sweep.outcome(asked), "a run is repeatable"
-    few = [context for context in CONTEXTS if context.optimizer in ("adam", "adadelta")]
-    found = list(sweep.silent(random.Random(3).sample(all_cases(*few), 30)))
+    few = [
+        each for each in CONTEXTS if str(each) in ("judge-lora-adam-cpu-scalar", "sft-custom_lora-lion-mlx")
+    ]
+    found = list(sweep.silent(random.Random(3).sample(all_cases(*few), 25)))
     assert not found, "\n".join(found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "context", [CONTEXTS[i] for i in (0, 3, 12)], ids=str
-)  # the others were not tried in full
+@pytest.mark.parametrize("context", CONTEXTS, ids=str)
 def test_every_option_changes_the_run_or_is_answered(context: Context, sweep: Sweep) -> None:
     assert "error" not in sweep.remember(context.asked(sweep.home))
     found = list(sweep.silent(all_cases(context)))

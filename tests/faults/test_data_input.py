@@ -29,7 +29,7 @@ def data(model: Path, path: Path | str, *words: str) -> int:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"instruction": "a", "output": "b"}, ["line 3", "formats cannot be mixed"]),
+        ({"instruction": "a", "output": "b"}, ["line 3", "a file has one format"]),
         ({"messages": [{"role": "assistant", "content": "a"}]}, ["line 3", "out of order"]),
         ({"messages": [{"role": "alien", "content": "a"}]}, ["line 3", "Unknown role 'alien'"]),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, ["line 3", "image"]),

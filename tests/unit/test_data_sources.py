@@ -270,8 +270,10 @@ def test_conversations_that_make_no_sense(messages: list[tuple[str, Any]], words
 def test_images_and_mixed_formats_are_refused() -> None:
     with pytest.raises(UserError, match="not text: image"):
         recognise({"image": {"bytes": b"x"}, "text": "a"}, asked="auto", source="x")
-    with pytest.raises(UserError, match="looks like alpaca: formats cannot be mixed in one file"):
+    with pytest.raises(UserError, match=r"(?s)looks like alpaca.*--dataset_format alpaca .* one format"):
         to_conversation({"instruction": "a", "output": "b"}, "messages")
+    with pytest.raises(UserError, match=r"(?s)no turns .*### Human:.*--dataset_format text"):
+        to_conversation({"text": "a"}, "guanaco")
 
 
 @pytest.mark.parametrize(("needs_training", "option"), [(True, "--dataset"), (False, "--eval_dataset")])

@@ -233,6 +233,24 @@ def test_an_option_without_effect_is_told_and_not_swallowed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("asked", "option", "has_effect"),
+    [
+        ({"keep_best": False}, "keep_best", False),
+        ({"keep_best": False, "result": "last"}, "keep_best", True),
+        ({"eval_batch_size": 4}, "eval_batch_size", True),
+        ({"eval_batch_size": 4, "skip_eval": True}, "eval_batch_size", False),
+        ({"result": "best", "eval_samples": 0}, "result", False),
+        ({"result": "best"}, "result", True),
+    ],
+)
+def test_options_about_evaluations_without_effect_are_told(
+    asked: dict[str, Any], option: str, has_effect: bool
+) -> None:
+    found = [a for a in plan_on("h200", **asked).adjustments if "has no effect" in a.reason]
+    assert [a.option for a in found] == ([] if has_effect else [option])
+
+
+@pytest.mark.parametrize(
     ("asked", "words"),
     [
         ({"lr": 3}, "3 is very high for lora with adamw; 0.0002 is typical"),
@@ -320,6 +338,25 @@ def test_what_can_never_work_is_an_error(asked: dict[str, Any], words: str) -> N
     with pytest.raises(ConfigError) as caught:
         plan_on("h200", **asked)
     assert words in str(caught.value.problems[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "do"),
+    [
+        ({"train_type": "qlora"}, "use --train_type lora"),
+        ({"quantization_backend": "hqq"}, "use --train_type lora without --quantization_backend"),
+    ],
+)
+def test_a_quantized_base_without_a_quantizer_is_refused_with_what_helps(
+    asked: dict[str, Any], do: str
+) -> None:
+    machine = load_machine("cpu-laptop")
+    report = replace(machine.backends["cpu"], quantizers={})
+    with pytest.raises(ConfigError) as caught:
+        make_plan(make_config(**asked, backend="cpu"), machine=replace(machine, backends={"cpu": report}))
+    problem = caught.value.problems[0]
+    assert "no quantizer is available" in str(problem) and problem.do.startswith("pip install 'crosstune[")
+    assert problem.do.endswith(f"', or {do}")
 
 
 @pytest.mark.parametrize(

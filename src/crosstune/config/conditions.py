@@ -167,6 +167,11 @@ EVALUATION = Condition("evaluation", lambda now: not now["skip_eval"] and now["e
 NO_SKIP_EVAL = Condition("evaluation", lambda now: not now["skip_eval"])
 SAVING = _with_option("save_steps", "save_minutes")
 EVALUATIONS = _with_option("eval_steps")
+LAST_RESULT = Condition(
+    "`--result last`",
+    lambda now: now["result"] == "last",
+    "with --result {result}, which keeps the best checkpoint in any case",
+)
 RESUMING = Condition("`--resume`", lambda now: now["resume"] != "none")
 PROJECTS = _with_trackers("wandb", "weave", "trackio")
 TRACKER_GROUPS = _with_trackers("wandb", "trackio")

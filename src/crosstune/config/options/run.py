@@ -9,6 +9,7 @@ from crosstune.config.conditions import (
     ANSWERS,
     EVALUATION,
     EVALUATIONS,
+    LAST_RESULT,
     PROFILE,
     PROJECTS,
     RESUMING,
@@ -65,7 +66,7 @@ class RunOptions:
     save_minutes: float = _option(10, "Save a checkpoint every N minutes; 0: never", high=1e6)
     keep_last_n: int = _option(3, "Number of newest checkpoints to keep", low=1, high=10**6, needs=(SAVING,))
     keep_best: bool = _option(
-        True, "Also keep the checkpoint with the lowest evaluation loss", needs=(SAVING,)
+        True, "Also keep the checkpoint with the lowest evaluation loss", needs=(SAVING, LAST_RESULT)
     )
     keep_every: int = _steps(
         0, "Also keep checkpoints whose step is a multiple of N; 0: none", needs=(SAVING,)
@@ -113,6 +114,7 @@ class RunOptions:
         "Weights to save as the result: best (lowest evaluation loss) or last; auto: best if there was more than one "
         "evaluation",
         choices=("auto", "best", "last"),
+        needs=(EVALUATION,),
     )
     skip_eval: bool = option(False, "Do not evaluate", on_resume=OnResume.FREE | OnResume.MAY_CHANGE_DATA)
     num_samples: int = _option(

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from crosstune.config.conditions import ADAM, CLIPPING, RESUMING, ROWS_BY_BATCH, SCHEDULE_WITH_FLOOR, SFT
+from crosstune.config.conditions import (
+    ADAM,
+    CLIPPING,
+    EVALUATION,
+    RESUMING,
+    ROWS_BY_BATCH,
+    SCHEDULE_WITH_FLOOR,
+    SFT,
+)
 from crosstune.config.option import OnResume, below_one, not_zero, option
 from crosstune.core.schedule import ON_EXTEND, SCHEDULES
 
@@ -46,6 +54,7 @@ class TrainingOptions:
         0,
         "Rows per evaluation batch; 0: batch_size, but at least 16 prompts for generation",
         high=2**20,
+        needs=(EVALUATION,),
         on_resume=OnResume.FREE,
     )
     optimizer: str = option("adamw", "Optimizer", choices=OPTIMIZERS)

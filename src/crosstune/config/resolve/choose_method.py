@@ -82,8 +82,13 @@ def _refuse_bits(draft: Draft, wanted: str) -> None:
         for quantizer in draft.facts.quantizers.values()
         if quantizer.engine == report.engine and bits in quantizer.bits and wanted in ("auto", quantizer.name)
     ]
-    do = "choose an --n_bits from that list, or use --train_type lora"
+    ways = [
+        "use --train_type lora"
+        + (" without --quantization_backend" if draft["quantization_backend"] != "auto" else "")
+    ]
+    if offers:
+        ways.insert(0, "choose an --n_bits from that list")
     if fitting and fitting[0].name not in report.quantizers:
-        do = f"{fitting[0].install_command}, {do}"
+        ways.insert(0, fitting[0].install_command)
     why = f"available: {'; '.join(offers)}." if offers else "no quantizer is available."
-    draft.refuse(f"A {bits}-bit base is not supported on {report.name}.", why=why, do=do)
+    draft.refuse(f"A {bits}-bit base is not supported on {report.name}.", why=why, do=", or ".join(ways))

@@ -237,11 +237,13 @@ def _check_columns(row: Row, form: str) -> None:
     if not missing:
         return
     others = [name for name in fitting_formats(row) if name != form]
-    mixed = f" This row looks like {others[0]}: formats cannot be mixed in one file." if others else ""
+    mixed = f" This row looks like {others[0]}." if others else ""
     raise UserError(
         f"Missing column {' or '.join(missing)}.",
         why=f"rows of the format {form} need {', '.join(needed)}; it has {', '.join(map(str, row)) or 'none'}.{mixed}",
-        do="" if others else _mapping_of(row, needed, missing),
+        do=f"use --dataset_format {others[0]} if all rows look like this one; a file has one format"
+        if others
+        else _mapping_of(row, needed, missing),
     )
 
 
@@ -334,6 +336,11 @@ def _guanaco_turns(text: str) -> list[Turn]:
             turns.append({"role": _GUANACO_TURNS[mark], "content": content})
         elif turns:  # a heading inside a turn
             turns[-1]["content"] += "\n###" + piece.rstrip()
+    if not turns:
+        raise UserError(
+            f"The text has no turns that start with {' or '.join(_GUANACO_TURNS)}.",
+            do="use --dataset_format text for text without turns",
+        )
     return turns
 
 
