@@ -173,10 +173,11 @@ PROJECTS = _with_trackers("wandb", "weave", "trackio")
 TRACKER_GROUPS = _with_trackers("wandb", "trackio")
 TRACKER_OWNERS = _with_trackers("wandb", "weave")
 JUDGE = _with_recipe("judge")
+PREFERENCE = _with_recipe("preference")
 SFT = Condition("`--recipe sft`", lambda now: now["recipe"] == "sft", "with the {recipe} recipe")
 ANSWERS_COMPARED = Condition(
     "`--recipe sft`",
-    lambda now: now["recipe"] not in ("judge", "latent_diffusion"),
+    lambda now: now["recipe"] == "sft",
     "with the {recipe} recipe, which has its own metrics",
 )
 FP8_BASE = Condition("`--base_precision fp8`", lambda now: now["base_precision"] == "fp8")
