@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.data.batches.token_batch import IGNORED, LENGTH_STEP, Example, IntArray, TokenBatch
+from crosstune.data.batches.token_batch import IGNORED, LENGTH_STEP, Example, IntArray, TokenBatch, pad_rows
 
 
 @dataclass(frozen=True)
@@ -99,3 +99,65 @@ def key_layout(batch: ForkedBatch) -> tuple[IntArray, IntArray, NDArray[np.int64
             query_ends.append(query_ends[-1] + len(own) + (len(prompt) if is_first else 0))
             key_ends.append(key_ends[-1] + len(keys[-1]))
     return np.array(query_ends, np.int32), np.array(key_ends, np.int32), np.concatenate(keys)
+
+
+def separate_rows(batch: ForkedBatch, *, pad_id: int = 0) -> TokenBatch:
+    """Return a row of prompt and answer for each branch, for a model that cannot share prompts."""
+    examples = []
+    for segments, branches, ids, targets in zip(
+        batch.segments, batch.branches, batch.input_ids, batch.targets, strict=True
+    ):
+        for segment in np.unique(segments[segments > 0]):
+            prompt = np.flatnonzero((segments == segment) & (branches == 0))
+            for branch in np.unique(branches[(segments == segment) & (branches > 0)]):
+                own = np.flatnonzero((segments == segment) & (branches == branch))
+                supervised = np.concatenate(
+                    [np.zeros(len(prompt) + 1, np.bool_), targets[own[:-1]] != IGNORED]
+                )
+                examples.append(
+                    Example(tokens=ids[np.concatenate([prompt, own])], supervised=supervised, index=0)
+                )
+    return pad_rows(examples, pad_id=pad_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitForks:
+    """The prompts and the branches of a batch as separate rows, to be computed in two passes."""
+
+    prompts: IntArray
+    """A row for each fork, padded on the left, so that all branches begin at the same position."""
+    prompt_lengths: IntArray
+    branches: IntArray
+    """A row for each branch, padded on the right."""
+    targets: IntArray
+    fork_of: IntArray
+    """The fork of each branch."""
+
+
+def split_forks(batch: ForkedBatch, *, pad_id: int = 0) -> SplitForks:
+    prompts, branches, targets, fork_of = list[IntArray](), list[IntArray](), list[IntArray](), list[int]()
+    for row in range(len(batch.segments)):
+        segments, numbers = batch.segments[row], batch.branches[row]
+        for segment in np.unique(segments[segments > 0]):
+            inside = segments == segment
+            prompts.append(batch.input_ids[row, inside & (numbers == 0)])
+            for branch in np.unique(numbers[inside & (numbers > 0)]):
+                own = inside & (numbers == branch)
+                branches.append(batch.input_ids[row, own])
+                targets.append(batch.targets[row, own])
+                fork_of.append(len(prompts) - 1)
+    width, longest = max(map(len, prompts)), max(map(len, branches))
+    left = np.full((len(prompts), width), pad_id, dtype=np.int32)
+    right = np.full((len(branches), longest), pad_id, dtype=np.int32)
+    wanted = np.full(right.shape, IGNORED, dtype=np.int32)
+    for number, prompt in enumerate(prompts):
+        left[number, width - len(prompt) :] = prompt
+    for number, (tokens, target) in enumerate(zip(branches, targets, strict=True)):
+        right[number, : len(tokens)], wanted[number, : len(tokens)] = tokens, target
+    return SplitForks(
+        prompts=left,
+        prompt_lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int32),
+        branches=right,
+        targets=wanted,
+        fork_of=np.array(fork_of, dtype=np.int32),
+    )

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from crosstune.recipes.preference.losses import PairScores
+from crosstune.recipes.preference.losses import PairScores, PreferenceLoss
 
-METRICS = (
+_BOTH = (
     "rewards/chosen",
     "rewards/rejected",
-    "rewards/margins",
     "rewards/accuracies",
     "logps/chosen",
     "logps/rejected",
-    "length/chosen",
-    "length/rejected",
-    "sft_loss",
     "entropy",
-    "kl",
 )
-"""`sft_loss`: cross entropy of the chosen answers per token; `kl`: an estimate of the divergence from the reference."""
+_PAIRS = ("rewards/margins", "length/chosen", "length/rejected", "sft_loss")
+
+
+def metric_names(loss: PreferenceLoss) -> tuple[str, ...]:
+    """Return the names of the metrics. `sft_loss`: cross entropy of the chosen answers per token; `kl`: an estimate of the
+    divergence from the reference."""
+    return (*_BOTH, *(_PAIRS if loss.is_paired else ()), *(("kl",) if loss.needs_reference else ()))
+
 
 Sums = dict[str, tuple[Any, Any]]
 
 
-def measure_pairs(scores: PairScores, entropy: tuple[Any, Any], *, beta: float) -> Sums:
+def measure_pairs(scores: PairScores, entropy: tuple[Any, Any], loss: PreferenceLoss) -> Sums:
     """Return the sums of the metrics of pairs."""
     chosen, rejected = scores.chosen - scores.ref_chosen, scores.rejected - scores.ref_rejected
-    count = len(chosen)
-    return {
+    beta, count = loss.settings.beta, len(chosen)
+    sums = {
         "rewards/chosen": (beta * chosen.sum(), count),
         "rewards/rejected": (beta * rejected.sum(), count),
         "rewards/margins": (beta * (chosen - rejected).sum(), count),
@@ -41,6 +43,7 @@ def measure_pairs(scores: PairScores, entropy: tuple[Any, Any], *, beta: float) 
         "entropy": entropy,
         "kl": ((chosen + rejected).sum(), 2 * count),
     }
+    return {name: sums[name] for name in metric_names(loss)}
 
 
 def measure_singles(

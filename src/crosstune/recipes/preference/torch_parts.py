@@ -14,7 +14,7 @@ from torch import nn
 from crosstune.core.protocols import Array
 from crosstune.recipes.preference.batch import PreferenceBatch
 from crosstune.recipes.preference.losses import PairScores, PreferenceLoss, kto
-from crosstune.recipes.preference.metrics import METRICS, measure_pairs, measure_singles
+from crosstune.recipes.preference.metrics import measure_pairs, measure_singles, metric_names
 from crosstune.torch_engine.device import evaluating
 from crosstune.torch_engine.task import MetricSums, Tensors
 from crosstune.torch_engine.tasks.causal_lm import CausalLM, ModelInput
@@ -38,12 +38,10 @@ class TorchFunctions:
 class PreferenceLM(CausalLM):
     """A language model with a loss over the log probabilities of whole answers."""
 
-    metric_names = METRICS
-    eval_metric_names = METRICS
-
     def __init__(self, loss: PreferenceLoss) -> None:
         super().__init__()
         self.preference = loss
+        self.metric_names = self.eval_metric_names = metric_names(loss)
         self._reference: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def keep_reference(self, trained: Mapping[str, torch.nn.Parameter]) -> None:
@@ -91,7 +89,7 @@ class PreferenceLM(CausalLM):
             mean_chosen=tensors["mean_chosen"],
         )
         losses = self.preference(scores, TorchFunctions())
-        return losses.sum(), measure_pairs(scores, entropy, beta=self.preference.settings.beta)
+        return losses.sum(), measure_pairs(scores, entropy, self.preference)
 
     def evaluate(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         return self.loss(model, tensors)
