@@ -104,7 +104,7 @@ def open_session(
             raise nothing_to_train(type(model).__name__)
         optimizer = make_optimizer(masters.masters, plan.config) if trained else None
         if trained and isinstance(task, KeepsReference):
-            task.keep_reference(masters.parameters)
+            task.keep_reference(model, masters.parameters)
     spec = backend_specs()[plan.backend.name]
     kind = TextSession if isinstance(task, CausalLM) else TorchSession
     return kind(

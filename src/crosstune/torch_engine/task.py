@@ -78,7 +78,7 @@ class HasOwnHead(Protocol):
 class KeepsReference(Protocol):
     """A task that compares the model with itself before the training."""
 
-    def keep_reference(self, trained: Mapping[str, nn.Parameter]) -> None:
+    def keep_reference(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
         """Keep the weights of an opened model, before a checkpoint is restored."""
         ...
 

@@ -17,7 +17,7 @@ from crosstune.recipes.preference.losses import PairScores, PreferenceLoss, kto
 from crosstune.recipes.preference.metrics import measure_pairs, measure_singles, metric_names
 from crosstune.torch_engine.device import evaluating
 from crosstune.torch_engine.task import MetricSums, Tensors
-from crosstune.torch_engine.tasks.causal_lm import CausalLM, ModelInput
+from crosstune.torch_engine.tasks.causal_lm import CausalLM, ModelInput, can_share_prompts
 
 _OTHER = "other_"
 
@@ -44,9 +44,11 @@ class PreferenceLM(CausalLM):
         self.metric_names = self.eval_metric_names = metric_names(loss)
         self._reference: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
-    def keep_reference(self, trained: Mapping[str, torch.nn.Parameter]) -> None:
+    def keep_reference(self, model: nn.Module, trained: Mapping[str, torch.nn.Parameter]) -> None:
         """Keep the weights from before the training: with them, the model is the reference."""
         self._reference = [(parameter, parameter.detach().clone()) for parameter in trained.values()]
+        if self.decoder is None:
+            self.shares_prompts = can_share_prompts(model, device=self.context.device)
 
     def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
         arrays = {

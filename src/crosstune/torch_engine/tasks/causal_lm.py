@@ -17,8 +17,8 @@ from torch import nn
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.protocols import Array
-from crosstune.data.batches.forked import ForkedBatch, key_layout
-from crosstune.data.batches.token_batch import IGNORED, TokenBatch, number_answers, without_padding
+from crosstune.data.batches.forked import Fork, ForkedBatch, fork_rows, key_layout, separate_rows
+from crosstune.data.batches.token_batch import IGNORED, Example, TokenBatch, number_answers, without_padding
 from crosstune.estimate.memory import LOGITS_AT_A_TIME
 from crosstune.files.json_files import write_json
 from crosstune.models.identity import RECORD, identity
@@ -137,6 +137,8 @@ class CausalLM:
         self.expansion: Expansion | None = None
         self.decoder: FastDecoder | None = None
         """The fast layers; None if transformers runs the model."""
+        self.shares_prompts = True
+        """False if the model cannot compute answers that share a prompt in one row; the fast layers always can."""
         self._against_trained: dict[str, Any] | None = None
 
     def build(self, context: BuildContext) -> nn.Module:
@@ -154,6 +156,8 @@ class CausalLM:
 
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
         """Keep only columns where some row is supervised: most prompt tokens never reach the head."""
+        if isinstance(batch, ForkedBatch) and self.decoder is None and not self.shares_prompts:
+            batch = separate_rows(batch)
         supervised = batch.targets != IGNORED
         [columns] = supervised.any(axis=0).nonzero()
         if not len(columns):
@@ -382,6 +386,35 @@ def count_exact(
 
 def takes_logits_to_keep(model: nn.Module) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def can_share_prompts(model: nn.Module, *, device: torch.device) -> bool:
+    """Return True if a trial of answers after a shared prompt gives the logits of separate rows. A model with a window of
+    attention cannot: its layers would all use one mask."""
+    config: Any = model.config
+    kinds = getattr(config, "layer_types", None) or []
+    if any(kind != "full_attention" for kind in kinds) or (
+        not kinds and getattr(config, "sliding_window", None)
+    ):
+        return False
+    tokens = np.arange(3, 15, dtype=np.int32)
+    rows = [np.append(tokens[:6], more) for more in (tokens[6:9], tokens[9:12])]
+    marks = np.arange(9) >= 6
+    fork = Fork(tuple(Example(tokens=row, supervised=marks, index=0) for row in rows))
+    task = CausalLM()
+    found = []
+    with evaluating(model), torch.no_grad():
+        for batch in (forked := fork_rows([[fork]], pad_id=0), separate_rows(forked)):
+            arrays = task.arrays(batch)
+            given = ModelInput.of(
+                {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+            )
+            try:
+                found.append(task.supervised_logits(model, given).float())
+            except (TypeError, ValueError, IndexError, RuntimeError):  # a model without such masks
+                return False
+    difference, size = (found[0] - found[1]).abs().max(), found[1].abs().max()
+    return bool(difference <= (1e-4 if found[0].dtype == torch.float32 else 0.05) * size + 1e-6)
 
 
 def ensure_separates_documents(model: nn.Module, *, device: torch.device) -> None:
