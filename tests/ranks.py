@@ -78,3 +78,4 @@ def _train_all(rank: int, job: Mapping[str, Any], port: int, hook: str) -> None:
         result = train(make_config(**options), group=group)
         if result.failure is not None:
             raise result.failure
+    group.close()

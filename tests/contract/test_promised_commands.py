@@ -138,7 +138,7 @@ def test_a_plan_says_what_mlx_lm_cannot_read(
     (model / "config.json").write_text(json.dumps(config))
     words = ["--backend", "mlx", "--model_name", str(model)]
     assert main(["plan", "--machine", "apple-m1-16gb", *words]) == 2
-    assert "MLX cannot train a 'unheard_of' model." in capsys.readouterr().out
+    assert "MLX cannot run a 'unheard_of' model." in capsys.readouterr().out
     assert main(["train", *words, "--output_dir", str(tmp_path / "runs"), "--max_steps", "1"]) == 2
 
 

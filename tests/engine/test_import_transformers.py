@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 
 import pytest
+
+from crosstune.torch_engine.import_transformers import packages_distributions
 
 PUT_OFF = "hqq.core.quantize", "scipy.optimize", "accelerate.hooks"
 
@@ -61,3 +64,58 @@ def test_a_package_that_is_imported_already_is_used_as_it_is():
         "print(sys.modules['accelerate'] is accelerate, accelerate.__version__ > '1')"
     )
     assert found.split() == ["True", "True", "True"]
+
+
+def test_transformers_finds_the_same_classes_and_packages():
+    show = (
+        "import transformers, transformers.models\n"
+        "from transformers.utils import import_utils as found\n"
+        "names = {m: {k: sorted(v) for k, v in m._import_structure.items()} for m in (transformers, transformers.models)}\n"
+        "print([sorted(each.items()) for each in names.values()])\n"
+        "print([sorted(m._class_to_module.items()) for m in names])\n"
+        "print({k: sorted(v) for k, v in sorted(found.PACKAGE_DISTRIBUTION_MAPPING.items())})\n"
+        "print(found.fetch__all__.__name__)"
+    )
+    quickly = (
+        "from crosstune.torch_engine.import_transformers import import_transformers; import_transformers()\n"
+    )
+    plain = run(show)
+    assert "LlamaForCausalLM" in plain and plain.endswith("\nfetch__all__\n")
+    assert run(quickly + show) == plain
+
+
+def test_packages_are_found_as_python_finds_them(tmp_path, monkeypatch):
+    for name, files in {
+        "declared-1.0": {"top_level.txt": "one\ntwo\n", "RECORD": "three/a.py,,\n"},
+        "listed-1.0": {
+            "RECORD": "four/__init__.py,sha256=a,1\nfive.py,,\nfour/b/c.py,,\nlisted-1.0.dist-info/RECORD,,\n"
+        },
+        "bare-1.0": {},
+    }.items():
+        folder = tmp_path / f"{name}.dist-info"
+        folder.mkdir()
+        stated = name.partition("-")[0].capitalize()
+        for path, text in {
+            **files,
+            "METADATA": f"Metadata-Version: 2.1\nName: {stated}\nVersion: 1.0\n",
+        }.items():
+            (folder / path).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    theirs, ours = importlib.metadata.packages_distributions(), packages_distributions()
+    assert ours["one"] == ours["two"] == ["Declared"] and ours["four"] == ours["five"] == ["Listed"]
+    assert {k: sorted(set(v)) for k, v in ours.items()} == {k: sorted(set(v)) for k, v in theirs.items()}
+
+
+def test_garbage_is_collected_again_after_an_import_that_failed():
+    found = run(
+        "import gc, weakref\n"
+        "from crosstune.torch_engine.import_transformers import without_collecting\n"
+        "class Held: pass\n"
+        "try:\n"
+        "    with without_collecting():\n"
+        "        held = Held(); held.me = held; there = weakref.ref(held); del held\n"
+        "        raise ImportError\n"
+        "except ImportError: print(gc.isenabled(), gc.get_freeze_count())\n"
+        "gc.collect(); print(there())"
+    )
+    assert found.split() == ["True", "0", "None"]

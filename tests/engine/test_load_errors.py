@@ -11,7 +11,7 @@ from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.planner.gather import make_plan
 from crosstune.torch_engine.device import PRECISIONS
-from crosstune.torch_engine.loading.load import load_model, readable_errors
+from crosstune.torch_engine.loading.load import empty_model, load_model, read_config, readable_errors
 
 
 @pytest.mark.parametrize("fault", [AttributeError, ZeroDivisionError, AssertionError])
@@ -53,3 +53,23 @@ def test_a_sharded_load_keeps_in_fp32_what_transformers_keeps(
     assert up == (torch.float32 if is_half else torch.bfloat16)
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_an_empty_model_is_the_one_that_accelerate_builds(tiny_model: Path) -> None:
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        theirs = AutoModelForCausalLM.from_config(read_config(tiny_model), dtype=torch.bfloat16)
+    ours = empty_model(tiny_model, dtype=torch.bfloat16)
+    facts = [
+        {
+            name: (each.device.type, each.dtype, each.shape, each.requires_grad, vars(each))
+            for name, each in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+        }
+        for model in (ours, theirs)
+    ]
+    assert facts[0] == facts[1]
+    assert {each.device.type for each in ours.parameters()} == {"meta"}
+    assert {each.device.type for each in ours.buffers()} == {"cpu"}
+    assert torch.nn.Linear(2, 2).weight.device.type == "cpu"

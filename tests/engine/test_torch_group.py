@@ -64,6 +64,22 @@ def test_processes_talk_to_each_other() -> None:
         assert exit_code == 0, said
 
 
+def test_the_rank_that_serves_the_store_leaves_last() -> None:
+    """Another rank may still read from the store, as gloo does when it connects two ranks for the first time."""
+    code = """
+group = connect(read_ranks(), limits)
+group.meet()
+if rank == 1:
+    time.sleep(1.0)
+    group.store.set("late", "x")
+    assert group.store.get("late") == b"x"
+group.close()
+os._exit(0)
+"""
+    for exit_code, said in run(code, size=3):
+        assert exit_code == 0, said
+
+
 def test_a_group_that_a_program_made_before_is_left_open() -> None:
     code = """
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

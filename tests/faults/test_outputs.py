@@ -321,6 +321,24 @@ def test_a_journal_continues_only_its_own_request(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial~1"]
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop"])
+def test_a_journal_that_is_no_regular_file_is_rejected(kind: str, tmp_path: Path) -> None:
+    """A device would be read without an end."""
+    partial = tmp_path / "out.jsonl.partial"
+    if kind == "pipe":
+        os.mkfifo(partial)
+    elif kind == "folder":
+        partial.mkdir()
+    else:
+        partial.symlink_to("/dev/zero" if kind == "device" else partial.name)
+    with (
+        pytest.raises(UserError, match="cannot be read") as caught,
+        Journal(tmp_path / "out.jsonl", 1, say=print),
+    ):
+        pass
+    assert str(partial) in caught.value.message and "a " in caught.value.why
+
+
 def kill_when_kept(command: list[object], partial: Path, *, num_lines: int) -> None:
     """Kill a command when its journal has lines."""
     program = warm.start(warm.MAIN, *map(str, command))
@@ -423,6 +441,42 @@ def test_latents_on_a_full_disk_leave_nothing(
         code, said = main(words), capsys.readouterr().err
     assert code == 2 and "full or a limit" in said and "do:" in said, said
     assert list(tmp_path.iterdir()) == []
+
+
+# Writers without a staged folder, each with the largest file that it writes.
+WRITERS = {
+    "adopt": (["adopt", "OUT"], 3141),
+    "split": (["judge", "data", "JUDGED", "--split_to", "OUT"], 7400),
+    "decode": (["latents", "decode", "RUN", "--text", "the cat", "--steps", "2", "--out", "OUT"], 100),
+    "sample": (["latents", "sample", "RUN", "--samples", "3", "--steps", "2", "--out", "OUT"], 1200),
+    "train": (["train", "--max_steps=1", "--backend=cpu", "--skip_eval", "--name=out", "--output_dir"], 1000),
+}
+
+
+@pytest.mark.parametrize(
+    "writer",
+    [name if name in ("adopt", "split") else pytest.param(name, marks=pytest.mark.slow) for name in WRITERS],
+)
+def test_a_writer_on_a_disk_that_fills_leaves_nothing_and_works_later(
+    writer: str, latent_run: Path, tiny_model: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    words, num_bytes = WRITERS[writer]
+    judged, place = tmp_path / "judged.jsonl", tmp_path / "place"
+    rows = [{"task": f"Add {n} and {n}.", "answer": str(2 * n), "score": n % 11} for n in range(40)]
+    judged.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    place.mkdir()
+    places = {"OUT": str(place / "out"), "RUN": str(latent_run), "JUDGED": str(judged)}
+    words = [places.get(word, word) for word in words]
+    words += ["--device", "cpu"] if words[0] == "latents" else []
+    words += [str(place), "--model_name", str(tiny_model)] if writer == "train" else []
+    for tenth in range(10):
+        capsys.readouterr()
+        with file_limit(num_bytes * tenth // 10):
+            assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "File too large" in said and "do:" in said and "Traceback" not in said, said
+        assert [path.name for path in place.iterdir() if path.name != ".locks"] == []
+    assert main(words) == 0
 
 
 @pytest.mark.slow

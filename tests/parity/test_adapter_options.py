@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_peft_parity import column, order_of_rows, reference_run, start_adapter
+from peft.tuners.lora import LoraLayer
+from peft.utils.loftq_utils import _low_rank_decomposition
+from test_peft_parity import column, order_of_rows, reference_model, reference_run, start_adapter
 from transformers import AutoModelForCausalLM
 
 from crosstune.api.model import load
@@ -92,6 +95,22 @@ def loss_in_peft(base: Path, adapter: Path) -> float:
     return reference_run(base, COMMON, ORDER[-1:], make=make).losses[0]
 
 
+def run_everywhere(model: Path, data: Path, folder: Path, **options: Any) -> tuple[dict[str, Any], Path]:
+    """Train on torch, on the fast layers and on MLX, with equal losses; return the options and the folder of the last."""
+    losses = {}
+    for name, kind in {
+        "plain": {"backend": "cpu"},
+        "fast": {"backend": "cpu", "kernels": "fast"},
+        "mlx": {"backend": "mlx"},
+    }.items():
+        asked = run_options(model, data, folder / name, **options, **kind)
+        run = train(make_config(**asked)).folder
+        losses[name] = column(run, "loss")
+    assert losses["fast"] == pytest.approx(losses["plain"], rel=1e-5)
+    assert losses["mlx"] == pytest.approx(losses["plain"], rel=1e-5)
+    return asked, run
+
+
 def check_result(run: Path, base: Path, *, after: float | None = None, bound: float = 1e-5) -> None:
     """The run, its adapter in PEFT and the merged model have one set of logits, which are not those of the base, and the
     loss `after` the last step."""
@@ -133,17 +152,7 @@ def test_layers_to_transform_on_mlx_and_on_the_fast_layers(
     models: dict[bool, Path], data_file: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("mlx_lm")
-    losses = {}
-    for name, options in {
-        "plain": {"backend": "cpu"},
-        "fast": {"backend": "cpu", "kernels": "fast"},
-        "mlx": {"backend": "mlx"},
-    }.items():
-        asked = run_options(models[False], data_file, tmp_path / name, layers_to_transform="0,2", **options)
-        run = train(make_config(**asked)).folder
-        losses[name] = column(run, "loss")
-    assert losses["fast"] == pytest.approx(losses["plain"], rel=1e-5)
-    assert losses["mlx"] == pytest.approx(losses["plain"], rel=1e-5)
+    asked, run = run_everywhere(models[False], data_file, tmp_path, layers_to_transform="0,2")
     check_result(run, models[False])
     check_resume(tmp_path / "resumed", asked, run, backend="mlx")
     moved = tmp_path / "moved.tar"
@@ -297,6 +306,50 @@ def test_pissa_is_that_of_peft(
         check_resume(tmp_path / "resumed", asked, run, backend="cpu")
 
 
+@pytest.mark.parametrize("options", [{}, {"train_type": "bnb_dora"}, {"lora_alpha": 32}])
+def test_loftq_is_that_of_peft(
+    models: dict[bool, Path], data_file: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """PEFT ignores the scale of the adapter, which is 1 there."""
+    train_type, alpha = options.get("train_type", "qlora"), options.get("lora_alpha", 8)
+    fixed = {"train_type": "qlora", "lora_alpha": 8, "quantization_backend": "bnb", "init_lora": "loftq"}
+    asked = run_options(models[False], data_file, tmp_path, **fixed | options)
+    run = train(make_config(**asked)).folder
+    weights = AutoModelForCausalLM.from_pretrained(models[False], dtype=torch.float32).state_dict()
+
+    def make(folder: Path, _: str, seed: int, *, dtype: torch.dtype) -> Any:
+        model = reference_model(folder, train_type, seed, dtype=dtype)
+        for name, layer in model.named_modules():
+            if isinstance(layer, LoraLayer):
+                layer.scaling["default"] = 1.0
+                stored = layer.get_base_layer().weight
+                dense = dequantize_4bit(stored.data, stored.quant_state)
+                weight = weights[f"{name.removeprefix('base_model.model.')}.weight"]
+                start = _low_rank_decomposition(weight - dense, reduced_rank=8)
+                layer.lora_A["default"].weight.data = start["R"]
+                layer.lora_B["default"].weight.data = start["L"]
+                if train_type == "bnb_dora":
+                    layer.lora_magnitude_vector["default"].weight.data = (
+                        (dense + start["L"] @ start["R"]).norm(dim=1).contiguous()
+                    )
+        return model
+
+    expected = reference_run(models[False], COMMON, ORDER, make=make).losses
+    ours = column(run, "loss")
+    assert ours[0] == pytest.approx(expected[0], rel=1e-5)
+    if alpha == 8:
+        assert ours == pytest.approx(expected[:-1], rel=1e-5)
+    plain = asked | {"init_lora": "default", "name": "plain", "max_steps": 1}
+    dense = plain | {"train_type": "lora", "quantization_backend": "none", "name": "dense"}
+    starts = [column(train(make_config(**o)).folder, "loss", learns=False)[0] for o in (plain, dense)]
+    assert abs(ours[0] - starts[1]) < abs(starts[0] - starts[1]), "closer to the unquantized model"
+    opened = load(run, backend="cpu", progress=False)
+    merged = load(opened.merge(run.parent / "merged", into="dequantized"), backend="cpu", progress=False)
+    assert merged.logits(TOKENS) == pytest.approx(opened.logits(TOKENS), abs=1e-4)
+    if not options:
+        check_resume(tmp_path / "resumed", asked, run, backend="cpu")
+
+
 def test_orthogonal_factors_are_those_of_peft(
     models: dict[bool, Path], data_file: Path, tmp_path: Path
 ) -> None:
@@ -324,17 +377,7 @@ def test_starts_on_mlx_and_on_the_fast_layers(
     models: dict[bool, Path], data_file: Path, tmp_path: Path, start: str
 ) -> None:
     pytest.importorskip("mlx_lm")
-    losses = {}
-    for name, options in {
-        "plain": {"backend": "cpu"},
-        "fast": {"backend": "cpu", "kernels": "fast"},
-        "mlx": {"backend": "mlx"},
-    }.items():
-        asked = run_options(models[False], data_file, tmp_path / name, init_lora=start, **options)
-        run = train(make_config(**asked)).folder
-        losses[name] = column(run, "loss")
-    assert losses["fast"] == pytest.approx(losses["plain"], rel=1e-5)
-    assert losses["mlx"] == pytest.approx(losses["plain"], rel=1e-5)
+    asked, run = run_everywhere(models[False], data_file, tmp_path, init_lora=start)
     after = loss_in_peft(models[False], tmp_path / "plain" / "run" / "adapter")
     check_result(run, models[False], after=after, bound=2e-5)
     check_resume(tmp_path / "resumed", asked, run, backend="mlx")
@@ -346,6 +389,12 @@ def test_starts_on_mlx_and_on_the_fast_layers(
     ("options", "message"),
     [
         ({"init_lora": "pissa", "train_type": "qlora"}, "pissa does not work on a quantized base"),
+        ({"init_lora": "loftq"}, "loftq needs a quantized base"),
+        ({"init_lora": "loftq", "train_type": "qlora", "backend": "mlx"}, "loftq does not work on MLX"),
+        (
+            {"init_lora": "loftq", "train_type": "qlora", "lora_rank": 300},
+            "loftq needs a --lora_rank of at most",
+        ),
         ({"init_lora": "pissa", "lora_rank": 300}, "lora_rank of at most"),
         ({"init_lora": "orthogonal", "lora_rank": 7}, "an even --lora_rank"),
         ({"init_lora": "pissa", "base_adapter": "somewhere"}, "cannot be combined with --base_adapter"),

@@ -19,8 +19,14 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Session
-from crosstune.data.batches.embedding_noise import add_noise
-from crosstune.data.batches.token_batch import Example, TokenBatch, pack_rows, split_rows, without_padding
+from crosstune.data.batches.token_batch import (
+    Example,
+    TokenBatch,
+    add_noise,
+    pack_rows,
+    split_rows,
+    without_padding,
+)
 from crosstune.files.json_files import read_jsonl
 from crosstune.models.locate import ModelFolder
 from crosstune.models.tiny import tiny_model as make_tiny

@@ -139,8 +139,18 @@ def test_an_error_at_an_event_is_raised(bench: Bench, tmp_path: Path) -> None:
     folder = tmp_path / "events"
     with pytest.raises(KeyError):
         train(bench, folder, callbacks=[Fails()], skip_eval=False, eval_samples=2, max_new_tokens=2)
-    train(bench, folder, resume="auto", skip_eval=False, eval_samples=2, max_new_tokens=2)
+    run = train(bench, folder, resume="auto", skip_eval=False, eval_samples=2, max_new_tokens=2)
     assert crosstune.Run(folder).summary["steps"] == 4
+    assert "eval_loss" not in run.metrics[1]
+    assert run.metrics[-1]["eval_loss"] == run.summary["eval_loss"]
+
+
+def test_a_run_is_opened_by_its_name(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "runs" / "mine"
+    train(bench, folder)
+    monkeypatch.chdir(tmp_path)
+    assert crosstune.Run("mine").folder.resolve() == folder.resolve()
+    assert Path(crosstune.load("mine", progress=False).target).resolve() == folder.resolve()
 
 
 def test_a_run_tells_about_itself(bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +159,8 @@ def test_a_run_tells_about_itself(bench: Bench, tmp_path: Path, capsys: pytest.C
     assert err == "", "the options say --log_to stdout"
     assert "step 4/4" in out and "finished 4 steps" in out
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4]
+    epochs = [row["epoch"] for row in run.metrics]
+    assert epochs == sorted(epochs) and epochs[-1] == pytest.approx(4 * epochs[0])
     assert run.report() == run.folder / "report.html"
     assert run.result == run.folder / "adapter"
     assert repr(run).startswith(f"Run('{run.folder}', status='finished', steps=4, final_loss=")

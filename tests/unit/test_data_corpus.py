@@ -173,6 +173,22 @@ def test_held_out_rows_are_not_trained_on_and_have_their_questions(data: Path, t
     )  # type: ignore[union-attr]
 
 
+def test_a_question_of_several_turns_names_their_roles(tiny_model: Path, write_jsonl: Any) -> None:
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "I like blue."},
+        {"role": "assistant", "content": "Noted."},
+        {"role": "user", "content": "Which color?"},
+        {"role": "assistant", "content": "Blue."},
+    ]
+    path = write_jsonl([{"messages": turns}, {"messages": turns[1:3]}] * 8)
+    made = recipe(tiny_model, dataset=str(path), context_length=4096, eval_dataset=str(path))
+    assert {question.text for question in made.questions} == {
+        "system: Be brief.\nuser: I like blue.\nassistant: Noted.\nuser: Which color?",
+        "I like blue.",
+    }
+
+
 def ask(question: str, answer: str) -> dict[str, str]:
     return {"prompt": question, "completion": answer}
 

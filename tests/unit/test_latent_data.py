@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
+import shlex
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -371,11 +373,35 @@ def test_a_plan_tells_what_the_shape_says_and_what_is_not_known(
     assert found["parameters"] == settings.num_parameters()
     assert found["state_bytes"] == 16 * found["parameters"], "weights, gradients and two moments in fp32"
     assert rows["steps"] == str(found["num_steps"]) == str(-(-len(open_pairs(pairs).splits["train"]) // 10))
-    assert "for weights, gradients and optimizer" in rows["memory"] and "unknown" in rows["memory"]
+    assert rows["memory"].startswith("about") and "activations of 10 rows" in rows["of"]
+    assert found["fits"] and found["command_that_fits"] is None
+    assert found["bytes_per_rank"] == sum(found["memory_parts"].values())
     assert "unknown" in rows["time"] and "unknown" in rows["cost"]
     assert main([*asked, str(tmp_path / "elsewhere" / "pairs")]) == 0
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert rows["memory"].startswith("unknown") and "unknown" in rows["cost"]
+
+
+def test_a_plan_that_does_not_fit_tells_what_would(pairs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--recipe=latent_diffusion", "--precision=fp32", "--dataset", str(pairs), "--batch_size=65536"]
+
+    def predict(*words: str) -> dict[str, Any]:
+        assert main(["plan", "--machine=rtx-3090:2gb", "--json", *words]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)["own_model"]
+        return found
+
+    found = predict(*asked)
+    assert not found["fits"]
+    assert found["bytes_per_rank"] > found["usable_bytes"] > 0
+    words = shlex.split(found["command_that_fits"])
+    assert words[:2] == ["crosstune", "train"]
+    better = predict(*words[2:])
+    assert better["fits"]
+    values = dict(itertools.pairwise(words))
+    assert int(values["--batch_size"]) * int(values["--gradient_accumulation_steps"]) == 65536
+    hopeless = predict(*asked[:-1], "--hidden_size=4096", "--n_blocks=64")
+    assert not hopeless["fits"] and hopeless["command_that_fits"] is None
+    assert "--hidden_size" in hopeless["change_that_fits"]
 
 
 def test_no_text_is_in_two_splits() -> None:

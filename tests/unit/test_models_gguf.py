@@ -121,10 +121,20 @@ def refused(path: Path, cache: Path) -> str:
     return str(caught.value)
 
 
+def test_float32_weights_are_kept(tmp_path: Path, original: Path) -> None:
+    found = locate(str(write_gguf(tmp_path / "model.gguf", original)), cache=tmp_path).path
+    weights, expected = read_weights(found), read_weights(original)
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert weight.dtype == np.float32
+        np.testing.assert_array_equal(weight, expected[name], err_msg=name)
+    assert json.loads((found / "config.json").read_text())["dtype"] == "float32"
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_comes_back(tmp_path: Path, tied: bool) -> None:
     folder = tiny_model(tmp_path / "tiny", tied=tied)
-    path = write_gguf(tmp_path / "my model.gguf", folder)
+    path = write_gguf(tmp_path / "my model.gguf", folder, quantization="BF16")
     seen: list[tuple[str, int, int | None]] = []
     found = locate(str(path), cache=tmp_path, progress=lambda *step: seen.append(step))
     assert found.source == "gguf"

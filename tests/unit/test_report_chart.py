@@ -92,3 +92,21 @@ def test_a_gap_that_is_small_or_closes_is_no_overfitting(losses: dict[int, float
     best = best_evaluation(evaluated(losses))
     assert overfitting(evaluated(losses)) is None
     assert best is None if not losses else best is not None and best.is_last and not best.overfits
+
+
+def test_the_loss_is_also_drawn_over_tokens_and_time() -> None:
+    run = evaluated(OVERFITTING)
+    assert [label for label, _ in run_charts(run)[0].views] == ["step", "log scale"], (
+        "nothing else is recorded"
+    )
+    metrics = [row | {"tokens": 100 + 50 * (row["step"] > 20), "step_s": 30.0} for row in run.metrics]
+    views = dict(run_charts(replace(run, metrics=metrics))[0].views)
+    assert list(views) == ["step", "tokens", "minutes", "log scale"]
+    losses, _, evaluations = views["tokens"].series
+    assert [at for at, _ in losses.points] == [100.0 * n for n in range(1, 21)] + [
+        2000 + 150.0 * n for n in range(1, 21)
+    ]
+    assert evaluations.points == [(0, 3.2), (1000, 1.9), (2000, 1.4), (3500, 1.6), (5000, 2.0)]
+    assert next(mark.at for mark in views["tokens"].marks if mark.look == "best") == 2000
+    assert views["minutes"].span == (0, 20)
+    assert views["minutes"].series[2].points[2] == (10, 1.4)

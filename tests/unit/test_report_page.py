@@ -26,6 +26,7 @@ from crosstune.report.formatting import change_between, display_of, show_option
 from crosstune.report.next_steps import use_result
 from crosstune.report.outcome import end_of, evaluations, totals, training_loss
 from crosstune.report.run_list import read_listed
+from crosstune.report.samples import collect_samples, lead_sample
 from crosstune.report.tables import event_rows, masked_example
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -428,3 +429,27 @@ def test_a_recipe_records_a_typical_example_with_its_mask(tiny_model: Path, writ
     assert example is not None and example["row"] == 5
     learned = "".join(text for text, supervised in example["pieces"] if supervised)
     assert learned.startswith("answer 5") and "say" not in learned
+
+
+@pytest.mark.parametrize("kept", [20, 40])
+def test_the_answers_of_the_result_are_named(tmp_path: Path, kept: int) -> None:
+    """With the best weights as the result, the answers after the last step are not those of the result."""
+    folder = make_run(tmp_path / "run")
+    events = [
+        evaluation(0, "before", 3.2, 0.0, "no"),
+        evaluation(20, "during", 0.5, 0.0, "better"),
+        evaluation(40, "after", 0.9, 0.0, "worse"),
+    ]
+    write_lines(folder / "events.jsonl", events)
+    (folder / "summary.json").write_text(json.dumps(SUMMARY | {"steps": 40, "result_step": kept}))
+    samples = collect_samples(load_run(folder))
+    lead = lead_sample(samples)
+    assert lead is not None
+    titles = [column.title for column in samples.columns]
+    if kept == 20:
+        assert titles == ["before", "step 20 (best, the result)", "after (the last step, not the result)"]
+        assert [answer.text for answer in lead.answers] == ["no", "better"]
+        assert "step 20 (best, the result)" in render_page(folder).words()
+    else:
+        assert titles == ["before", "step 20 (best)", "after"]
+        assert [answer.text for answer in lead.answers] == ["no", "worse"]

@@ -197,12 +197,14 @@ class Model:
 
 
 def load(target: PathLike, *, backend: str = "auto", precision: str = "auto", progress: bool = True) -> Model:
-    """Open a run folder, an adapter folder, or a model: a folder, a .gguf file, a hub id or a bundled name.
+    """Open a run by its folder or name, an adapter folder, or a model: a folder, a .gguf file, a hub id or a bundled name.
 
     A model that is not available locally is downloaded. `progress=False` prints nothing.
     """
     from crosstune.cli.terminal.screen import Screen
     from crosstune.config.load import make_config
+    from crosstune.files.paths import named_run
+    from crosstune.models.bundled import BUNDLED
     from crosstune.results.trained_folder import find_trained
     from crosstune.runs.open_parts import find_model
 
@@ -213,6 +215,7 @@ def load(target: PathLike, *, backend: str = "auto", precision: str = "auto", pr
         )
     observer: Observer = Screen(live=True) if progress else Observers()
     name = os.fspath(target)
+    name = name if name in BUNDLED else named_run(name)
     with python_words():
         find_model(make_config(model_name=find_trained(name).base), observer)
     return Model(name, backend=backend, precision=precision, observer=observer)

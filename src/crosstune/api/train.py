@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,16 @@ from crosstune.api.callbacks import Callback, Callbacks, keep_process_state
 from crosstune.api.model import Model, load
 from crosstune.cli.commands.train import after_restart, leave_together, show_training
 from crosstune.core.errors import UserError
+from crosstune.core.events import Evaluated, Started
 from crosstune.files.json_files import read_json, read_jsonl
+from crosstune.files.paths import named_run
 
 
 class Run:
-    """A run that has ended. `Run(folder)` opens an earlier run."""
+    """A run that has ended. `Run(folder)` opens an earlier run, also by its name in the default runs folder."""
 
     def __init__(self, folder: PathLike, *, summary: dict[str, Any] | None = None) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(named_run(os.fspath(folder))).expanduser()
         if summary is None and not (self.folder / "plan.json").is_file():
             raise UserError(f"{self.folder} is not a run.", why="it has no plan.json.")
         self.summary: dict[str, Any] = (
@@ -57,8 +60,23 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl, one per step."""
-        return read_jsonl(self.folder / "metrics.jsonl")
+        """The rows of metrics.jsonl, one per step, with `epoch`, and with `eval_loss` and other `eval_` metrics at
+        evaluated steps."""
+        evaluated: dict[int, dict[str, Any]] = {}
+        num_examples = None
+        for event in self.events:
+            if event.get("kind") == Evaluated.kind and event.get("step") is not None:
+                found = {f"eval_{name}": value for name, value in (event.get("metrics") or {}).items()}
+                evaluated.setdefault(event["step"], {}).update(found)
+            if event.get("kind") == Started.kind:
+                num_examples = ((event.get("data") or {}).get("train") or {}).get("examples") or num_examples
+        rows, done = list[dict[str, Any]](), {0: 0}
+        for row in read_jsonl(self.folder / "metrics.jsonl"):  # a resumed run may repeat steps
+            step = row["step"]
+            done[step] = done.get(step - 1, 0) + (row.get("examples") or 0)
+            epoch = {"epoch": done[step] / num_examples} if num_examples else {}
+            rows.append(row | epoch | evaluated.get(step, {}))
+        return rows
 
     @property
     def events(self) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Sequence
@@ -114,11 +115,18 @@ def adopt(folder: Path, *, force: bool = False) -> list[Path]:
             why="it is not a file that crosstune wrote.",
             do="move it away, or replace it with --force",
         )
-    for path, text in texts.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_output(path, text.encode())
-        if path.suffix == ".sh":
-            path.chmod(0o755)
+    new = [place for path in texts for place in (path, *path.parents) if not place.exists()]
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_output(path, text.encode())
+            if path.suffix == ".sh":
+                path.chmod(0o755)
+    except UserError:
+        for place in sorted({*new}, reverse=True):  # a folder after its files
+            with contextlib.suppress(OSError):
+                place.rmdir() if place.is_dir() else place.unlink()
+        raise
     return list(texts)
 
 

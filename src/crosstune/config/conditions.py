@@ -108,7 +108,6 @@ def _with_option(*names: str) -> Condition:
     )
 
 
-SFT = Condition("", lambda now: now["recipe"] == "sft", "with the {recipe} recipe")
 ADAPTERS = Condition("lora or dora", lambda now: now["method"] in ADAPTER_METHODS, "with method {method}")
 LLAMA_PRO = Condition("llama_pro", lambda now: now["method"] == "llama_pro", "without a llama_pro train type")
 BLOCKS_TO_ADD = Condition(
@@ -179,6 +178,17 @@ ANSWERS_COMPARED = Condition(
     "`--recipe sft`",
     lambda now: now["recipe"] == "sft",
     "with the {recipe} recipe, which has its own metrics",
+)
+ROWS_WITH_FORMATS = Condition(
+    "",
+    lambda now: now["recipe"] not in ("judge", "latent_diffusion"),
+    "with the {recipe} recipe, whose rows have one format",
+)
+LABELS = Condition("", lambda now: now["head"] != "scalar", "with --head scalar, which predicts a number")
+ANSWERS = Condition(
+    "",
+    lambda now: now["recipe"] != "judge" or now["head"] != "scalar",
+    "with --head scalar, which does not generate text",
 )
 FP8_BASE = Condition("`--base_precision fp8`", lambda now: now["base_precision"] == "fp8")
 PROFILE = _with_option("profile", "profile_memory")

@@ -89,6 +89,10 @@ class Option:
     needs: Sequence[Condition] = ()
     """Conditions for the option to have an effect."""
     on_resume: OnResume = OnResume.REPORTED
+    longest: int = 4096
+    """Characters of a string; the default is also the longest path on Linux."""
+    reads_lines: bool = False
+    """True if a text file may take the place of a list, with one item per line."""
     joins_items: str | None = None
     """Separator of key and value if files and Python may pass a mapping, "" if only a list; None if neither. Items are
     joined with commas."""

@@ -29,6 +29,7 @@ SAME: Mapping[str, str] = _by_name(
         "lora_r": "lora_rank",
         "lora_target target_modules": "lora_target_modules",
         "lora_modules_to_save additional_target": "modules_to_save",
+        "tokens": "add_tokens",
         "peft_layers_to_transform": "layers_to_transform",
         "rslora peft_use_rslora": "use_rslora",
         "per_device_train_batch_size micro_batch_size": "batch_size",
@@ -69,17 +70,17 @@ SAME_FOR_VALUES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "init_lora_weights": (
         "init_lora",
         {"true": "default", "orthogonal": "orthogonal", "pissa": "pissa"},
-        "--init_lora default, orthogonal or pissa",
+        "--init_lora default, orthogonal, pissa or loftq",
     ),
     "peft_init_lora_weights": (
         "init_lora",
         {"true": "default", "orthogonal": "orthogonal", "pissa": "pissa"},
-        "--init_lora default, orthogonal or pissa",
+        "--init_lora default, orthogonal, pissa or loftq",
     ),
     "pissa_init": (
         "init_lora",
         {"true": "pissa", "false": "default"},
-        "--init_lora default, orthogonal or pissa",
+        "--init_lora default, orthogonal, pissa or loftq",
     ),
     "adapter": ("train_type", {"lora": "lora", "qlora": "qlora"}, "--train_type, or --base_adapter FOLDER"),
 }
@@ -130,7 +131,7 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "do_predict": "crosstune generate RUN answers prompts",
         "num_layers lora_layers": "num_layers in a file passed with --mlx_config, or --layers_to_transform with the numbers of the layers",
         "lora_attn_modules apply_lora_to_mlp apply_lora_to_output": "--lora_target_modules with the names of all layers",
-        "loftq_config": "--init_lora orthogonal or pissa; crosstune does not support LoftQ",
+        "loftq_config": "--train_type qlora --init_lora loftq, in one iteration",
         "bias lora_bias": "biases are not trained with adapters",
         "datasets": "--dataset FILE, FOLDER or HUB_ID",
         "dataset_dir": "--dataset FOLDER or FILE",

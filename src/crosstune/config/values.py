@@ -14,12 +14,11 @@ from crosstune.config.option import Holds, Option
 from crosstune.core.errors import UserError, shown
 from crosstune.core.names import did_you_mean
 from crosstune.core.safe_text import holds_secret
+from crosstune.files.plain_files import read_plain_text
 
 _TRUE = {"true", "yes", "on", "1", "y", "t"}
 _FALSE = {"false", "no", "off", "0", "n", "f"}
 _INTEGER = re.compile(r"[+-]?[0-9]{1,30}(_[0-9]{1,30})*")
-LONGEST_STRING = 4096
-"""Characters; also the longest path on Linux."""
 LONGEST_PART_BYTES = 255
 """The longest name of a file or folder."""
 
@@ -72,6 +71,8 @@ def _to_bool(raw: Any) -> bool:
 
 
 def _to_string(option: Option, raw: Any, source: str) -> str:
+    if option.reads_lines and isinstance(raw, str):
+        raw = _read_lines(option, raw, source)
     if option.joins_items is not None and isinstance(raw, (dict, list, tuple)):
         raw = _join(option, raw, source)
     if isinstance(raw, bool):
@@ -83,6 +84,17 @@ def _to_string(option: Option, raw: Any, source: str) -> str:
     if (wrong := _wrong_text(option, text)) is not None:
         raise _refused(option, text, source, do=wrong)
     return text
+
+
+def _read_lines(option: Option, raw: str, source: str) -> str | list[str]:
+    """Return the lines of a .txt file, or the value itself if it is a list."""
+    if not raw.endswith(".txt") or "," in raw or wrong_path(raw) is not None:
+        return raw
+    path = Path(raw).expanduser()
+    lines = [line.strip() for line in read_plain_text(path, limit=option.longest).splitlines()]
+    if with_comma := [line for line in lines if "," in line]:
+        raise _refused(option, with_comma[0], f"in {path}", do="remove the comma: it separates items")
+    return [line for line in lines if line]
 
 
 def _join(option: Option, raw: Mapping[Any, Any] | Sequence[Any], source: str) -> str:
@@ -112,8 +124,8 @@ def _wrong_text(option: Option, text: str) -> str | None:
     """Return advice for a string that is invalid for every option of this kind, otherwise None."""
     if not text.strip() and option.default != "":
         return "pass a value, or remove the option"
-    if len(text) > LONGEST_STRING:
-        return f"use at most {LONGEST_STRING:,} characters"
+    if len(text) > option.longest:
+        return f"use at most {option.longest:,} characters"
     if any(0xD800 <= ord(char) <= 0xDFFF for char in text):
         return "use UTF-8 text; rename a file whose name is not"
     if any(ord(char) < 32 or ord(char) == 127 for char in text):

@@ -110,6 +110,9 @@ class ModelFolders(Protocol):
     def check_form(self, form: WeightForm) -> None:
         """Raise a UserError when the engine cannot write the form on this machine."""
 
+    def ignored_window(self, folder: Path) -> int | None:
+        """Return the sliding window of the model if the library does not apply it; raise if it cannot run the model."""
+
     def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
         """Return the logits of a folder, or of the GGUF file `gguf` in it, as `reader` loads it."""
 

@@ -56,15 +56,16 @@ def orthogonal_by_name(
 
 
 def principal_factors(
-    weight: NDArray[np.float32], *, rank: int, scale: float
+    weight: NDArray[np.float32], *, rank: int, scale: float, start: str = "pissa"
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return PiSSA's A and B: scale * B A is the best approximation of the weight of this rank.
+    """Return PiSSA's A and B: scale * B A is the best approximation of the weight of this rank. LoftQ's are those of the
+    error of a quantized weight.
 
     Both have the square roots of the singular values. The sign of each pair makes the largest entry of A positive.
     """
     if rank > min(weight.shape):
         raise UserError(
-            f"--init_lora pissa needs a --lora_rank of at most {min(weight.shape)}.",
+            f"--init_lora {start} needs a --lora_rank of at most {min(weight.shape)}.",
             why=f"a weight of {weight.shape[0]} x {weight.shape[1]} has no more singular values.",
         )
     wide = weight.astype(np.float64) if weight.shape[0] <= weight.shape[1] else weight.T.astype(np.float64)

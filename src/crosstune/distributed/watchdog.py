@@ -79,7 +79,7 @@ class HangDetector:
         longest = max(silent[s.rank] if stopped else s.still_s for s in (stopped or still))
         lines = [
             f"rank {state.rank} (host {state.host}) {how}: it has made no progress for {longest:.0f} s. It was in: "
-            f"{state.doing}{f', {state.at}' if state.at else ''}"
+            f"{state.place()}"
             for state in blamed
         ]
         others = [state for state in states.values() if state not in blamed]
@@ -184,8 +184,12 @@ class Watchdog:
         silent_s = now - self._answered
         if silent_s > self._limit_s - 3 * self.poll_s:
             last = self._states.get(0)
-            was = f" Last state: {last.sentence()}" if last is not None else ""
-            line = f"rank 0 is stopped or its node is down: it has not answered for {silent_s:.0f} s.{was}"
+            host, was = (
+                (f" (host {last.host})", f" It was in: {last.place()}") if last is not None else ("", "")
+            )
+            line = (
+                f"rank 0{host} is stopped or its node is down: it has not answered for {silent_s:.0f} s.{was}"
+            )
             self._end([line], EXIT_HUNG)
         elif silent_s > 3 * self.poll_s:
             return  # the board is late, so its last states prove nothing about other ranks

@@ -14,7 +14,7 @@ from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import set_aside
 from crosstune.files.json_files import parse_json, to_json
 from crosstune.files.outputs import is_stream
-from crosstune.files.plain_files import no_room
+from crosstune.files.plain_files import MissingFile, no_room, open_plain
 
 SUFFIX = ".partial"
 
@@ -48,7 +48,11 @@ class Journal:
             self._say(f"continues after {len(self.rows):,} finished rows in {self.path}")
         self._file.truncate(num_bytes)
         if not num_bytes:
-            self._write([self._key])
+            try:
+                self._write([self._key])
+            except UserError:
+                self.__exit__(None, None, None)
+                raise
         return self
 
     def __exit__(
@@ -63,9 +67,9 @@ class Journal:
     def add(self, rows: Iterable[Any]) -> None:
         """Add finished rows."""
         rows = list(rows)
-        self.rows += rows
         if self._file is not None:
             self._write(rows)
+        self.rows += rows
 
     def remove(self) -> None:
         """Remove the file: the output is complete."""
@@ -73,9 +77,18 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
     def _open(self) -> BinaryIO:
-        """Open and lock the file; raise a UserError if another process writes it."""
+        """Open and lock the file; raise a UserError if it is not a regular file, or if another process writes it."""
         assert self.path is not None
-        file = self.path.open("a+b")
+        with suppress(MissingFile), open_plain(self.path, follow_links=False):
+            pass
+        try:
+            file = self.path.open("a+b")
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written.",
+                why=f"{no_room(error) or error.strerror}.",
+                do="choose a different output",
+            ) from error
         try:
             _lock(file)
         except BlockingIOError:

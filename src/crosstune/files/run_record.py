@@ -147,7 +147,11 @@ class RunRecord(Record):
             folder.mkdir(parents=True, exist_ok=True)
             for name in RUN_FILES:  # of a start that took no step
                 (folder / name).unlink(missing_ok=True)
-            record._open_logs(config_yaml, plan)
+            try:
+                record._open_logs(config_yaml, plan)
+            except OSError:
+                record._remove_start()
+                raise
         return record
 
     @classmethod
@@ -169,6 +173,15 @@ class RunRecord(Record):
         write_text(self.folder / "config.yaml", config_yaml)
         self._events = (self.folder / "events.jsonl").open("a", encoding="utf-8")
         (self.folder / "metrics.jsonl").touch()
+
+    def _remove_start(self) -> None:
+        """Remove what a start wrote before the disk was full, and the folder if nothing else is in it."""
+        if self._events is not None:
+            self._events.close()
+        with contextlib.suppress(OSError):
+            for name in RUN_FILES:
+                (self.folder / name).unlink(missing_ok=True)
+            self.folder.rmdir()
 
     def _open_metrics(self) -> TextIO:
         """Open metrics.jsonl for the first step, without rows of steps that are repeated."""

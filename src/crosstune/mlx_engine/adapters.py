@@ -10,9 +10,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
-from crosstune.core.weights import orthogonal_by_name, principal_factors, uniform_by_name
+from crosstune.core.weights import principal_factors
 from crosstune.mlx_engine.quantized import dense_weight, linear_shape
 from crosstune.models.adapter_choice import (
     ALL_LAYERS,
@@ -24,6 +25,7 @@ from crosstune.models.adapter_choice import (
     describe_left_out,
     name_for_peft,
     name_saved,
+    saved_modules,
 )
 
 ROUTERS = ("gate", "router")
@@ -52,17 +54,13 @@ class AdaptedLinear(nn.Module):
 
     def __init__(self, base: nn.Module, *, name: str, settings: AdapterSettings, seed: int) -> None:
         super().__init__()
-        out_features, in_features = linear_shape(base)
         self.base = base
         self._scale = settings.scale
         self._dropout = settings.dropout
         self._stream: list[mx.array] = []
         self._start: list[tuple[Array, Array]] = []
-        if settings.start == "default":
-            a = uniform_by_name(name, shape=(settings.rank, in_features), seed=seed)
-            b = np.zeros((out_features, settings.rank), dtype=np.float32)
-        elif settings.start == "orthogonal":
-            a, b = orthogonal_by_name(name, shape=(out_features, in_features), rank=settings.rank, seed=seed)
+        if settings.start != "pissa":
+            a, b = settings.first_factors(name, linear_shape(base), seed=seed)
         else:
             dense = dense_weight(base, mx.float32)
             a, b = principal_factors(np.array(dense), rank=settings.rank, scale=self._scale)
@@ -178,13 +176,15 @@ def warn_of_left_out(model: nn.Module, targets: str, *, quantized: bool, layers:
     return warnings
 
 
-def saved_parameters(model: nn.Module, listed: str | None, *, adapted: Collection[str]) -> list[str]:
-    """Return the arrays that --modules_to_save trains in full; raise for a quantized module."""
+def saved_parameters(model: nn.Module, config: Config, *, adapted: Collection[str]) -> list[str]:
+    """Return the arrays that --modules_to_save and --add_tokens train in full; raise for a quantized module."""
+    names = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    rows = [module.weight.shape[0] for module in model.modules() if isinstance(module, nn.Embedding)]
+    listed = saved_modules(config, names, max(rows, default=0))
     if not listed:
         return []
-    names = [name for name, _ in tree_flatten(model.parameters())]
     kind = str(getattr(model, "model_type", "the model"))
-    found = choose_saved(names, listed, adapted=adapted, tied=tied_parameters(model), model=kind)
+    found = choose_saved(list(names), listed, adapted=adapted, tied=tied_parameters(model), model=kind)
     if packed := [name for name in found if name.endswith(".scales")]:
         raise UserError(
             f"--modules_to_save cannot train {packed[0].removesuffix('.scales')}.",

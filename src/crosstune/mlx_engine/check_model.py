@@ -21,8 +21,7 @@ def check_model(folder: Path, *, plan: Plan) -> list[str]:
     if plan.method in ADAPTER_METHODS:
         layers = Layers.from_config(plan.config)
         targets, quantized = plan.config.lora_target_modules, plan.quantizer != "none"
-        if plan.config.modules_to_save:
-            chosen = choose_targets(model, targets, layers=layers)
-            saved_parameters(model, plan.config.modules_to_save, adapted=chosen)
+        chosen = choose_targets(model, targets, layers=layers)
+        saved_parameters(model, plan.config, adapted=chosen)
         return warn_of_left_out(model, targets, quantized=quantized, layers=layers)
     return []

@@ -1,4 +1,4 @@
-"""Add noise to the input embeddings of a model (NEFTune), from the keys of `data.batches.embedding_noise`."""
+"""Add noise to the input embeddings of a model (NEFTune), from the keys of `data.batches.token_batch`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from crosstune.data.batches.embedding_noise import CHANNEL, FIRST, SECOND
+from crosstune.data.batches.token_batch import CHANNEL, FIRST, SECOND
 from crosstune.mlx_engine.wrap_call import wrap_call
 
 NOISE = ("noise_keys", "noise_scales")

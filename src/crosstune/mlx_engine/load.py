@@ -71,7 +71,7 @@ def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantizatio
     kind = str(config.get("model_type", ""))
     if not knows_type(config):
         raise UserError(
-            f"MLX cannot train a '{kind}' model.",
+            f"MLX cannot run a '{kind}' model.",
             why="the installed mlx-lm does not support it.",
             do="use a torch backend (--backend auto chooses one unless MLX is requested), or a newer mlx-lm",
         )
@@ -184,16 +184,22 @@ def num_parameters(model: nn.Module) -> int:
     return total
 
 
-def check_window(config: Mapping[str, Any], plan: Plan) -> None:
-    """Raise if rows may exceed the model's sliding window and mlx-lm does not apply it."""
+def ignored_window(config: Mapping[str, Any]) -> int | None:
+    """Return the model's sliding window if mlx-lm does not apply it: beyond it, mlx-lm and transformers differ."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
-    if not window or config.get("use_sliding_window") is False or plan.config.context_length <= window:
-        return
+    if not window or config.get("use_sliding_window") is False:
+        return None
     if isinstance(kinds, list) and "sliding_attention" not in kinds:
-        return
+        return None
     module = importlib.import_module(f"mlx_lm.models.{_module_name(config)}")
     has_window = "sliding_window" in inspect.signature(module.ModelArgs).parameters
-    if not has_window or (_module_name(config) == "llama" and not kinds):
+    return window if not has_window or (_module_name(config) == "llama" and not kinds) else None
+
+
+def check_window(config: Mapping[str, Any], plan: Plan) -> None:
+    """Raise if rows may exceed the model's sliding window and mlx-lm does not apply it."""
+    window = ignored_window(config)
+    if window is not None and plan.config.context_length > window:
         raise UserError(
             f"--context_length {plan.config.context_length} is too long for a {config.get('model_type')} model on MLX.",
             why=f"it has a sliding window of {window} tokens, which mlx-lm does not apply.",

@@ -27,7 +27,7 @@ from crosstune.core.model_folders import (
     Written,
 )
 from crosstune.mlx_engine.adapters import AdaptedLinear
-from crosstune.mlx_engine.load import DTYPES, check_readable, read_model, readable_errors
+from crosstune.mlx_engine.load import DTYPES, check_readable, ignored_window, read_model, readable_errors
 from crosstune.mlx_engine.quant import mlx as quant_limits
 from crosstune.mlx_engine.quantized import dense_weight
 from crosstune.mlx_engine.save_model import save_arrays, save_model
@@ -67,7 +67,13 @@ class MlxFolders:
         if mx.default_device() == mx.Device(mx.cpu):  # its kernels need minutes for other formats
             model = dequantize_model(model)
             model.set_dtype(mx.float32)
-        return [np.array(model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
+        with readable_errors(folder):
+            return [np.array(model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
+
+    def ignored_window(self, folder: Path) -> int | None:
+        config = read_config_json(folder)
+        check_readable(folder, config)
+        return ignored_window(config)
 
     def variant_logits(
         self, folder: Path, prompts: Prompts, variants: Mapping[str, DenseWeights]

@@ -114,7 +114,7 @@ def adapt(model: nn.Module, plan: Plan) -> dict[str, AdaptedLinear]:
         seed=config.seed,
         layers=Layers.from_config(config),
     )
-    train_in_full(model, saved_parameters(model, config.modules_to_save, adapted=adapters))
+    train_in_full(model, saved_parameters(model, config, adapted=adapters))
     if config.base_adapter:
         masters = Masters(model)
         shapes = {name: array.shape for name, array in masters.arrays.items()}

@@ -233,7 +233,7 @@ class MlxSession:
             targets=name_targets(self.model, self.adapters, saved=saved),
             base=self.opening.folder,
             base_name=self.opening.base_name,
-            record=self._base_record(),
+            record={"add_tokens": self.plan.config.add_tokens, **self._base_record()},
             starts={
                 name: adapter.start for name, adapter in self.adapters.items() if adapter.start is not None
             },

@@ -7,11 +7,15 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from crosstune.config.mlx_settings import read_mlx_settings
 from crosstune.config.options.method import layer_numbers
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.names import match_names
+from crosstune.core.protocols import Array
+from crosstune.core.weights import orthogonal_by_name, uniform_by_name
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of stacked expert weights, in the order in which a model defines them."""
@@ -42,6 +46,13 @@ class AdapterSettings:
             magnitudes=method == "dora",
             start=config.init_lora,
         )
+
+    def first_factors(self, name: str, shape: tuple[int, int], *, seed: int) -> tuple[Array, Array]:
+        """Return the first A and B of a layer of `shape` (outputs, inputs) that do not depend on its weight."""
+        if self.start == "orthogonal":
+            return orthogonal_by_name(name, shape=shape, rank=self.rank, seed=seed)
+        a = uniform_by_name(name, shape=(self.rank, shape[1]), seed=seed)
+        return a, np.zeros((shape[0], self.rank), dtype=np.float32)
 
     def doubled(self) -> AdapterSettings:
         """Return the settings with twice the rank and the same scale."""
@@ -207,6 +218,24 @@ def choose_saved(
             )
         chosen |= found
     return [name for name in parameters if name in chosen]
+
+
+def token_parameters(shapes: Mapping[str, Sequence[int]], num_rows: int) -> list[str]:
+    """Return the parameters with one row per token: embedding, output head and its bias; not those of blocks."""
+    return [
+        name
+        for name, shape in shapes.items()
+        if shape[:1]
+        and shape[0] == num_rows
+        and not any(part.isdigit() or "position" in part or part == "wpe" for part in name.split("."))
+    ]
+
+
+def saved_modules(config: Config, shapes: Mapping[str, Sequence[int]], num_rows: int) -> str | None:
+    """Return --modules_to_save, with the modules of the tokens if --add_tokens is set."""
+    tokens = token_parameters(shapes, num_rows) if config.add_tokens else []
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in tokens)
+    return ",".join(filter(None, [config.modules_to_save, *modules])) or None
 
 
 def name_saved(parameters: Sequence[str], modules: Iterable[str]) -> list[str]:

@@ -1,11 +1,14 @@
-"""Convert a GGUF file to a model folder with config, bfloat16 weights and tokenizer, using numpy only."""
+"""Convert a GGUF file to a model folder with config, weights and tokenizer, using numpy only.
+
+Weights become bfloat16; a file whose matrices are float32 keeps them exactly.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +47,8 @@ def read_shape(path: Path) -> ModelShape | None:
 
 def converted_bytes(path: Path) -> int:
     """Estimate the disk space of a conversion."""
-    return 2 * _read_llama(_open(path)).shape().num_parameters + 20_000_000
+    llama = _read_llama(_open(path))
+    return (4 if llama.dtype == "float32" else 2) * llama.shape().num_parameters + 20_000_000
 
 
 def require_gguf(name: str) -> None:
@@ -102,11 +106,16 @@ def _read_llama(metadata: Metadata) -> Llama:
         rope_theta=_shortest(metadata.get("llama.rope.freq_base", real(0), 10000.0)),
         norm_eps=_shortest(metadata.get("llama.attention.layer_norm_rms_epsilon", real(0))),
         tied="output.weight" not in shapes,
-        dtype="bfloat16",
+        dtype="float32" if _has_float32_matrices(metadata) else "bfloat16",
         bos=metadata.token("bos"),
         eos=metadata.token("eos"),
         pad=metadata.token("padding"),
     )
+
+
+def _has_float32_matrices(metadata: Metadata) -> bool:
+    """Return True if all matrices are float32; norms always are."""
+    return all(tensor.tensor_type.name == "F32" for tensor in metadata.tensors if len(tensor.shape) > 1)
 
 
 def _plan_tensors(metadata: Metadata, llama: Llama) -> list[Tensor]:
@@ -129,7 +138,9 @@ def _plan_tensors(metadata: Metadata, llama: Llama) -> list[Tensor]:
         except NotImplementedError as error:
             raise metadata.unsupported(f"{tensor.tensor_type.name} weights cannot be decoded") from error
         rows = _row_order(llama, name, shape)
-        planned.append(Tensor(name=name, dtype="BF16", shape=shape, rows=_bfloat16_rows(tensor, rows)))
+        exact = llama.dtype == "float32"
+        values = _read_rows(tensor, rows, exact=exact)
+        planned.append(Tensor(name=name, dtype="F32" if exact else "BF16", shape=shape, rows=values))
     if stored:
         raise metadata.unsupported(f"Llama models do not have {', '.join(sorted(stored)[:5])}")
     return planned
@@ -148,7 +159,10 @@ def _row_order(llama: Llama, name: str, shape: tuple[int, ...]) -> NDArray[np.in
     return stored.transpose(0, 2, 1).reshape(-1)
 
 
-def _bfloat16_rows(tensor: ReaderTensor, order: NDArray[np.int64] | None) -> Iterator[NDArray[np.uint16]]:
+def _read_rows(
+    tensor: ReaderTensor, order: NDArray[np.int64] | None, *, exact: bool
+) -> Iterator[NDArray[Any]]:
+    """Yield the rows as float32, or rounded to the bits of bfloat16."""
     from gguf.quants import dequantize
 
     data = tensor.data.reshape(1, -1) if tensor.data.ndim == 1 else tensor.data
@@ -156,7 +170,8 @@ def _bfloat16_rows(tensor: ReaderTensor, order: NDArray[np.int64] | None) -> Ite
     for start in range(0, len(data), step):
         window = slice(start, start + step)
         rows = data[window] if order is None else data[order[window]]
-        yield bfloat16_bits(dequantize(np.asarray(rows), tensor.tensor_type)).astype("<u2", copy=False)
+        values = dequantize(np.asarray(rows), tensor.tensor_type)
+        yield values.astype("<f4", copy=False) if exact else bfloat16_bits(values).astype("<u2", copy=False)
 
 
 def _shortest(value: float) -> float:

@@ -53,7 +53,7 @@ _FIELDS = {
         **dict.fromkeys(
             ("base", "quantization", "converted", "exported", "against_trained"), OBJECT | NOTHING
         ),
-        **dict.fromkeys(("precision", "chat_template"), TEXT | NOTHING),
+        **dict.fromkeys(("precision", "chat_template", "add_tokens"), TEXT | NOTHING),
         "new_blocks": list_of(whole(0)),
     },
     "base.": {"name": TEXT | NOTHING, "identity": OBJECT | NOTHING},

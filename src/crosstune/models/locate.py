@@ -32,6 +32,10 @@ class ModelFolder:
     name: str
     path: Path
     source: Source
+    base: str | None = None
+    """The folder without the tokens of --add_tokens, if some were given."""
+    kept_tokens: tuple[str, ...] = ()
+    """Tokens of --add_tokens that the tokenizer already had."""
 
 
 def locate(name: str, *, cache: Path | None = None, progress: Progress | None = None) -> ModelFolder:

@@ -57,13 +57,14 @@ def find_fit(plan: Plan) -> Fit | None:
         step = replace(step, fast=step.fast and _stays_fast(plan, step))
         need = int(step_bytes(fitted.shape, step) * factor)
         if need <= plan.usable_bytes:
-            asked = plan.config.options_asked() | options
-            words = ["crosstune", "train", *_flags(asked)]
-            return Fit(
-                text=f"{' '.join(_flags(options))} ({need / GIB:.1f} GiB)",
-                command=shlex.join(words),
-            )
+            return make_fit(plan, options, need)
     return Fit(text=_more_devices(fitted.shape, fitted.step, plan, factor=factor), command=None)
+
+
+def make_fit(plan: Plan, options: Options, need: int) -> Fit:
+    """Return the changed flags with the memory they need, and the whole command."""
+    words = ["crosstune", "train", *_flags(plan.config.options_asked() | dict(options))]
+    return Fit(text=f"{' '.join(_flags(options))} ({need / GIB:.1f} GiB)", command=shlex.join(words))
 
 
 def _sets(plan: Plan, step: Step) -> Iterator[list[_Change]]:

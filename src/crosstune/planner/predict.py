@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from crosstune.config.resolve.plan import Plan
+from crosstune.core.backend import backend_specs
 from crosstune.estimate.memory import MemoryParts, moment_bytes
 from crosstune.estimate.model_shape import trained_parameters
 from crosstune.estimate.step_time import LARGEST_ERROR, NUM_CHECKED, Cluster, StepTime, find_speed, step_time
-from crosstune.planner.find_fit import Fit, find_fit
+from crosstune.planner.find_fit import Fit, find_fit, make_fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +121,57 @@ class OwnModel:
     parameters: int | None
     """None if the recipe does not provide it."""
     data: DataFacts | None
+    activation_bytes: Callable[..., int] | None = None
+    """(rows, *, width, recompute): the bytes that a micro-batch keeps, with `width` bytes per value; None if unknown."""
+
+    def step_bytes(
+        self, plan: Plan, *, rows: int | None = None, recompute: bool | None = None
+    ) -> dict[str, int] | None:
+        """Return the memory of a step by part, with other rows or recomputation if given; None if it is unknown."""
+        config = plan.config
+        if self.parameters is None or self.activation_bytes is None:
+            return None
+        activations = self.activation_bytes(
+            rows or config.batch_size,
+            width=4 if plan.precision == "fp32" else 2,
+            recompute=config.use_gradient_checkpointing if recompute is None else recompute,
+        )
+        overhead = backend_specs()[plan.backend.name].overhead_bytes
+        state = state_bytes(plan, self.parameters)
+        return {"state": state, "activations": activations, "overhead": overhead}
+
+    def find_fit(self, plan: Plan) -> Fit | None:
+        """Return the mildest changes with which a step fits: smaller micro-batches, then recomputation; None if it fits."""
+        parts, config = self.step_bytes(plan), plan.config
+        if parts is None or not plan.usable_bytes or sum(parts.values()) <= plan.usable_bytes:
+            return None
+        total = config.batch_size * config.gradient_accumulation_steps
+        sizes = [size for size in range(config.batch_size, 0, -1) if total % size == 0]
+        for recompute in (config.use_gradient_checkpointing, True):
+            for size in sizes:
+                need = sum((self.step_bytes(plan, rows=size, recompute=recompute) or {}).values())
+                if need <= plan.usable_bytes:
+                    smaller = {"batch_size": size, "gradient_accumulation_steps": total // size}
+                    options = smaller if size != config.batch_size else {}
+                    again = recompute and not config.use_gradient_checkpointing
+                    return make_fit(
+                        plan, options | ({"use_gradient_checkpointing": True} if again else {}), need
+                    )
+        text = "no option: use a smaller --hidden_size or fewer --n_blocks, or a larger machine"
+        return Fit(text=text, command=None)
 
     def to_json(self, plan: Plan) -> dict[str, Any]:
+        parts, fit = self.step_bytes(plan), self.find_fit(plan)
+        need = sum(parts.values()) if parts is not None else None
         return {
             "parameters": self.parameters,
             "state_bytes": state_bytes(plan, self.parameters) if self.parameters is not None else None,
+            "memory_parts": parts,
+            "bytes_per_rank": need,
+            "usable_bytes": plan.usable_bytes,
+            "fits": need <= plan.usable_bytes if need is not None and plan.usable_bytes else None,
+            "change_that_fits": fit.text if fit else None,
+            "command_that_fits": fit.command if fit else None,
             "num_steps": self.data.num_steps if self.data is not None else None,
         }
 

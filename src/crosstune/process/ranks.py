@@ -106,8 +106,11 @@ class RankState:
     def from_text(cls, text: str) -> RankState:
         return cls(**json.loads(text))
 
+    def place(self) -> str:
+        return f"{self.doing}{f', {self.at}' if self.at else ''}"
+
     def sentence(self) -> str:
-        return f"rank {self.rank} (host {self.host}): {self.doing}{f', {self.at}' if self.at else ''}"
+        return f"rank {self.rank} (host {self.host}): {self.place()}"
 
 
 class Board(Protocol):

@@ -17,11 +17,17 @@ from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.core.weights import averaged
-from crosstune.data.batches.embedding_noise import add_noise
 from crosstune.data.batches.epoch_order import Mixture
 from crosstune.data.batches.packing import PackedOrder
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
-from crosstune.data.batches.token_batch import TokenBatch, pack_rows, pad_rows, split_packed, split_rows
+from crosstune.data.batches.token_batch import (
+    TokenBatch,
+    add_noise,
+    pack_rows,
+    pad_rows,
+    split_packed,
+    split_rows,
+)
 from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY
 from crosstune.data.checks.portrait import portrait
 from crosstune.data.checks.preflight import (
@@ -355,7 +361,9 @@ def _questions(rows: Sequence[tuple[Row, str]], tokenizer: Tokenizer) -> list[Qu
         asked, reference = conversation[:-1], conversation[-1]["content"].strip()
         if not asked or not reference:  # an answer that only calls a tool has no text to compare
             continue
-        text = "\n".join(message["content"] for message in asked)
+        text = asked[0]["content"]
+        if len(asked) > 1:
+            text = "\n".join(f"{message['role']}: {message['content']}" for message in asked)
         tokens = encode_prompt(asked, tokenizer, tools=tools_of(row))
         questions.append(Question(text, tokens, reference))
     return questions

@@ -88,6 +88,8 @@ class Chart:
     """Sentences below the chart."""
     description: str = ""
     """Text alternative; derived from the values if empty."""
+    other_axes: Sequence[Chart] = ()
+    """The same chart over tokens and over time."""
     shows_figures: bool = True
     """Whether to show the last, lowest and highest value of the first series next to the title."""
 
@@ -97,6 +99,12 @@ class Chart:
         low, high = min(self.values, default=0.0), max(self.values, default=0.0)
         is_useful = self.shape == "wide" and 0 < low <= high / LEAST_LOG_RATIO
         return replace(self, is_log=True) if is_useful else None
+
+    @property
+    def views(self) -> list[tuple[str, Chart]]:
+        """The chart and its other forms, each with the label of its switch."""
+        log = [("log scale", self.logarithmic)] if self.logarithmic else []
+        return [(self.x_label, self), *((each.x_label, each) for each in self.other_axes), *log]
 
     @property
     def values(self) -> list[float]:
@@ -147,7 +155,36 @@ def run_charts(run: RunFiles) -> list[Chart]:
         plain = [Series(label=title.lower(), points=points, colour=3)]
         charts.append(_metric_chart(title, name, _with_smoothed(points) if smoothed else plain))
     moves = run_moves(run)
-    return [replace(chart, span=span, marks=[*moves, *chart.marks]) for chart in charts]
+    charts = [replace(chart, span=span, marks=[*moves, *chart.marks]) for chart in charts]
+    return [replace(charts[0], other_axes=_over_other_axes(charts[0], run)), *charts[1:]]
+
+
+def _over_other_axes(chart: Chart, run: RunFiles) -> list[Chart]:
+    """Return the chart over trained tokens and over training time; without evaluations between logged steps."""
+    tokens, seconds = dict[float, float]({0.0: 0.0}), dict[float, float]({0.0: 0.0})
+    for places, key in ((tokens, "tokens"), (seconds, "step_s")):
+        done = 0.0
+        for step, value in step_points(run.metrics, key):
+            done += value or 0.0
+            places[step] = done
+    total = max(seconds.values())
+    unit, size = next(
+        each
+        for each in (("seconds", 1), ("minutes", 60), ("hours", 3600))
+        if total < 300 * each[1] or each[1] == 3600
+    )
+    times = {step: round(at / size, 3) for step, at in seconds.items()}
+    found = []
+    for label, places in (("tokens", tokens), (unit, times)):
+        if max(places.values()) >= 1:  # the axis has whole numbers
+            series = [
+                replace(each, points=[(places[at], value) for at, value in each.points if at in places])
+                for each in chart.series
+            ]
+            marks = [replace(mark, at=places[mark.at]) for mark in chart.marks if mark.at in places]
+            span = (0.0, max(places.values()))
+            found.append(replace(chart, x_label=label, series=series, marks=marks, span=span))
+    return found
 
 
 def run_moves(run: RunFiles) -> list[Mark]:

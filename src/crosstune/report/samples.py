@@ -68,6 +68,8 @@ class Samples:
     rows: list[SampleRow]
     num_prompts: int
     num_moments: int
+    result: int = -1
+    """Index of the column with the weights of the result."""
 
 
 def collect_samples(run: RunFiles) -> Samples:
@@ -84,9 +86,20 @@ def collect_samples(run: RunFiles) -> Samples:
         marks = Counter(row.answers[index].mark for row in rows)
         compared = marks["match"] + marks["no match"]
         columns.append(SampleColumn(_title(event, run, best), marks["match"], compared))
+    kept = [place for place, event in enumerate(moments) if _is_result(event, run)]
     return Samples(
-        columns=columns, rows=rows[:MOST_PROMPTS], num_prompts=len(rows), num_moments=len(recorded)
+        columns=columns,
+        rows=rows[:MOST_PROMPTS],
+        num_prompts=len(rows),
+        num_moments=len(recorded),
+        result=kept[-1] if kept else -1,
     )
+
+
+def _is_result(event: Mapping[str, Any], run: RunFiles) -> bool:
+    """Return True if the result has the weights of this evaluation, and not the last ones."""
+    step, kept = evaluation_step(event, run), run.summary.get("result_step")
+    return event.get("when") != "before" and step == kept and kept != run.last_step
 
 
 def _choose(
@@ -120,6 +133,11 @@ def _title(event: Mapping[str, Any], run: RunFiles, best: Best | None) -> str:
     when, step = str(event.get("when", "")), evaluation_step(event, run)
     title = when if when in ("before", "after") else f"step {step:,.0f}"
     is_best = best is not None and step == best.step and when != "before"
+    if _is_result(event, run):
+        return f"{title} ({'best, ' * is_best}the result)"
+    kept = run.summary.get("result_step")
+    if when == "after" and kept not in (None, run.last_step):
+        title = "after (the last step, not the result)"
     return f"{title} (best)" if is_best else title
 
 
@@ -191,12 +209,16 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
 
 
 def lead_sample(samples: Samples) -> SampleRow | None:
-    """Return the row that best shows the effect of training, with its first and last answer."""
-    rows = [row for row in samples.rows if row.answers[0].text is not None and row.answers[-1].text]
-    if not rows or len(samples.columns) < 2:
+    """Return the row that best shows the effect of training, with the first answer and the result's."""
+    pairs = [
+        replace(row, answers=[row.answers[0], row.answers[samples.result]])
+        for row in samples.rows
+        if row.answers[0].text is not None and row.answers[samples.result].text
+    ]
+    if not pairs or len(samples.columns) < 2:
         return None
-    row = max(rows, key=_interest)
-    return replace(row, answers=compare_answers([row.answers[0], row.answers[-1]]))
+    row = max(pairs, key=_interest)
+    return replace(row, answers=compare_answers(row.answers))
 
 
 def _interest(row: SampleRow) -> tuple[bool, bool, int]:

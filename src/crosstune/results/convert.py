@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.load import cache_override
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.logit_distance import Logits, measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, Rewrite, WeightForm
 from crosstune.files.json_files import write_json
 from crosstune.models import mlx_adapters
+from crosstune.models.adapter_files import read_settings
 from crosstune.models.identity import RECORD, source_record
-from crosstune.models.locate import ModelFolder
+from crosstune.models.locate import ModelFolder, find_local
 from crosstune.models.quantized_folder import FolderQuantization, read_quantization, stored_format
 from crosstune.models.staged import Unverified, check_out, staged
 from crosstune.models.weights import read_arrays
@@ -23,6 +27,7 @@ from crosstune.results.opened import (
     NOT_THE_ORIGINAL,
     Opened,
     Request,
+    check_for_mlx,
     choose_original,
     find_quantizer,
     has_torch,
@@ -34,7 +39,7 @@ from crosstune.results.opened import (
     show_bytes,
 )
 from crosstune.results.trained_folder import Trained
-from crosstune.results.verify import check_finite, judge, refuse_unverified
+from crosstune.results.verify import check_finite, judge, make_prompts, refuse_unverified
 
 _PLAIN = ("none", "hf")
 _ADAPTER_BYTES = 50_000_000
@@ -123,6 +128,7 @@ def _convert_adapter(target: str, *, to: str, out: Path | None, base: str | None
             why=f"it is an adapter in the {form} layout.",
             do=f"use --to {'peft' if form == 'mlx' else 'mlx'}, or crosstune merge to merge it into its base model",
         )
+    warnings = _check_base_for_mlx(source, base) if to == "mlx" else []
     out = out or source.with_name(f"{source.name}-{to}")
     with staged(out, need_bytes=_ADAPTER_BYTES) as stage:
         write, undo = mlx_adapters.to_peft, mlx_adapters.to_mlx
@@ -137,7 +143,22 @@ def _convert_adapter(target: str, *, to: str, out: Path | None, base: str | None
         )
         if before != after:
             raise Unverified(f"Converting the adapter {source} back is not exact.", do="report it as a bug")
-    return {"adapter": str(source), "to": to, "exact": True, "num_matrices": len(before), "path": str(out)}
+    facts = {"adapter": str(source), "to": to, "exact": True, "num_matrices": len(before), "path": str(out)}
+    return facts | {"warnings": warnings}
+
+
+def _check_base_for_mlx(adapter: Path, base: str | None) -> list[str]:
+    """Raise if mlx-lm computes the base model differently from transformers; return warnings. Download nothing."""
+    base = base or read_settings(adapter).get("base_model_name_or_path") or "the base model"
+    model = None
+    with contextlib.suppress(UserError):
+        model = find_local(base, cache=cache_override())
+    if model is None or importlib.util.find_spec("mlx_lm") is None:
+        missing = "mlx-lm is not installed" if model is not None else f"{base} was not found on this machine"
+        return [f"whether mlx-lm computes the base model as transformers does was not checked: {missing}"]
+    if read_quantization(model.path) is not None:  # only MLX reads its own, and the adapter was trained on it
+        return []
+    return check_for_mlx(str(adapter), model.path, make_prompts(model.path))
 
 
 def _rewrite(request: ConvertRequest, source: _Source, out: Path, observer: Observer) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from crosstune.results.merge import DenseModel, merge_into, write_expanded
 from crosstune.results.opened import (
     Opened,
     Request,
+    check_for_mlx,
     open_engine,
     open_request,
     original_record,
@@ -30,6 +31,9 @@ from crosstune.results.opened import (
 from crosstune.results.verify import chat_problems, check_finite, judge, refuse_unverified
 
 FORMATS = ("hf", "mlx", "gguf")
+_NOT_FOR_MLX = (
+    "do not use that folder: this mlx-lm computes the model differently; use --to hf, or try a newer mlx-lm"
+)
 _VERDICT = ("agreement", "bound", "verified")
 
 
@@ -62,6 +66,8 @@ def export(
     if form.to == "mlx":
         open_engine("mlx").check_form(form.mlx)  # before the costly merge
     opened, warnings = open_request(request, observer, engine="torch" if form.to == "gguf" else None)
+    if form.to == "mlx":
+        warnings += check_for_mlx(request.target, opened.model.path, opened.prompts)
     out = request.out or opened.trained.result_path(form.name)
     is_file = out.suffix.lower() == ".gguf"
     if is_file and form.to != "gguf":
@@ -85,7 +91,8 @@ def export(
             *chat_problems(opened.tokenizer_folder, report.pop("reread", stage.result)),
         ]
         write_json(stage.result / RECORD, {"exported": report})
-        refuse_unverified(report | {"problems": problems}, out)
+        by_mlx = form.to == "mlx" and opened.engine.reader != report.get("checked_by")
+        refuse_unverified(report | {"problems": problems}, out, do=_NOT_FOR_MLX if by_mlx else None)
         if is_file:  # the GGUF file itself is the result
             (stage.result / report["file"]).rename(stage.scratch / "file")
             shutil.rmtree(stage.result)
@@ -171,7 +178,7 @@ def _write_gguf(
     reread.mkdir()
     gguf.convert(stage.result / name, reread)
     again = read_logits(reread, opened)
-    own = judge(measure_agreement(source.expected, again), opened.precision, word, "bf16")
+    own = judge(measure_agreement(source.expected, again), opened.precision, stored_format(reread), word)
     problems = [] if own["verified"] else ["crosstune's own GGUF reader reads different weights"]
     report |= {"checked_by": opened.engine.reader, "own_reader": own}
     return report | {"kind": kind, "file": name, "problems": problems, "reread": reread}

@@ -13,7 +13,7 @@ from crosstune.config.load import load_config, make_config
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.core.events import ModelProgress, Observer
-from crosstune.core.logit_distance import Logits
+from crosstune.core.logit_distance import Logits, Prompts
 from crosstune.core.model_folders import ModelFolders
 from crosstune.core.quantization import QuantSpec
 from crosstune.models.folder import check_folder
@@ -139,6 +139,24 @@ def read_logits(folder: Path, opened: Opened, *, gguf: str | None = None) -> Log
     session: Any = open_session(plan, model, trained=False)
     logits: Logits = session.logits(opened.prompts)
     return logits
+
+
+def check_for_mlx(name: str, folder: Path, prompts: Prompts) -> list[str]:
+    """Raise if mlx-lm computes something other than transformers for the model in the folder; return warnings."""
+    window = open_engine("mlx").ignored_window(folder)
+    if window is None:
+        return []
+    if window < max(map(len, prompts)):
+        raise UserError(
+            f"{name} cannot be written for MLX.",
+            why=f"mlx-lm does not apply the model's sliding window of {window} tokens, so its logits differ for "
+            "longer inputs.",
+            do="use it with transformers: crosstune export --to hf, or crosstune merge",
+        )
+    return [
+        f"mlx-lm does not apply the model's sliding window of {window} tokens: beyond {window} tokens of prompt and "
+        "answer, its results differ from the trained model's"
+    ]
 
 
 def show_bytes(observer: Observer, stage: str, name: str) -> Callable[[int, int], None]:

@@ -70,6 +70,7 @@ class Trained:
             "lora_target_modules": _targets(self.adapter, self.settings),
             "layers_to_transform": _layers(self.settings.get("layers_to_transform")),
             "modules_to_save": ",".join(self.settings.get("modules_to_save") or ()) or None,
+            "add_tokens": self.record.get("add_tokens"),
             "precision": self.precision,
         }
         spec = self.quantization if quantized else None

@@ -46,8 +46,8 @@ def judge(agreement: Agreement, *formats: str) -> dict[str, Any]:
     return {"agreement": agreement.to_json(), "bound": bound, "verified": agreement.relative <= bound}
 
 
-def refuse_unverified(report: Mapping[str, Any], out: Path) -> None:
-    """Raise Unverified if the report has problems, or logits beyond their bound."""
+def refuse_unverified(report: Mapping[str, Any], out: Path, *, do: str | None = None) -> None:
+    """Raise Unverified if the report has problems, or logits beyond their bound; `do` replaces the advice."""
     problems = list(report.get("problems", ()))
     if not report["verified"]:
         problems.append(
@@ -58,7 +58,7 @@ def refuse_unverified(report: Mapping[str, Any], out: Path) -> None:
         raise Unverified(
             f"The result differs from the trained model; it is kept as {unverified_path(out)}.",
             why="; ".join(problems) + ".",
-            do="do not use that folder; report it as a bug with these numbers",
+            do=do or "do not use that folder; report it as a bug with these numbers",
         )
 
 

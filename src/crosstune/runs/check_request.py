@@ -145,7 +145,11 @@ def check_plan(
         elif not recipe.needs_base_model and recipe.check_data and not checked.is_missing(config.dataset):
             opened = open_recipe(plan.config, None, Observers())
             parameters = opened.describe().get("model_parameters")
-            checked.own_model = OwnModel(parameters=parameters, data=_measure(opened))
+            checked.own_model = OwnModel(
+                parameters=parameters,
+                data=_measure(opened),
+                activation_bytes=getattr(opened, "activation_bytes", None),
+            )
     if checked.data is not None:
         rows, targets = checked.data.longest_row, checked.data.longest_target
         plan = resolve(config, replace(facts, longest_row=rows, longest_target=targets))

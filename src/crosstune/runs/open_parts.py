@@ -13,6 +13,7 @@ from crosstune.core.backend import backend_specs
 from crosstune.core.errors import UserError
 from crosstune.core.events import ModelProgress, Observer
 from crosstune.core.protocols import Recipe, Session, Task
+from crosstune.models.added_tokens import add_tokens
 from crosstune.models.identity import identity
 from crosstune.models.locate import ModelFolder, locate
 from crosstune.process.ranks import Group
@@ -25,6 +26,8 @@ def find_model(config: Config, observer: Observer) -> ModelFolder:
         observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=config.model_name))
 
     model = locate(config.model_name, cache=cache_override(), progress=show)
+    if config.add_tokens:
+        model = add_tokens(model, config.add_tokens, cache=cache_override(), progress=show)
     identity(model.path, progress=show)  # hashed here with progress; later calls use the stored hashes
     return model
 
@@ -66,7 +69,7 @@ def open_session(
     session: Session = engine.open_session(
         plan,
         model_folder=model.path if model is not None else None,
-        base_name=model.name if model is not None and model.source == "hub" else None,
+        base_name=(model.name if model.source == "hub" else model.base) if model is not None else None,
         task=task,
         trained=trained,
         group=group,

@@ -101,6 +101,9 @@ def prepare(request: Config, folder: Path, group: Group, screen: Observer) -> Pr
         if checked.model is None and model is not None:
             check_model(plan, model, checked)
         warnings = [*checked.warnings, *(check_base_adapter(plan, model) if model is not None else [])]
+        if model is not None and model.kept_tokens:
+            kept = ", ".join(model.kept_tokens)
+            warnings.append(f"--add_tokens adds no row for {kept[:200]}: already a token of {model.name}")
         screen.on_event(Preparing(doing="reading the data"))
         try:
             recipe = open_recipe(plan.config, model, screen)

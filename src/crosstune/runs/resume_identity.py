@@ -23,7 +23,7 @@ from crosstune.models.locate import ModelFolder
 _FAMILIES = {"fused_adamw": "adamw", "fused_adam": "adam", "paged_adamw_8bit": "adamw_8bit"}
 _SETTINGS = {"lora": OnResume.ADAPTER, "dora": OnResume.ADAPTER, "llama_pro": OnResume.NEW_BLOCKS}
 """Method -> kind of the options that determine the meaning of its weights."""
-_LATER = ("init_lora", "layers_to_transform", "modules_to_save")
+_LATER = ("init_lora", "layers_to_transform", "modules_to_save", "add_tokens")
 """Adapter options that older checkpoints lack: recorded if they differ from the default."""
 _TITLES = {"data": "training data", "eval_data": "evaluation data"}
 
@@ -76,7 +76,7 @@ def base_fields(plan: Plan) -> dict[str, Any]:
 def settings_of(plan: Plan) -> dict[str, Any]:
     """Return the options that determine the meaning of the trained weights."""
     declaration = _SETTINGS.get(plan.method)
-    names = options_on_resume(declaration) if declaration is not None else ()
+    names = {"add_tokens", *(options_on_resume(declaration) if declaration is not None else ())}
     defaults = options_by_name()
     settings = {"method": plan.method} | {
         name: value

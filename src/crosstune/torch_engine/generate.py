@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from crosstune.core.sampling import Sampling
 from crosstune.torch_engine.device import Precision
@@ -34,6 +33,8 @@ def generate(
     Sampling uses its own seed and does not change the random state of the training. `on_token` is called with each new
     token of a single prompt. The model's generation_config is ignored, so that an evaluation measures the model alone.
     """
+    from transformers import GenerationConfig, LogitsProcessorList
+
     width = max(len(prompt) for prompt in prompts)
     pad = stop_ids[0] if stop_ids else 0
     input_ids = torch.full((len(prompts), width), pad, dtype=torch.long)
@@ -59,7 +60,7 @@ def generate(
     forked: dict[str, Any] = {"devices": []}
     if device.type != "cpu":
         forked = {"devices": [device.index or 0], "device_type": device.type}
-    penalties: list[LogitsProcessor] = []
+    penalties: list[RepetitionPenalty] = []
     if sampling.repetition_penalty != 1:
         penalties = [RepetitionPenalty(sampling.repetition_penalty, mask.to(device))]
     try:
@@ -79,7 +80,7 @@ def generate(
     return [list(takewhile(lambda token: token not in stop_ids, new)) for new in output[:, width:].tolist()]
 
 
-class RepetitionPenalty(LogitsProcessor):
+class RepetitionPenalty:
     """Make earlier tokens less likely. transformers' own processor also counts the padding of prompts, so that an answer
     would depend on the other prompts of the batch."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from datetime import timedelta
 
 import torch
@@ -23,6 +25,8 @@ from crosstune.torch_engine.sharding.staged_backend import backend_for
 
 REMEMBERED = "crosstune/remembered"
 """Key of a string that survives a restart."""
+_LEAVE_S = 10.0
+"""How long the rank that serves the store waits for the others to leave."""
 
 
 def connect(ranks: Ranks, limits: Limits | None = None) -> TorchGroup:
@@ -122,7 +126,14 @@ class TorchGroup(Group):
         return self.share(text)
 
     def close(self) -> None:
-        """Destroy the default group unless another program made it."""
+        """Destroy the default group unless another program made it. The rank that serves the store leaves last: the others may
+        still connect to each other through it."""
         if self._has_default and dist.is_initialized():
             dist.destroy_process_group()
         self._has_default = False
+        until = time.monotonic() + _LEAVE_S
+        with contextlib.suppress(RuntimeError):  # the server is gone
+            num_left = self.store.add("left", 1)
+            while self.ranks.serves_store and num_left < self.ranks.size and time.monotonic() < until:
+                time.sleep(0.02)
+                num_left = self.store.add("left", 0)

@@ -53,6 +53,9 @@ class TorchFolders:
         if form.quantizer != "none":
             open_quantizer(form.spec())
 
+    def ignored_window(self, folder: Path) -> int | None:
+        return None
+
     def logits(self, folder: Path, prompts: Prompts, *, gguf: str | None = None) -> Logits:
         return self._logits(
             verify.load_plainly(folder, self.precision, device=self.device, gguf=gguf), prompts

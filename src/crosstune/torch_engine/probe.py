@@ -11,6 +11,7 @@ from crosstune.backends._host import memory_bytes, processor_device, processor_n
 from crosstune.core.backend import BackendSpec
 from crosstune.core.names import plugin_names
 from crosstune.estimate.machine import BackendReport, Device
+from crosstune.torch_engine.import_transformers import without_collecting
 
 _BUILD_TITLES = {"cuda": "CUDA", "hip": "ROCm", "xpu": "Intel XPU", "mps": "Apple MPS"}
 
@@ -83,7 +84,8 @@ def _missing(spec: BackendSpec, reason: str) -> BackendReport:
 def _why_missing(spec: BackendSpec) -> str:
     """Return why torch cannot use the backend; an empty string if it can."""
     try:
-        import torch
+        with without_collecting():
+            import torch
     except ModuleNotFoundError as error:
         return "torch is not installed" if error.name == "torch" else f"torch does not import: {error}"
     except (ImportError, OSError) as error:

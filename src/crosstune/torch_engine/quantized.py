@@ -16,6 +16,7 @@ from torch import nn
 
 from crosstune.core.errors import UserError
 from crosstune.core.names import load_plugin
+from crosstune.core.protocols import Array
 from crosstune.core.quantization import QuantSpec
 
 QUANT_PACKAGE = "crosstune.torch_engine.quant"
@@ -69,6 +70,8 @@ class StoredWeight(nn.Module):
         """JSON metadata of the quantizer."""
         rows, columns = facts["shape"]
         self.shape: tuple[int, int] = (rows, columns)
+        self.error_factors: tuple[Array, Array] | None = None
+        """LoftQ's start for an adapter, until it has one."""
         self.packed_dtype = tensors[PACKED].dtype
         self._make_dense = load_plugin(QUANT_PACKAGE, quantizer, kind="quantizer").dequantize
         for name, tensor in tensors.items():

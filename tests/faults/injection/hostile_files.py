@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import random
 import shutil
 import tarfile
@@ -19,15 +18,17 @@ from pathlib import Path
 from crosstune.checkpoint.manifest import MANIFEST, SEAL, seal
 from crosstune.cli.main import main
 from crosstune.models.adapter_files import PEFT_WEIGHTS
+from injection.hostile_runs import RUN_KINDS, damage
 from injection.intact_files import FIXED, ROWS, Workshop
 from injection.mutations import (
     damage_bytes,
     damage_gguf,
     damage_json,
-    damage_safetensors,
     damage_tar,
     damage_tokenizer,
     damage_yaml,
+    put,
+    put_special,
 )
 
 MODEL_FILES = (
@@ -58,8 +59,8 @@ def make_case(shop: Workshop, seed: int) -> Case:
     work = shop.home / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    kind = chance.choice(list(KINDS))
-    return KINDS[kind](shop, work, chance)
+    kind = chance.choice([*KINDS, *RUN_KINDS])
+    return KINDS[kind](shop, work, chance) if kind in KINDS else Case(*RUN_KINDS[kind](shop, work, chance))
 
 
 def run_case(case: Case, *, out: Callable[[], str]) -> str | None:
@@ -81,52 +82,15 @@ def run_case(case: Case, *, out: Callable[[], str]) -> str | None:
     return None
 
 
-def _put(path: Path, contents: bytes) -> None:
-    path.unlink(missing_ok=True)
-    path.write_bytes(contents)
-
-
-def _put_special(path: Path, chance: random.Random) -> None:
-    """Put something that is not a regular file there."""
-    path.unlink(missing_ok=True)
-    kind = chance.randrange(4)
-    if kind == 0:
-        os.mkfifo(path)
-    elif kind == 1:
-        path.mkdir()
-    elif kind == 2:
-        path.symlink_to("/dev/zero")
-    else:
-        path.symlink_to(path.name)
-
-
-def _damage(path: Path, chance: random.Random) -> None:
-    """Damage a file by its format, or replace it with something that is not a file."""
-    raw = path.read_bytes()
-    if chance.random() < 0.06:
-        _put_special(path, chance)
-    elif path.suffix == ".safetensors":
-        _put(path, damage_safetensors(raw, chance))
-    elif path.suffix == ".json" and chance.random() < 0.75:
-        _put(path, damage_json(json.loads(raw), chance))
-    elif path.suffix == ".jsonl" and chance.random() < 0.6:
-        lines = raw.splitlines()
-        place = chance.randrange(len(lines))
-        lines[place] = damage_json(json.loads(lines[place]), chance).replace(b"\n", b"")
-        _put(path, b"\n".join(lines) + b"\n")
-    else:
-        _put(path, damage_bytes(raw, chance))
-
-
 def _model(shop: Workshop, work: Path, chance: random.Random) -> Case:
     folder = shop.copy("model", work)
     name = chance.choice(MODEL_FILES)
     if name == "config.json" or chance.random() < 0.3:
         name = "config.json"
     if name == "tokenizer.json" and chance.random() < 0.4:
-        _put(folder / name, damage_tokenizer(json.loads((folder / name).read_bytes()), chance))
+        put(folder / name, damage_tokenizer(json.loads((folder / name).read_bytes()), chance))
     else:
-        _damage(folder / name, chance)
+        damage(folder / name, chance)
     commands = {
         "plan": ["plan", "--backend", "cpu", "--model_name", str(folder)],
         "data": ["data", "--model_name", str(folder), "--dataset", str(shop.good / "data.jsonl")],
@@ -152,7 +116,7 @@ def _adapter(shop: Workshop, work: Path, chance: random.Random) -> Case:
     name = chance.choice(
         [*["adapter_config.json"] * 2, PEFT_WEIGHTS, "crosstune.json", "tokenizer_config.json"]
     )
-    _damage(folder / name, chance)
+    damage(folder / name, chance)
     commands = [
         ["convert", str(folder), "--to", "mlx", "--out", str(work / "out")],
         ["merge", str(folder), "--backend", "cpu", "--out", str(work / "out")],
@@ -179,9 +143,9 @@ def _checkpoint(shop: Workshop, work: Path, chance: random.Random) -> Case:
         [*[MANIFEST] * 3, SEAL, *(f"{part}.safetensors" for part in ("weights", "moments", "random"))]
     )
     before = (folder / name).read_bytes()
-    _damage(folder / name, chance)
+    damage(folder / name, chance)
     if name == MANIFEST and (folder / name).is_file() and chance.random() < 0.7:
-        _put(folder / SEAL, seal((folder / name).read_bytes()))
+        put(folder / SEAL, seal((folder / name).read_bytes()))
     elif name.endswith(".safetensors") and (folder / name).is_file() and chance.random() < 0.6:
         _reseal(folder, name, before)
     commands = [
@@ -215,8 +179,8 @@ def _reseal(folder: Path, name: str, before: bytes) -> None:
     manifest, raw = json.loads((folder / MANIFEST).read_bytes()), (folder / name).read_bytes()
     manifest["files"][name] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     encoded = json.dumps(manifest).encode()
-    _put(folder / MANIFEST, encoded)
-    _put(folder / SEAL, seal(encoded))
+    put(folder / MANIFEST, encoded)
+    put(folder / SEAL, seal(encoded))
 
 
 def _archive(shop: Workshop, work: Path, chance: random.Random) -> Case:
@@ -267,7 +231,7 @@ def _gguf(shop: Workshop, work: Path, chance: random.Random) -> Case:
 def _yaml(shop: Workshop, work: Path, chance: random.Random) -> Case:
     path = work / "c.yaml"
     if chance.random() < 0.08:
-        _put_special(path, chance)
+        put_special(path, chance)
     elif chance.random() < 0.2:
         path.write_bytes(damage_bytes(b"lr: 0.1\nbatch_size: 4\nmodel_name: x\n", chance))
     else:
@@ -296,7 +260,7 @@ def _data(shop: Workshop, work: Path, chance: random.Random) -> Case:
         )
     else:
         shutil.copy(shop.good / "data.jsonl", path)
-        _damage(path, chance)
+        damage(path, chance)
     return Case(
         f"data {suffix}",
         ["data", "--model_name", str(shop.good / "model"), "--dataset", str(path)],
@@ -307,7 +271,7 @@ def _data(shop: Workshop, work: Path, chance: random.Random) -> Case:
 def _report(shop: Workshop, work: Path, chance: random.Random) -> Case:
     run = shop.copy("run", work)
     name = chance.choice(RUN_FILES)
-    _damage(run / name, chance)
+    damage(run / name, chance)
     command = chance.choice(
         [["report", str(run)], ["generate", str(run), "--prompt", "Hi", "--max_new_tokens", "1"]]
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -81,4 +82,19 @@ class Workshop:
 
     def copy(self, name: str, work: Path) -> Path:
         """Copy a folder; its files are damaged by replacing them, never in place."""
-        return Path(shutil.copytree(self.good / name, work / name, copy_function=os.link, symlinks=True))
+        return self.link(self.good / name, work / name)
+
+    def link(self, folder: Path, target: Path) -> Path:
+        """Copy a folder by hard links; logs, which a command appends to, are copied."""
+
+        def copy(source: str, place: str) -> None:
+            (shutil.copy2 if source.endswith((".jsonl", ".log")) else os.link)(source, place)
+
+        return Path(shutil.copytree(folder, target, copy_function=copy, symlinks=True))
+
+    def made(self, name: str, make: Callable[[Path], None]) -> Path:
+        """Return a folder below `good`, which is made when it is first needed."""
+        folder = self.good / name
+        if not folder.exists():
+            make(folder)
+        return folder

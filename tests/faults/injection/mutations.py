@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
+import os
 import random
 import struct
+from pathlib import Path
 from typing import Any
 
 HOSTILE: tuple[Any, ...] = (
@@ -13,6 +16,25 @@ HOSTILE: tuple[Any, ...] = (
     *("many", "", "x" * 3000, "\ud800", "a\0b", "../../etc/passwd", "/dev/zero", "\x1b]52;c;aGk=\x07"),
     *("(.*)*(.*)*(.*)*x", [], {}, [[]], [None], ["q_proj"], {"a": {"b": []}}),
 )  # fmt: skip
+
+
+def put(path: Path, contents: bytes) -> None:
+    path.unlink(missing_ok=True)
+    path.write_bytes(contents)
+
+
+def put_special(path: Path, chance: random.Random) -> None:
+    """Put something that is not a regular file there."""
+    path.unlink(missing_ok=True)
+    kind = chance.randrange(4)
+    if kind == 0:
+        os.mkfifo(path)
+    elif kind == 1:
+        path.mkdir()
+    elif kind == 2:
+        path.symlink_to("/dev/zero")
+    else:
+        path.symlink_to(path.name)
 
 
 def damage_bytes(raw: bytes, chance: random.Random) -> bytes:
@@ -92,6 +114,36 @@ def damage_safetensors(raw: bytes, chance: random.Random) -> bytes:
         return struct.pack("<Q", wrong) + raw[8:]
     header = damage_json(json.loads(raw[8 : 8 + length]), chance)
     return struct.pack("<Q", len(header)) + header + raw[8 + length :]
+
+
+def damage_npy(raw: bytes, chance: random.Random) -> bytes:
+    """Replace the shape, the dtype or the order in the header, or damage the bytes."""
+    if chance.random() < 0.4:
+        return damage_bytes(raw, chance)
+    (length,) = struct.unpack("<H", raw[8:10])
+    shapes = ["(0,)", "(-1, 3)", "(2**62, 4)", "(9999999999, 16)", "()", "(3,)", "(1, 1, 1)", "'x'", "[[]]"]
+    dtypes = [
+        "'|O'",
+        "'<f8'",
+        "'<i8'",
+        "'<U7'",
+        "'|b1'",
+        "'<c8'",
+        "'x'",
+        "[('a', '<f4')]",
+        "'|V4'",
+        "'<M8[s]'",
+    ]
+    header = f"{{'descr': {chance.choice(dtypes)}, 'fortran_order': {chance.choice(['True', '7', 'None'])}, "
+    header += f"'shape': {chance.choice(shapes)}}}"
+    if chance.random() < 0.6:  # one field only
+        old = raw[10 : 10 + length].decode()
+        field, values = chance.choice([("descr", dtypes), ("shape", shapes)])
+        found = ast.literal_eval(old)
+        shown = {name: repr(value) for name, value in found.items()} | {field: chance.choice(values)}
+        header = "{" + ", ".join(f"'{name}': {value}" for name, value in shown.items()) + "}"
+    encoded = header.encode() + b"\n"
+    return raw[:8] + struct.pack("<H", len(encoded)) + encoded + raw[10 + length :]
 
 
 def damage_gguf(raw: bytes, chance: random.Random) -> bytes:

@@ -359,6 +359,7 @@ def _split(own: argparse.Namespace, config: Config) -> int:
     ]
     scale = common_scale(found, default=reader.scale)
     splits = split_groups(found, shares=dict.fromkeys(("val", "test"), HELD_OUT_SHARE), seed=config.seed)
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     for name, items in splits.items():
         rows = [split_row(item, f"{name}-{n}", scale=scale) for n, item in enumerate(items)]
@@ -367,6 +368,8 @@ def _split(own: argparse.Namespace, config: Config) -> int:
         except OSError:
             for path in paths.values():
                 path.unlink(missing_ok=True)
+            if is_new:
+                folder.rmdir()
             raise
         groups = len({item.group for item in items})
         print_line(f"written  {paths[name]} ({len(items)} items in {groups} groups)")

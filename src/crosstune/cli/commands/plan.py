@@ -207,11 +207,22 @@ def _own_model_rows(plan: Plan, own: OwnModel | None) -> Rows:
         rows["memory"] = f"unknown: {why}"
     else:
         rows["parameters"] = f"{count(own.parameters)}, built by the recipe for this data"
-        rows["memory"] = (
-            f"{size(state_bytes(plan, own.parameters))} for weights, gradients and optimizer, of "
-            f"{size(plan.usable_bytes)} to use; unknown: the activations of {plan.config.batch_size} rows, predicted "
-            "only for language models"
-        )
+        state, parts = state_bytes(plan, own.parameters), own.step_bytes(plan)
+        usable = f"of {size(plan.usable_bytes)} to use"
+        if parts is None:
+            rows["memory"] = (
+                f"{size(state)} for weights, gradients and optimizer, {usable}; unknown: the activations of "
+                f"{plan.config.batch_size} rows"
+            )
+        else:
+            rows["memory"] = f"about {size(sum(parts.values()))} for a full step (estimated), {usable}"
+            rows["of which"] = (
+                f"activations of {plan.config.batch_size} rows {size(parts['activations'])}, "
+                f"weights, gradients and optimizer {size(state)}, overhead {size(parts['overhead'])}"
+            )
+        if (fit := own.find_fit(plan)) is not None:
+            rows["would fit"] = f"with {fit.text}"
+            rows |= {"command": fit.command} if fit.command else {}
     if own is not None and own.data is not None:
         rows["steps"] = f"{own.data.num_steps:,}"
     rows["time"] = "unknown: speed is predicted only for language models; the first steps of a run show it"

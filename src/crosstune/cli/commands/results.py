@@ -246,14 +246,22 @@ def _make(
     return print_result(report, (lines or _report_lines)(report), as_json=own.json)
 
 
+_COMPARISONS = {
+    "unquantized": "the same before quantization",
+    "own_reader": "the file as crosstune opens it again, with f32 weights kept and all others as bf16",
+}
+"""Key of a report -> what was compared."""
+
+
 def _report_lines(report: Report) -> Iterable[Line]:
     """Yield the warnings, the logit comparisons and the path of a result."""
     yield from _warnings(report)
     yield f"checked  {_agreement(report['agreement'])} (bound {report['bound']:g})", GOOD
-    for name in ("unquantized", "own_reader"):
+    for name, meaning in _COMPARISONS.items():
         if name in report:
-            numbers = _agreement(report[name]["agreement"])
-            yield f"{'  ' + name:<15} {numbers} (bound {report[name]['bound']:g})"
+            yield f"  {meaning}:"
+            yield f"         {_agreement(report[name]['agreement'])} (bound {report[name]['bound']:g})"
+    yield "  differences of logits from the trained model; below its bound, `relative` is explained by rounding"
     for name, agreement in report.get("against_trained", {}).items():
         yield f"{'  ' + name:<15} against the trained model: {_agreement(agreement)}"
     yield f"written  {_written_path(report)}"

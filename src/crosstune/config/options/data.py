@@ -9,6 +9,7 @@ from crosstune.config.conditions import (
     ANSWERS_COMPARED,
     EVALUATION,
     NO_SKIP_EVAL,
+    ROWS_WITH_FORMATS,
     SFT,
     STREAMED_LOADING,
     TORCH_ENGINE,
@@ -52,7 +53,10 @@ class DataOptions:
         needs=(SFT,),
     )
     dataset_format: str = _option(
-        "auto", "Format of the rows; auto: detected from the columns", choices=("auto", *_FORMATS)
+        "auto",
+        "Format of the rows; auto: detected from the columns",
+        choices=("auto", *_FORMATS),
+        needs=(ROWS_WITH_FORMATS,),
     )
     columns: str | None = _option(
         None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from crosstune.config.conditions import JUDGE
+from crosstune.config.conditions import JUDGE, LABELS
 from crosstune.config.option import Holds, OnResume, backend_choices, option
 
 _option = partial(option, needs=(JUDGE,), on_resume=OnResume.MAY_CHANGE_DATA)
@@ -30,6 +30,7 @@ class JudgeOptions:
     soft_scores: bool = _option(
         True,
         "Train a score between two labels as a distribution over both; false: use the nearest label only",
+        needs=(JUDGE, LABELS),
     )
     balance_scores: bool = _option(
         False, "Sample training rows so that all scores, or all winners, occur equally often"
@@ -58,6 +59,7 @@ class JudgeOptions:
         "probabilities",
         "How a judge scores in tests: from the probabilities of the labels, or by generating a verdict",
         choices=("probabilities", "generation"),
+        needs=(JUDGE, LABELS),
         on_resume=OnResume.FREE,
     )
     eval_backend: str = _option(

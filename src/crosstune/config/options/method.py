@@ -47,6 +47,13 @@ def _check_layers(value: str) -> str | None:
     return None if layer_numbers(value) else "layer numbers from 0, such as 0,1,2 or 0-7"
 
 
+def _check_tokens(value: str) -> str | None:
+    tokens = value.split(",")
+    if all(tokens) and len({*tokens}) == len(tokens) and not any(token != token.strip() for token in tokens):
+        return None
+    return "different tokens separated by commas, without spaces, such as <think>,</think>"
+
+
 def _quantizer_names() -> Sequence[str]:
     return ("auto", "none", *quantizer_names())
 
@@ -93,9 +100,10 @@ class MethodOptions:
     )
     init_lora: str = _adapter(
         "default",
-        "Start of the adapters: default (A random, B zero), orthogonal (A and B random, with B A = 0), or pissa (the largest "
-        "singular values of each weight, which then trains without them)",
-        choices=("default", "orthogonal", "pissa"),
+        "Start of the adapters: default (A random, B zero), orthogonal (A and B random, with B A = 0), pissa (the largest "
+        "singular values of each weight, which then trains without them), or loftq (those of its quantization error; "
+        "torch only)",
+        choices=("default", "orthogonal", "pissa", "loftq"),
         on_resume=OnResume.ADAPTER,
     )
     modules_to_save: str | None = _adapter(
@@ -104,6 +112,16 @@ class MethodOptions:
         "saved with the adapter",
         on_resume=OnResume.ADAPTER,
         joins_items="",
+    )
+    add_tokens: str | None = option(
+        None,
+        "Tokens to add to the tokenizer: a comma-separated list, or a .txt file with one per line. Embedding and output head "
+        "get a row for each, which starts with the mean of the other rows, and are trained in full",
+        on_resume=OnResume.ADAPTER,
+        check=_check_tokens,
+        joins_items="",
+        reads_lines=True,
+        longest=2**16,
     )
     use_rslora: bool = _adapter(
         False,

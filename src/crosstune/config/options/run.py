@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from crosstune.config.conditions import (
+    ANSWERS,
     EVALUATION,
     EVALUATIONS,
     PROFILE,
@@ -118,10 +119,14 @@ class RunOptions:
         3,
         "Number of held-out prompts to answer and record in each evaluation",
         high=10**4,
-        needs=(EVALUATION,),
+        needs=(EVALUATION, ANSWERS),
     )
     max_new_tokens: int = _option(
-        64, "Maximum number of tokens per generated answer", low=1, high=2**20, needs=(EVALUATION,)
+        64,
+        "Maximum number of tokens per generated answer",
+        low=1,
+        high=2**20,
+        needs=(EVALUATION, ANSWERS),
     )
     log_to: str = _option(
         "tqdm",

@@ -70,9 +70,9 @@ def fit_kernels(draft: Draft) -> None:
     elif asked == "fast" and report.engine == "torch" and (reason or missing):
         draft.set("kernels", "general", reason or missing)
     if draft["base_precision"] == "fp8" and draft["kernels"] == "general" and report.engine == "torch":
-        draft.warn(
-            "base_precision", "only --kernels fast supports fp8 matmuls; general layers use --precision"
-        )
+        reason = "only --kernels fast supports fp8 matmuls; general layers use --precision"
+        stored = draft.quantizer == "fp8"
+        draft.warn("base_precision", reason if stored else f"has no effect with --kernels general: {reason}")
 
 
 def prefers_fast(report: BackendReport, precision: str, *, quantizer: str) -> bool:
@@ -104,8 +104,9 @@ def _why_general(draft: Draft) -> str | None:
         return f"the fast layers are for LoRA, not for {draft.method}"
     if draft["lora_dropout"]:
         return "the fast layers do not support adapter dropout"
-    if draft["modules_to_save"]:
-        return "the fast layers train adapters only, not --modules_to_save"
+    for option in ("modules_to_save", "add_tokens"):
+        if draft[option]:
+            return f"the fast layers train adapters only, not --{option}"
     if draft.num_shards > 1:
         return "the fast layers need unsharded weights; --sharding_strategy ddp replicates them"
     if draft["use_flash_attention"] is False:

@@ -92,7 +92,7 @@ class _Fitting:
             method=draft.method,
             rank=draft["lora_rank"],
             targets=draft["lora_target_modules"],
-            saved=draft["modules_to_save"] or "",
+            saved=f"{draft['modules_to_save'] or ''},{'embed_tokens,lm_head' if draft['add_tokens'] else ''}",
             quantizer=draft.quantizer,
             # The fast layers store fp8 weights in two layouts.
             n_bits=16 if fast and draft.quantizer == "fp8" else draft.n_bits,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
 from crosstune.config.mlx_settings import idle_settings
-from crosstune.config.resolve.check_rate import rate_warning
 from crosstune.config.resolve.choose_method import choose_method
 from crosstune.config.resolve.facts import Facts
 from crosstune.config.resolve.fit_compute import fit_compile, fit_kernels, fit_precision
@@ -26,6 +25,26 @@ _ONE_RANK_PER_DEVICE = ("nccl", "xccl")
 FUSED_OPTIMIZERS_ON = ("cuda", "cpu", "mps", "xpu")
 """Torch devices; ROCm is called cuda."""
 _SLOW_CPU = "a CPU is slow, suited to small models and tests"
+
+
+@dataclass(frozen=True)
+class _RateRange:
+    """Learning rates beyond which fine-tuning fails in practice, with a typical value."""
+
+    lowest: float
+    highest: float
+    typical: float
+
+
+_ADAM = (_RateRange(1e-7, 5e-3, 2e-4), _RateRange(1e-7, 1e-3, 2e-5))
+_RANGES: dict[str, tuple[_RateRange, _RateRange]] = {
+    # Every weight moves by the whole rate in each step of Lion.
+    "lion": (_RateRange(1e-8, 1e-3, 5e-5), _RateRange(1e-8, 2e-4, 3e-6)),
+    # Steps in proportion to the clipped gradient.
+    "sgd": (_RateRange(1e-3, 10, 0.3), _RateRange(1e-4, 10, 0.03)),
+    "adadelta": (_RateRange(1e-2, 100, 1.0), _RateRange(1e-2, 100, 1.0)),
+}
+"""Optimizer -> range for adapters, and for all other methods; adafactor is scaled like adamw."""
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
@@ -275,13 +294,15 @@ def _check_values(draft: Draft) -> None:
             why="only sft adds noise to embeddings.",
             do="remove --neftune_alpha",
         )
-    warning = rate_warning(draft["lr"], optimizer=optimizer, method=draft.method)
+    warning = _rate_warning(draft["lr"], optimizer=optimizer, method=draft.method)
     if warning is not None and draft.facts.has_base_model:
         draft.warn("lr", warning)
     if draft["lora_dropout"] == 1:
         draft.refuse("lora_dropout is 1.", why="it would drop all adapter inputs.")
     if has_adapters and draft["init_lora"] != "default":
         _check_start(draft)
+    if draft["add_tokens"]:
+        _check_tokens(draft)
     if draft["layers_to_transform"] and draft.facts.mlx_settings.get("num_layers", -1) != -1:
         draft.refuse(
             "layers_to_transform and num_layers of --mlx_config are both set.", do="keep one of the two"
@@ -299,6 +320,28 @@ def _check_values(draft: Draft) -> None:
         draft.refuse("base_adapter cannot be combined with llama_pro.", why=why)
 
 
+def _check_tokens(draft: Draft) -> None:
+    """Add problems for values that --add_tokens excludes."""
+    if not draft.facts.has_base_model:
+        draft.refuse(
+            f"--add_tokens does not apply to the {draft['recipe']} recipe.",
+            why="it builds its own model.",
+            do="remove --add_tokens",
+        )
+    if draft.method == "llama_pro":
+        draft.refuse(
+            "--add_tokens cannot be combined with llama_pro.",
+            why="llama_pro trains new blocks only, and the rows of the new tokens would stay untrained.",
+            do="use --train_type lora, dora or full",
+        )
+    if draft["tokenizer"]:
+        draft.refuse(
+            "--add_tokens cannot be combined with --tokenizer.",
+            why="it extends the tokenizer of the model.",
+            do="remove one of them, or replace the tokenizer files in the model folder",
+        )
+
+
 def _check_start(draft: Draft) -> None:
     """Add problems for values that --init_lora excludes."""
     start = draft["init_lora"]
@@ -313,9 +356,45 @@ def _check_start(draft: Draft) -> None:
             "--init_lora orthogonal needs an even --lora_rank.",
             do=f"use --lora_rank {draft['lora_rank'] + 1}",
         )
+    if start == "loftq":
+        _check_loftq(draft)
     if start == "pissa" and draft.quantizer != "none":
         draft.refuse(
             "--init_lora pissa does not work on a quantized base.",
             why="it subtracts the start of each adapter from the base, and quantized weights cannot be updated.",
-            do="use --train_type lora, or --init_lora orthogonal",
+            do="use --train_type lora, or --init_lora loftq",
         )
+
+
+def _check_loftq(draft: Draft) -> None:
+    """Add problems where there is no quantization error to start from."""
+    if draft.quantizer == "none":
+        draft.refuse(
+            "--init_lora loftq needs a quantized base.",
+            why="it starts the adapters from the error of the quantization.",
+            do="use --train_type qlora, or --init_lora pissa",
+        )
+    elif draft.report.engine == "mlx":
+        draft.refuse(
+            "--init_lora loftq does not work on MLX.",
+            why="only the torch engine measures the quantization error of each layer.",
+            do="use --init_lora orthogonal, or a torch backend",
+        )
+    elif draft.facts.stored is not None:
+        draft.refuse(
+            "--init_lora loftq does not work with a model folder that is already quantized.",
+            why="the quantization error is unknown without the original weights.",
+            do="use the original model",
+        )
+
+
+def _rate_warning(lr: float, *, optimizer: str, method: str) -> str | None:
+    """Return the warning for a learning rate, or None."""
+    of_adapters, of_weights = _RANGES.get(optimizer.removesuffix("_8bit"), _ADAM)
+    found = of_adapters if method in ADAPTER_METHODS else of_weights
+    for_what = f"for {method} with {optimizer}; {found.typical:g} is typical"
+    if lr > found.highest:
+        return f"{lr:g} is very high {for_what}. Above {found.highest:g} the loss rarely falls and may become NaN"
+    if 0 < lr < found.lowest:
+        return f"{lr:g} is very low {for_what}. Below {found.lowest:g} the weights hardly change"
+    return None

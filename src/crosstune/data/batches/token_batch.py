@@ -14,6 +14,12 @@ IGNORED = -100
 LENGTH_STEP = 8
 """Rows are padded to a multiple of this, so that compiled and cached kernels see few shapes."""
 
+# Keeps these random streams apart from those of the data order, which have the same seed.
+_NOISE_KEY = 2**41
+
+CHANNEL, FIRST, SECOND = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
+"""Factors of the hash: key + channel * CHANNEL, then the finalizer of MurmurHash3, all modulo 2**32."""
+
 IntArray = NDArray[np.int32]
 
 
@@ -37,7 +43,7 @@ class TokenBatch:
     """0 for padding, otherwise the number of the document in its row, counted from 1."""
     positions: IntArray
     noise_keys: NDArray[np.uint32] | None = None
-    """Only with --neftune_alpha, for training: see `embedding_noise`."""
+    """Only with --neftune_alpha, for training: see `add_noise`."""
     noise_scales: NDArray[np.float32] | None = None
 
     @property
@@ -121,3 +127,23 @@ def split_packed(rows: Sequence[Sequence[Example]], *, batch_size: int, pad_id: 
 def split_rows(examples: Sequence[Example], *, batch_size: int, pad_id: int) -> Iterator[TokenBatch]:
     for start in range(0, len(examples), batch_size):
         yield pad_rows(examples[start : start + batch_size], pad_id=pad_id)
+
+
+def add_noise(batches: Sequence[TokenBatch], *, alpha: float, seed: int, step: int) -> list[TokenBatch]:
+    """Return the micro-batches of a step with keys and scales. Noise of a document of n tokens is within alpha / sqrt(n),
+    divided by the root of the number of channels (NEFTune, Jain et al. 2023).
+
+    The engines hash the key with the channel into a number between -1 and 1. A key depends only on the seed, the step and the
+    token's row and column, so the noise is the same after a resume, at any batch size and world size, and on both engines.
+    """
+    found, row = [], 0
+    for batch in batches:
+        keys, scales = np.zeros(batch.segments.shape, np.uint32), np.zeros(batch.segments.shape, np.float32)
+        for number, segments in enumerate(batch.segments):
+            generator = np.random.Philox(key=(seed, _NOISE_KEY + step), counter=(0, 0, row, 0))
+            keys[number] = generator.random_raw(len(segments)) >> 32
+            lengths = np.bincount(segments)[segments]
+            scales[number] = np.where(segments > 0, alpha / np.sqrt(lengths), 0.0)
+            row += 1
+        found.append(replace(batch, noise_keys=keys, noise_scales=scales))
+    return found

@@ -121,6 +121,16 @@ class LatentDiffusionRecipe:
         longest = np.argsort(-np.asarray(self.train.lengths), kind="stable")
         return self._batch(self.train, np.sort(np.resize(longest, size)), 0, shares=self.modes.at(0))
 
+    def activation_bytes(self, rows: int, *, width: int, recompute: bool) -> int:
+        lengths = np.asarray(self.train.lengths)
+        return self.settings.activation_bytes(
+            rows,
+            mean_tokens=float(lengths.mean()),
+            longest=int(lengths.max()),
+            width=width,
+            recompute=recompute,
+        )
+
     def configure(self, config: Config) -> None:
         self.config = config
 

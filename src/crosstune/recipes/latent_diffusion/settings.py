@@ -50,6 +50,20 @@ class ModelSettings:
         length = linear(k * h, h) + linear(h, self.max_tokens)
         return self.n_blocks * 2 * stream + times + text + latent + length
 
+    def activation_bytes(
+        self, rows: int, *, mean_tokens: float, longest: int, width: int, recompute: bool
+    ) -> int:
+        """Estimate the bytes that a pass over `rows` keeps for its backward pass; `width` is the bytes of a value."""
+        h, latent = self.hidden_size, self.latent_tokens
+        # Columns of h: modulations 6, norms and their products 8, queries, keys and values before the norm 3, outputs
+        # of attention and feed-forward 4, the feed-forward layer 8; keys, values and attention of padded rows 5.
+        block = h * width * rows * (29 * (mean_tokens + latent) + 5 * (longest + latent))
+        kept = self.n_blocks * block
+        if recompute:
+            kept = self.n_blocks * h * width * rows * (mean_tokens + latent) + block
+        casts = self.num_parameters() * width if width < 4 else 0  # the weights in the compute dtype
+        return int(kept + 12 * rows * mean_tokens * self.vocabulary + casts)  # logits and gradients, in fp32
+
     def save(self, folder: Path, **facts: Any) -> None:
         write_json(folder / SETTINGS, {"model_type": "latent_diffusion", **asdict(self), **facts})
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
@@ -15,7 +14,7 @@ from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.errors import UserError
 from crosstune.core.protocols import Array
-from crosstune.core.weights import orthogonal_by_name, principal_factors, uniform_by_name
+from crosstune.core.weights import principal_factors, uniform_by_name
 from crosstune.models.adapter_choice import (
     ALL_LAYERS,
     AdapterSettings,
@@ -26,6 +25,7 @@ from crosstune.models.adapter_choice import (
     describe_left_out,
     name_for_peft,
     name_saved,
+    saved_modules,
 )
 from crosstune.torch_engine.loading.experts import (
     Routing,
@@ -58,14 +58,12 @@ class AdaptedLinear(nn.Module):
         self.scale = settings.scale
         self.dropout = settings.dropout
         device = weight_device(base)
-        outputs, inputs = linear_shape(base)
         self.start: tuple[Array, Array] | None = None
         """The first A and B if the base was reduced by them."""
-        if settings.start == "default":
-            a = uniform_by_name(name, shape=(settings.rank, inputs), seed=seed)
-            b = np.zeros((outputs, settings.rank), dtype=np.float32)
-        elif settings.start == "orthogonal":
-            a, b = orthogonal_by_name(name, shape=(outputs, inputs), rank=settings.rank, seed=seed)
+        if isinstance(base, QuantLinear) and base.stored.error_factors is not None:
+            (a, b), base.stored.error_factors = base.stored.error_factors, None
+        elif settings.start != "pissa":
+            a, b = settings.first_factors(name, linear_shape(base), seed=seed)
         else:
             dense = dense_weight(base, torch.float32)
             a, b = self.start = principal_factors(dense.cpu().numpy(), rank=settings.rank, scale=self.scale)
@@ -199,11 +197,13 @@ def adapt(model: nn.Module, plan: Plan, *, autocast: torch.dtype | None) -> dict
 
 
 def saved_parameters(model: nn.Module, plan: Plan, *, adapted: Collection[str]) -> list[str]:
-    """Return the parameters that --modules_to_save trains in full."""
+    """Return the parameters that --modules_to_save and --add_tokens train in full."""
     tied = tied_parameters(model)
+    shapes = {name: p.shape for name, p in model.named_parameters() if name not in tied}
+    rows = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     return choose_saved(
-        [name for name, _ in model.named_parameters() if name not in tied],
-        plan.config.modules_to_save,
+        list(shapes),
+        saved_modules(plan.config, shapes, max(rows, default=0)),
         adapted=adapted,
         tied=tied,
         model=type(model).__name__,

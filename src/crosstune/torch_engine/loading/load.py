@@ -17,8 +17,11 @@ from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.core.names import read_expanded_name
 from crosstune.core.out_of_memory import is_out_of_memory
 from crosstune.core.quantization import QuantSpec
+from crosstune.core.weights import principal_factors
+from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.torch_engine.device import Precision, give_back_freed
 from crosstune.torch_engine.import_transformers import import_transformers
+from crosstune.torch_engine.loading.adapters import choose_adapted
 from crosstune.torch_engine.loading.blocks import (
     Expansion,
     already_expanded,
@@ -131,13 +134,31 @@ def attention_name(plan: Plan, config: Any) -> str | None:
 
 def empty_model(folder: Path, config: Any = None, **options: Any) -> nn.Module:
     """Build the model of a folder, or of a config read from it, without weights."""
-    from accelerate import init_empty_weights
+    config = config if config is not None else read_config(folder)
     from transformers import AutoModelForCausalLM
 
-    config = config if config is not None else read_config(folder)
-    with readable_errors(folder), init_empty_weights(include_buffers=False):
+    with readable_errors(folder), _parameters_without_memory():
         model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
     return model
+
+
+@contextlib.contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Within the context, new parameters are on the meta device; buffers have their values."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        register(module, name, value)
+        if value is not None:
+            moved = nn.Parameter(value.to("meta"), requires_grad=value.requires_grad)
+            moved.__dict__.update(value.__dict__)
+            module._parameters[name] = moved
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
 
 
 def read_config(folder: Path) -> Any:
@@ -193,6 +214,7 @@ def _assemble(source: Source, precision: Precision, device: torch.device, finish
     compute = precision.autocast or precision.weights
     dtypes = stored_dtypes(model, precision.weights)
     blocks = LoadingBlocks(model, finish)
+    starts = choose_adapted(model, plan) if plan.config.init_lora == "loftq" else ()
     for _, tensors in layout.read(places, num_workers=num_workers):
         while tensors:
             name, tensor = tensors.popitem()
@@ -202,8 +224,11 @@ def _assemble(source: Source, precision: Precision, device: torch.device, finish
                     values = tensor.clone()
                 if spec is not None and target in forms:
                     matrices = forms[target].split(values.to(device))
-                    forms[target].put(model, [quantize_weight(m, spec, compute) for m in matrices])
-                    del matrices
+                    stored = [quantize_weight(m, spec, compute) for m in matrices]
+                    if forms[target].matrices[0] in starts:
+                        _start_from_error(stored[0], matrices[0], plan)
+                    forms[target].put(model, stored)
+                    del matrices, stored
                 else:
                     trained = expansion is None or expansion.is_new(target)
                     _put_dense(model, target, values.to(device, dtypes[target]), trained=trained)
@@ -218,6 +243,13 @@ def _assemble(source: Source, precision: Precision, device: torch.device, finish
         blocks.put(form.parameter)
     model.tie_weights()
     return model
+
+
+def _start_from_error(stored: StoredWeight, weight: torch.Tensor, plan: Plan) -> None:
+    """Compute LoftQ's start of an adapter, in one iteration: the best approximation of the quantization error."""
+    settings = AdapterSettings.from_config(plan.config, method=plan.method)
+    error = (weight.float() - stored.dequantize(torch.float32)).cpu().numpy()
+    stored.error_factors = principal_factors(error, rank=settings.rank, scale=settings.scale, start="loftq")
 
 
 def stored_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -279,7 +279,10 @@ class TorchSession:
             ),
             base=self.context.folder,
             base_name=self.context.base_name,
-            record=self.task.base_record() if isinstance(self.task, RecordsBase) else {},
+            record={
+                "add_tokens": self.plan.config.add_tokens,
+                **(self.task.base_record() if isinstance(self.task, RecordsBase) else {}),
+            },
             starts={
                 name: adapter.start
                 for name, adapter in self.adapters.items()

@@ -1,4 +1,4 @@
-"""Add noise to the input embeddings of a model (NEFTune), from the keys of `data.batches.embedding_noise`."""
+"""Add noise to the input embeddings of a model (NEFTune), from the keys of `data.batches.token_batch`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crosstune.data.batches.embedding_noise import CHANNEL, FIRST, SECOND
+from crosstune.data.batches.token_batch import CHANNEL, FIRST, SECOND
 
 _VALUES_AT_A_TIME = 2**23
 
