@@ -28,7 +28,7 @@ NAMES = {
 
 def write_pairs(path: Path) -> Path:
     draw = np.random.default_rng(0)
-    words = "red green blue small large round quick slow warm cold".split()
+    words = ["red", "green", "blue", "small", "large", "round", "quick", "slow", "warm", "cold"]
     rows = []
     for number in range(24):
         better, worse = (" ".join(draw.choice(words, draw.integers(2, 9))) for _ in range(2))

@@ -5,20 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from crosstune.config.conditions import PREFERENCE
+from crosstune.config.conditions import KTO_LOSS, PREFERENCE, SIMPO, SMOOTHED_LOSS, check_losses
 from crosstune.config.option import OnResume, option
 
 _option = partial(option, needs=(PREFERENCE,))
-
-
-def _check_losses(value: str) -> str | None:
-    from crosstune.recipes.preference.losses import parse_losses
-
-    try:
-        parse_losses(value)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +17,7 @@ class PreferenceOptions:
         "dpo",
         "Loss, or losses with weights as in dpo:0.8,bco:0.2,sft:1: dpo, ipo, hinge, robust, apo_zero, apo_down, nca, bco, sppo, "
         "orpo, simpo, cpo, sft; kto for single answers with a label",
-        check=_check_losses,
+        check=check_losses,
     )
     beta: float | None = _option(
         None,
@@ -36,11 +26,15 @@ class PreferenceOptions:
         high=1e6,
     )
     label_smoothing: float = _option(
-        0.0, "Assumed fraction of wrong labels, for dpo, robust, simpo and cpo", high=0.49
+        0.0, "Assumed fraction of wrong labels", high=0.49, needs=(PREFERENCE, SMOOTHED_LOSS)
     )
-    simpo_gamma: float = _option(1.0, "Target margin of simpo", high=1e6)
-    desirable_weight: float = _option(1.0, "Weight of the desirable answers of kto", low=1e-6, high=1e6)
-    undesirable_weight: float = _option(1.0, "Weight of the undesirable answers of kto", low=1e-6, high=1e6)
+    simpo_gamma: float = _option(1.0, "Target margin of simpo", high=1e6, needs=(PREFERENCE, SIMPO))
+    desirable_weight: float = _option(
+        1.0, "Weight of the desirable answers of kto", low=1e-6, high=1e6, needs=(PREFERENCE, KTO_LOSS)
+    )
+    undesirable_weight: float = _option(
+        1.0, "Weight of the undesirable answers of kto", low=1e-6, high=1e6, needs=(PREFERENCE, KTO_LOSS)
+    )
     sft_weight: float | None = _option(
         None,
         "Weight of the cross entropy of the chosen answers, added to the loss; unset: 1 for orpo and cpo, otherwise 0",

@@ -62,6 +62,7 @@ def fork_rows(rows: Sequence[Sequence[Fork]], *, pad_id: int) -> ForkedBatch:
         start = 0
         for segment, fork in enumerate(row, start=1):
             shared = fork.num_shared
+            pieces: list[tuple[int, IntArray, NDArray[np.bool_] | None]]
             pieces = [(0, fork.examples[0].tokens[:shared], None)] if shared else []
             pieces += [
                 (branch, example.tokens[shared:], example.supervised[shared:])

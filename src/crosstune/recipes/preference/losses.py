@@ -6,11 +6,11 @@ BCO 2404.04656, SPPO 2405.00675, ORPO 2403.07691, SimPO 2405.14734, CPO 2401.084
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from crosstune.core.names import did_you_mean
+from crosstune.config.conditions import KTO, LOSSES
 
 
 class Functions(Protocol):
@@ -154,13 +154,12 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
         dpo, ipo, hinge, robust, apo_zero, apo_down, nca, bco, sppo, orpo, simpo, cpo, sft
     )
 }  # fmt: skip
-KTO = "kto"
+assert {*PAIR_LOSSES, KTO} == set(LOSSES)
 WITHOUT_REFERENCE = ("orpo", "simpo", "cpo", "sft")
 WITH_SFT = {"orpo": 1.0, "cpo": 1.0}
 """Losses that include the cross entropy of the chosen answers -> its default weight."""
 BETAS = {"simpo": 2.0}
 """Default beta by loss; 0.1 for the others."""
-SMOOTHED = ("dpo", "robust", "simpo", "cpo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,27 +182,3 @@ class PreferenceLoss:
         return sum(
             weight * PAIR_LOSSES[name](scores, self.settings, f) for name, weight in self.weights.items()
         )
-
-
-def parse_losses(text: str) -> dict[str, float]:
-    """Return the weight of each loss in `dpo` or `dpo:0.8,sft:1`. A ValueError says which values are accepted."""
-    weights: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, weight = (each.strip() for each in part.partition(":"))
-        try:
-            number = float(weight) if weight else 1.0
-        except ValueError:
-            number = 0.0
-        if name not in (*PAIR_LOSSES, KTO) or name in weights or not 0 < number <= 1e6:
-            known: Sequence[str] = (*PAIR_LOSSES, KTO)
-            hint = did_you_mean(name, known) if name not in known else ""
-            raise ValueError(
-                f"one or more of {', '.join(known)}, each once and with a weight above 0, as in dpo or dpo:0.8,sft:1"
-                + (f"; {hint}" if hint else "")
-            )
-        weights[name] = number
-    if KTO in weights and len(weights) > 1:
-        raise ValueError(f"{KTO} alone: its rows are single answers, not pairs")
-    if list(weights) == ["sft"]:
-        raise ValueError("a preference loss beside sft; for sft alone, use --recipe sft")
-    return weights

@@ -214,7 +214,7 @@ class AnswerLoss(CausalLoss):
 
 
 def _detached(sums: Mapping[str, tuple[Any, Any]]) -> MetricSums:
-    return {
-        name: tuple(mx.stop_gradient(value) if isinstance(value, mx.array) else value for value in pair)
-        for name, pair in sums.items()
-    }
+    def cut(value: Any) -> Any:
+        return mx.stop_gradient(value) if isinstance(value, mx.array) else value
+
+    return {name: (cut(total), cut(weight)) for name, (total, weight) in sums.items()}

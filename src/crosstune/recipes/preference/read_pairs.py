@@ -109,7 +109,8 @@ def _pair(found: Mapping[str, Any]) -> tuple[list[Turn], list[Turn], list[Turn]]
             )
     else:
         chosen, rejected = (_after(prompt, answer) for answer in (chosen, rejected))
-    _check(prompt, chosen), _check(prompt, rejected)
+    for answer in (chosen, rejected):
+        _check(prompt, answer)
     return prompt, chosen, rejected
 
 

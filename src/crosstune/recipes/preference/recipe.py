@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from crosstune.config.conditions import KTO, parse_losses
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
@@ -25,11 +26,9 @@ from crosstune.models.folder import longest_context
 from crosstune.recipes.preference.batch import Group, PreferenceBatch, make_batch
 from crosstune.recipes.preference.losses import (
     BETAS,
-    KTO,
     WITH_SFT,
     PreferenceLoss,
     Settings,
-    parse_losses,
 )
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, prompt_key, tokenize
 from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer

@@ -349,9 +349,9 @@ def _fork_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
 
 def _fork_mask(given: ModelInput, model: nn.Module) -> torch.Tensor:
     """Return the attention mask of answers with shared prompts for a model of transformers, to be added to the scores."""
-    documents = Documents(
-        *given.input_ids.shape, given.positions, forks=Forks(segments=given.segments, branches=given.branches)
-    )
+    num_rows, length = given.input_ids.shape
+    forks = Forks(segments=given.segments, branches=given.branches)
+    documents = Documents(num_rows, length, given.positions, forks=forks)
     device_type = given.input_ids.device.type
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else next(model.parameters()).dtype
