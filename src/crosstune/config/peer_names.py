@@ -99,7 +99,7 @@ SAME_FOR_VALUES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
         "--reference online or precomputed",
     ),
     **dict.fromkeys(
-        ("loss_type", "pref_loss", "dpo_loss_type"),
+        ("pref_loss", "dpo_loss_type"),
         (
             "preference_loss",
             _PREFERENCE_LOSSES,

@@ -24,10 +24,15 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
 
 def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
     """Return the learning rate: far below that of supervised fine-tuning, which would break the model."""
+    if "lr" in config.sources:
+        return {}
     is_adapter = TRAIN_TYPE_PARTS[config.train_type][0] in ADAPTER_METHODS
     rate = 1e-5 if is_adapter else 1e-6
     return {
-        "lr": Preset(rate, f"usual for preferences with {'adapters' if is_adapter else 'full fine-tuning'}")
+        "lr": Preset(
+            value=rate,
+            reason=f"usual for preferences with {'adapters' if is_adapter else 'full fine-tuning'}",
+        )
     }
 
 
@@ -41,6 +46,7 @@ def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]
 
 SPEC = RecipeSpec(
     open=PreferenceRecipe,
+    needs_first_weights=True,
     columns=TARGETS,
     preset_options=("lr",),
     choose_preset=choose_preset,

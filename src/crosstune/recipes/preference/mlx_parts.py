@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -69,6 +69,12 @@ class PreferenceLM(CausalLM):
         if batch.others is not None:
             arrays |= {f"{_OTHER}{name}": array for name, array in super().arrays(batch.others).items()}
         return {name: array for name, array in arrays.items() if array is not None}
+
+    def answer_log_probs(self, session: Any, batches: Iterable[PreferenceBatch]) -> list[Array]:
+        """Return the log probabilities of the answers of each batch; for single answers, the other answers after them."""
+        loss = self.prepared
+        assert isinstance(loss, AnswerLoss)
+        return session.map_batches(batches, loss.answer_log_probs)
 
     def _token_arrays(self, tokens: TokenBatch) -> Mapping[str, Array]:
         if not isinstance(tokens, ForkedBatch):
@@ -140,6 +146,13 @@ class AnswerLoss(CausalLoss):
         )
         losses = self.preference(scores, MlxFunctions())
         return losses.sum(), _detached(measure_pairs(scores, entropy, self.preference))
+
+    def answer_log_probs(self, arrays: Arrays) -> mx.array:
+        weights = self._weights()
+        found = [self._log_probs(arrays, weights)[0]]
+        if f"{_OTHER}input_ids" in arrays:
+            found.append(self._log_probs(arrays, weights, prefix=_OTHER)[0])
+        return mx.concatenate(found)
 
     def _of_reference(self, arrays: Arrays, weights: dict[str, mx.array], *, prefix: str = "") -> mx.array:
         """Return the log probabilities of the model before the training, without dropout."""

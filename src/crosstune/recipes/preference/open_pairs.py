@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
+from crosstune.data.batches.token_batch import Example
 from crosstune.data.bundled.named_datasets import RowsPart
 from crosstune.data.open_data import HELD_OUT_SHARE
-from crosstune.data.read.columns import check_columns, parse_columns
+from crosstune.data.read.columns import Columns, check_columns, parse_columns
 from crosstune.data.read.dataset_list import unweighted
 from crosstune.data.read.sources import Source, open_source
 from crosstune.data.tokens.corpus import Corpus, open_corpus
@@ -73,9 +73,7 @@ class _Reading:
         return found
 
 
-def _with_columns(source: Source, columns: Any) -> Source:
-    from dataclasses import replace
-
+def _with_columns(source: Source, columns: Columns) -> Source:
     return replace(source, columns=tuple(columns.items())) if columns else source
 
 
@@ -171,7 +169,22 @@ class PreferenceCorpus:
     def __getitem__(self, place: int) -> Group:
         one, first = self.preferences[place], int(self.first[place])
         examples = tuple(self.corpus[first + side] for side in range(len(one.answers)))
-        return Group(examples=examples, place=place, is_desirable=one.is_desirable is not False)
+        if one.is_desirable is None:
+            return Group(examples=examples, place=place)
+        other = self.corpus[int(self.first[place - 1])]
+        return Group(
+            examples=examples,
+            place=place,
+            is_desirable=one.is_desirable,
+            other=self._join(examples[0], other),
+        )
+
+    def _join(self, own: Example, other: Example) -> Example:
+        """Return a prompt with the answer to another prompt, within the context."""
+        start, begin = (int(example.supervised.argmax()) for example in (own, other))
+        tokens = np.concatenate([own.tokens[:start], other.tokens[begin:]])[: self.corpus.limit]
+        supervised = np.concatenate([own.supervised[:start], other.supervised[begin:]])[: self.corpus.limit]
+        return replace(own, tokens=tokens, supervised=supervised) if supervised.any() else own
 
 
 def tokenize(

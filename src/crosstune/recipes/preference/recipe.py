@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.config.conditions import KTO, parse_losses
+from crosstune.config.conditions import ADAPTER_METHODS, KTO, TRAIN_TYPE_PARTS, parse_losses
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
@@ -23,7 +24,7 @@ from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
 from crosstune.data.checks.preflight import warnings_of
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.models.folder import longest_context
-from crosstune.recipes.preference.batch import Group, PreferenceBatch, make_batch
+from crosstune.recipes.preference.batch import Floats, Group, PreferenceBatch, make_batch
 from crosstune.recipes.preference.losses import (
     BETAS,
     WITH_SFT,
@@ -31,6 +32,12 @@ from crosstune.recipes.preference.losses import (
     Settings,
 )
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, prompt_key, tokenize
+from crosstune.recipes.preference.reference import (
+    REFERENCE,
+    model_identity,
+    read_reference,
+    write_reference,
+)
 from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer
 
 
@@ -66,6 +73,8 @@ class PreferenceRecipe(TokenRecipe):
         self.train = self._tokenize(self.data.train, "training")
         self.held_out = self._tokenize(self.data.held_out, "held-out") if self.data.held_out else None
         self.corpus = self.train.corpus
+        self._reference: Mapping[str, Floats] = {}
+        """The reference's log probabilities by split, if they are computed before the training."""
 
     def _tokenize(self, found: Sequence[Any], name: str) -> PreferenceCorpus:
         def show(done: int, total: int, examples: int) -> None:
@@ -86,6 +95,71 @@ class PreferenceRecipe(TokenRecipe):
         module = importlib.import_module(f"crosstune.recipes.preference.{engine}_parts")
         task: Task = module.PreferenceLM(self.loss)
         return task
+
+    def prepare_session(
+        self, session: Session, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
+    ) -> None:
+        """Read or compute the reference, and check that the model equals it before the training."""
+        if not self.loss.needs_reference:
+            return
+        if self._is_precomputed():
+            self._open_reference(session, folder=folder, earlier=earlier, writes=writes, observer=observer)
+        if earlier is None:
+            self._check_start(session)
+
+    def _is_precomputed(self) -> bool:
+        adapters = TRAIN_TYPE_PARTS[self.config.train_type][0] in ADAPTER_METHODS
+        return self.config.reference == "precomputed" or (self.config.reference == "auto" and not adapters)
+
+    def _open_reference(
+        self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
+    ) -> None:
+        """Set the reference's log probabilities of all answers: those of the run that is continued, or computed now."""
+        parts = {"train": self.train, "held_out": self.held_out}
+        model = model_identity(self.config, session.task.base_record())
+        identities = {name: f"{_identity(part)} {model}" for name, part in parts.items() if part is not None}
+        stored = read_reference((earlier or folder) / REFERENCE, identities)
+        if stored is None:
+            stored = {
+                name: self._compute_reference(session, part, observer)
+                for name, part in parts.items()
+                if part is not None
+            }
+        if writes and not (folder / REFERENCE).exists():
+            write_reference(folder / REFERENCE, stored, identities)
+        self._reference = stored
+
+    def _compute_reference(self, session: Any, part: PreferenceCorpus, observer: Observer) -> Floats:
+        """Return a row for each preference: its answers, or a single answer and the answer to another prompt."""
+        size = rows_per_evaluation(self.config)
+        starts = range(0, len(part), size)
+
+        def batches() -> Iterator[PreferenceBatch]:
+            for number, start in enumerate(starts):
+                yield self._batch(part, range(start, min(start + size, len(part))))
+                observer.on_event(
+                    Evaluating(done=number + 1, total=len(starts), what="batches of the reference")
+                )
+
+        found = session.task.answer_log_probs(session, batches())
+        if self.loss.is_paired:
+            return np.concatenate([vector.reshape(-1, 2) for vector in found])
+        return np.concatenate([vector.reshape(2, -1).T for vector in found])
+
+    def _check_start(self, session: Any) -> None:
+        """Raise unless the model equals the reference in the first batch."""
+        first = session.evaluate(self.micro_batches(0)[:1])
+        limit = 1e-3 if session.plan.precision == "fp32" else 0.05
+        rewards = [first.metrics[f"rewards/{side}"] for side in ("chosen", "rejected")]
+        off = max(
+            abs(reward) for reward in rewards if not math.isnan(reward)
+        )  # kto: a batch may have one kind only
+        if not off <= limit:
+            raise UserError(
+                "Before the first step, the model differs from its reference.",
+                why=f"a reward is {off:.3g} instead of 0, so the stored reference belongs to another model or other data.",
+                do=f"delete {REFERENCE} in the run's folder, or use --reference online",
+            )
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:
@@ -124,41 +198,23 @@ class PreferenceRecipe(TokenRecipe):
         groups = [self.train[place] for place in places]
         mean = float(np.mean([group.lengths[0] for group in groups]))
         return [
-            self._make(groups[start : start + size], mean_chosen=mean)
+            self._make(groups[start : start + size], mean_chosen=mean, part="train")
             for start in range(0, len(groups), size)
         ]
 
     def _batch(self, corpus: PreferenceCorpus, places: Sequence[int]) -> PreferenceBatch:
         groups = [corpus[place] for place in places]
-        return self._make(groups, mean_chosen=float(np.mean([group.lengths[0] for group in groups])))
+        mean = float(np.mean([group.lengths[0] for group in groups]))
+        return self._make(groups, mean_chosen=mean, part="train" if corpus is self.train else "held_out")
 
-    def _make(self, groups: Sequence[Group], *, mean_chosen: float) -> PreferenceBatch:
+    def _make(self, groups: Sequence[Group], *, mean_chosen: float, part: str) -> PreferenceBatch:
         return make_batch(
-            [[group] for group in self._with_others(groups)],
+            [[group] for group in groups],
             pad_id=self.tokenizer.pad_id,
             shares_prompts=self.config.share_prompts and self.loss.is_paired,
             mean_chosen=mean_chosen,
+            reference=self._reference.get(part),
         )
-
-    def _with_others(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """For kto, add to each group its prompt with the answer of the group before it."""
-        if self.loss.is_paired:
-            return groups
-        from dataclasses import replace
-
-        found = []
-        for group, before in zip(groups, [groups[-1], *groups[:-1]], strict=True):
-            [own], [other] = group.examples, before.examples
-            start, begin = int(own.supervised.argmax()), int(other.supervised.argmax())
-            joined = replace(
-                own,
-                tokens=np.concatenate([own.tokens[:start], other.tokens[begin:]])[: self.corpus.limit],
-                supervised=np.concatenate([own.supervised[:start], other.supervised[begin:]])[
-                    : self.corpus.limit
-                ],
-            )
-            found.append(replace(group, other=joined if joined.supervised.any() else own))
-        return found
 
     def identity(self) -> str:
         return _identity(self.train)

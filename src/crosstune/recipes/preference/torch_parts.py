@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,17 @@ class PreferenceLM(CausalLM):
         )
         losses = self.preference(scores, TorchFunctions())
         return losses.sum(), measure_pairs(scores, entropy, self.preference)
+
+    def answer_log_probs(self, session: Any, batches: Iterable[PreferenceBatch]) -> list[Array]:
+        """Return the log probabilities of the answers of each batch; for single answers, the other answers after them."""
+
+        def compute(model: nn.Module, tensors: Tensors) -> torch.Tensor:
+            found = [self._log_probs(model, tensors)[0]]
+            if f"{_OTHER}input_ids" in tensors:
+                found.append(self._log_probs(model, tensors, prefix=_OTHER)[0])
+            return torch.cat(found)
+
+        return session.map_batches(batches, compute)
 
     def evaluate(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         return self.loss(model, tensors)
