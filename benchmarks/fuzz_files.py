@@ -40,7 +40,8 @@ def work(home: Path, seeds: range) -> None:
     from injection.hostile_files import make_case, run_case
     from injection.intact_files import Workshop
 
-    out = sys.stdout
+    out = os.fdopen(os.dup(1), "w")  # children and native code may write to standard output
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     with contextlib.redirect_stdout(io.StringIO()):
         shop = Workshop(home)
         shop.import_libraries()

@@ -182,6 +182,21 @@ def test_a_model_that_is_here_is_checked_without_a_word(tiny_model: Path, capsys
     assert json.loads(capsys.readouterr().out)["not_checked"] == []
 
 
+@pytest.mark.parametrize(("packing", "steps"), [([], 7), (["--packing"], 1)])
+def test_steps_and_lengths_of_local_data_without_the_model(
+    packing: list[str], steps: int, write_jsonl: Any, capsys: Captured
+) -> None:
+    """Rows are counted without the model, and not taken to fill the context."""
+    data = write_jsonl([{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(60)])
+    words = ["plan", "--machine", "rtx-4090", "--model_name", "Qwen/Qwen3-8B", "--json", *packing]
+    found = []
+    for more in (["--dataset", str(data)], []):
+        assert main([*words, "--batch_size", "2", "--gradient_accumulation_steps", "4", *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)["prediction"])
+    assert found[0]["num_steps"] == steps and found[0]["hours"] is not None
+    assert packing or found[0]["bytes_per_rank"] < 0.95 * found[1]["bytes_per_rank"]
+
+
 def test_one_of_several_torch_processes(
     tiny_model: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:

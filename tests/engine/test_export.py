@@ -160,7 +160,12 @@ def test_a_tied_gguf_has_no_output_weight(tmp_path: Path) -> None:
     import gguf
 
     folder = make_tiny(tmp_path / "tied", tied=True, vocab=600)
-    gguf_writer.write_gguf(folder, tmp_path / "t.gguf", kind="f32")
+    told: list[tuple[int, int | None]] = []
+    show = lambda stage, done, total: told.append((done, total))  # noqa: E731
+    gguf_writer.write_gguf(folder, tmp_path / "t.gguf", kind="f32", progress=show)
+    done, total = told[-1]
+    size = (tmp_path / "t.gguf").stat().st_size
+    assert done == total and 0.5 * size < done <= size, "bytes, not weights"
     reader = gguf.GGUFReader(tmp_path / "t.gguf")
     names = {tensor.name for tensor in reader.tensors}
     assert "output.weight" not in names and "token_embd.weight" in names

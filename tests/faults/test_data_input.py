@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -172,6 +173,33 @@ def test_the_report_comes_before_the_errors_and_accounts_for_every_row(
     assert "2 rows cannot be read and are skipped" in told.out
 
 
+def test_what_training_rejects_is_not_called_cut(tiny_model: Path, write_jsonl: Any, capsys: Any) -> None:
+    path = write_jsonl([{"prompt": f"q{n}", "completion": "word " * (1 + 400 * (n == 5))} for n in range(12)])
+    words = ["--context_length", "128", "--eval_samples", "0"]
+    assert data(tiny_model, path, *words) == 2
+    told = capsys.readouterr().out
+    assert (
+        "too long    1, by " in told
+        and "training stops unless --truncation" in told
+        and " cut, by" not in told
+    )
+    assert data(tiny_model, path, *words, "--truncation", "cut") == 0
+    told = capsys.readouterr().out
+    assert "0 left out, 1 cut by " in told and "1 of 12 examples are cut, by" in told
+
+
+@pytest.mark.parametrize("words", [[], ["--dataset_format", "text"]])
+def test_the_advice_for_a_text_column_of_another_name_works(
+    tiny_model: Path, write_jsonl: Any, capsys: Any, words: list[str]
+) -> None:
+    path = write_jsonl([{"content": f"Document {n}."} for n in range(12)])
+    assert data(tiny_model, path, *words) == 2
+    advice = "--columns content=text"
+    assert advice in capsys.readouterr().err
+    assert data(tiny_model, path, *words, *advice.split()) == 0
+    assert "read as text" in capsys.readouterr().out
+
+
 def test_skipped_rows_are_listed_in_the_run(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     good = [json.dumps(row) for row in pairs(6)]
@@ -204,3 +232,32 @@ def test_bad_rows_of_every_kind_of_file_are_skipped(
     assert "3 read = 2 to train on + 1 unreadable" in capsys.readouterr().out
     path.write_text(text.replace('"text"', '"other"').replace("text\n", "other\n"))
     assert data(tiny_model, path, "--skip_bad_rows") == 2
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        json.dumps([{"text": "a"}, {"text": "b"}], indent=1).encode(),
+        b"text,other\na,b\n",
+        b"{'text': 'a'}\n",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n",
+        gzip.compress(b'{"text": "a"}\n', mtime=0),
+        '{"text": "a"}\n'.encode("utf-32"),
+        b'"a"\n"b"\n',
+    ],
+)
+def test_a_file_without_a_readable_row_is_not_called_empty(
+    contents: bytes, tiny_model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(contents)
+    assert data(tiny_model, tmp_path / "bad.jsonl") == 2
+    told = capsys.readouterr()
+    assert "No row of" in told.err and "the first: " in told.err and "line 1 is not" in told.err
+    (tmp_path / "good.jsonl").write_text('{"text": "a"}\n')
+    assert data(tiny_model, tmp_path, "--skip_bad_rows") == 0  # the rows of the other file are counted
+    assert "1 to train on + " in (out := capsys.readouterr().out) and "unreadable" in out
+
+
+def test_a_blank_source_is_one_error(capsys: Any) -> None:
+    assert main(["data", " "]) == 2
+    assert "SOURCE is blank" in (told := capsys.readouterr().err) and "backslash" not in told

@@ -108,7 +108,20 @@ def test_a_result_without_room_is_refused_with_both_sizes(
 ) -> None:
     free = {"mine": 5_000, "checkpoints": 10**9}
     monkeypatch.setattr("crosstune.checkpoint.write.free_space", lambda folder: free[folder.name])
-    with pytest.raises(SaveFailed, match=r"[\d.]+ kB are needed and 5.0 kB are free"):
+    with pytest.raises(SaveFailed, match=r"[\d.]+ kB are needed, but only 5.0 kB are free"):
         train(**options, name="mine", max_steps=2, save_steps=1)
     assert newest_valid(Path("runs/mine/checkpoints")) is not None
     assert not (Path("runs/mine") / "adapter").exists()
+
+
+def test_a_result_that_fits_is_saved_when_no_checkpoint_does(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched, pytest.raises(SaveFailed) as caught:
+        patched.setattr("crosstune.checkpoint.write.free_space", lambda folder: 4_000_000)
+        train(**options, name="mine", max_steps=4, save_steps=2)
+    # Both parts of what is needed, so that they exceed what is free.
+    assert "kB are needed, and 4 MB for the records of the run, but only 4 MB are free" in caught.value.why
+    assert "then run it again with" in caught.value.do  # there is nothing to continue from
+    assert (Path("runs/mine") / "adapter").is_dir() and newest_valid(Path("runs/mine/checkpoints")) is None
+    assert train(**options, name="mine", max_steps=4, save_steps=2, resume="auto").summary["steps"] == 4

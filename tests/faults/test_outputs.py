@@ -25,11 +25,12 @@ from latent_sessions import grammar_pairs
 from safetensors.numpy import load_file, save_file
 from unprivileged import as_other_user, reachable_folder
 
+from crosstune.cli.adopt import adopt
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import leftovers, staging_path
 from crosstune.files.journal import Journal
-from crosstune.files.outputs import check_output, is_stream, write_output
+from crosstune.files.outputs import check_output, check_output_folder, is_stream, write_output
 from crosstune.files.plain_files import no_room
 
 Captured = pytest.CaptureFixture[str]
@@ -93,6 +94,91 @@ def test_a_folder_is_checked_before_any_work(command: str, tmp_path: Path, capsy
         )
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("command", FILES)
+def test_an_existing_file_is_kept(command: str, tmp_path: Path, capsys: Captured) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("<!doctype html>mine")
+    (tmp_path / "link").symlink_to(mine)
+    for name in ("mine", "link"):
+        assert main([*FILES[command], str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert f"{tmp_path / name} already exists" in said and "do:" in said
+    assert mine.read_text() == "<!doctype html>mine" and (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("command", FILES)
+def test_a_file_of_a_run_is_kept_even_with_overwrite(command: str, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    (tmp_path / "run" / "plan.json").write_text('{"options": {}}')
+    for name in ("config.yaml", "report.html", "adapter/adapter_model.safetensors"):
+        file = tmp_path / "run" / name
+        file.write_text('<meta name="generator" content="crosstune">')
+        may_replace = [] if command in ("compare", "launch") else ["--overwrite"]
+        assert main([*FILES[command], str(file), *may_replace]) == 2
+        assert f"it belongs to the run {tmp_path / 'run'}" in capsys.readouterr().err
+        assert "generator" in file.read_text()
+    with pytest.raises(UserError, match="cannot be written"):
+        check_output(tmp_path / "run" / "checkpoints" / "new", option="out")
+    check_output(tmp_path / "run" / "answers.jsonl", option="out")
+    assert main([*FOLDERS["checkpoint import"], str(tmp_path / "run")]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", FILES | FOLDERS)
+def test_a_name_with_control_characters_is_rejected(command: str, tmp_path: Path, capsys: Captured) -> None:
+    assert main([*(FILES | FOLDERS)[command], str(tmp_path / "a\nb")]) == 2
+    assert "control characters" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["merge", "export", "convert", "checkpoint export"])
+def test_a_root_or_a_broken_link_is_no_output_folder(command: str, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    assert main([*FOLDERS[command], str(tmp_path / "link")]) == 2
+    assert "it is a broken link" in (said := capsys.readouterr().err) and "do:" in said
+    with as_other_user():
+        assert main([*FOLDERS[command], "/"]) == 2
+    assert "/ is not empty" in (said := capsys.readouterr().err) and "do:" in said
+
+
+def test_folders_without_a_name_can_be_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    check_output_folder(Path(), option="out")
+    check_output_folder(Path(".."), option="out")
+    with as_other_user(), pytest.raises(UserError, match="cannot be written"):
+        check_output_folder(Path("/"), option="out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_adopt_needs_a_project_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("nowhere")
+    with as_other_user(), pytest.raises(UserError, match="is the root of the file system"):
+        adopt(Path("/tmp/.."), force=True)
+    with pytest.raises(UserError, match="file is a file, not a folder"):
+        adopt(tmp_path / "file")
+    with pytest.raises(UserError, match="link is a broken link, not a folder"):
+        adopt(tmp_path / "link")
+
+
+def test_an_archive_replaces_only_what_the_user_allows(
+    adapter: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    run, out = adapter.parent, tmp_path / "a.tar"
+    (tmp_path / "link.tar").symlink_to(out)
+    words = ["move", str(run), "--to", "cpu", "--out"]
+    assert main([*words, str(tmp_path / "link.tar")]) == 0  # the link stays
+    assert out.is_file() and (tmp_path / "link.tar").is_symlink()
+    assert f"--resume {tmp_path / 'link.tar'} " in capsys.readouterr().out
+    out.write_text("mine")
+    assert main([*words, str(out)]) == 2 and out.read_text() == "mine"
+    assert "pass --overwrite" in capsys.readouterr().err
+    assert main([*words, str(out), "--overwrite"]) == 0 and out.read_bytes() != b"mine"
+    default = run.with_name("run-step1-cpu.crosstune.tar")
+    default.write_text("mine")
+    assert main(words[:-1]) == 2 and default.read_text() == "mine"
 
 
 def test_a_folder_without_rights_is_refused_by_its_own_name(tmp_path: Path) -> None:
@@ -393,7 +479,7 @@ def test_verdicts_continue_after_a_kill_and_go_into_pipes(
     assert "continues after" in capsys.readouterr().err
     continued = output.read_text()
     assert continued.count("\n") == 48
-    assert main(words) == 0
+    assert main([*words, "--overwrite"]) == 0
     assert output.read_text() == continued
     assert "continues after" not in capsys.readouterr().err
 

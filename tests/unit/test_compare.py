@@ -55,6 +55,30 @@ def test_options_and_results_that_differ(compared: Comparison) -> None:
     assert compared.notes == []
 
 
+def test_values_that_a_resume_changed_and_values_that_are_not_set(runs: Path, tmp_path: Path) -> None:
+    changed = ["lr: 0.0002 in the checkpoint, 0.0001 now", "wd: 0.01 in the checkpoint, 0.02 now"]
+    resumed = {"kind": "resumed", "step": 5, "changed_options": changed}
+    for name, model, options in (
+        ("a", "x", {"num_epochs": 0, "max_steps": 9}),
+        ("b", "y", {"max_steps": -1}),
+    ):
+        folder = make_run(tmp_path / name, num_steps=5)
+        plan = json.loads((folder / "plan.json").read_text())
+        plan["options"] |= {"lr": 0.0001, "wd": 0.02, "num_epochs": 1, **options}
+        plan["model"] = {"identity": {"sha256": model}}
+        (folder / "plan.json").write_text(json.dumps(plan))
+        summary = json.loads((folder / "summary.json").read_text()) | {"tokens_per_s": 5.0 + len(options)}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        with (folder / "events.jsonl").open("a") as events:
+            events.write(json.dumps(resumed) + "\n" if name == "a" else "")
+    found = compare_runs(["a", "b"], parent=tmp_path)
+    options = {row.label: [cell.text for cell in row.cells] for row in found.options}
+    assert options["lr"] == ["0.0002 then 0.0001", "0.0001"] and options["wd"] == ["0.01 then 0.02", "0.02"]
+    assert options["num_epochs"] == ["not set", "1"] and options["max_steps"] == ["9", "not set"]
+    speed = next(row for row in found.results if row.label == "speed")
+    assert speed.best is None, "of different models"
+
+
 def test_runs_of_different_recipes_and_without_metrics(runs: Path) -> None:
     found = compare_runs(["one", str(runs / "three")], parent=runs)
     assert any("the recipes differ (sft, judge)" in note for note in found.notes)

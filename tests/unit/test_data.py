@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from crosstune.config.load import make_config
+from crosstune.data.batches import packing
 from crosstune.data.batches.packing import PackedOrder, pack
 from crosstune.data.batches.row_order import RowOrder
 from crosstune.data.batches.token_batch import (
@@ -244,3 +245,34 @@ def test_documents_stand_in_one_row_without_padding() -> None:
     assert found.targets.tolist() == [[50, 60, 70, 80, 90, 30, 40, 50, 60]]
     assert found.segments.tolist() == [[1, 1, 2, 3, 3, 4, 4, 4, 4]]
     assert found.positions.tolist() == [[0, 1, 0, 0, 1, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("capacity", [16, 1000])
+def test_rows_of_many_epochs_are_counted_once(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.array([3, 9, 4, 12, 7, 5, 2, 8, 11, 6, 6, 10, 13, 3, 5])
+    packed = PackedOrder(lengths, capacity=capacity, seed=3)
+    counts = [len(packed.epoch(number)) for number in range(40)]
+    assert len(set(counts)) > 1 or capacity == 1000
+    for num_epochs in (0.3, 1, 7.5, 39.9):
+        whole = int(num_epochs)
+        expected = sum(counts[:whole]) + round(counts[whole] * (num_epochs - whole))
+        assert packed.num_rows(num_epochs) == expected
+        assert packed.num_rows(num_epochs, at_most=5) == min(expected, 5)
+    flat = [row for number in range(40) for row in map(packed.epoch(number).row, range(counts[number]))]
+    found = PackedOrder(lengths, capacity=capacity, seed=3).rows(11, 30)
+    assert [row.tolist() for row in found] == [row.tolist() for row in flat[11:30]]
+    places = [(number, row) for number in range(40) for row in range(counts[number])]
+    assert [packed.place(row) for row in range(len(places))] == places
+
+    calls: list[int] = []
+    real = packing.pack
+    monkeypatch.setattr(packing, "pack", lambda *args, **more: calls.append(1) or real(*args, **more))
+    fresh = PackedOrder(lengths, capacity=capacity, seed=3)
+    order = RowOrder(num_examples=15, seed=3, rows_per_step=1, num_epochs=300.5, max_steps=-1, packed=fresh)
+    first_calls = order.num_steps() and len(calls)
+    for step in range(20):
+        order.rows(step)
+        order.position(step)
+    # A step packs its own epoch, not all epochs again.
+    assert first_calls == (301 if capacity == 16 else 0)
+    assert len(calls) - first_calls <= 20

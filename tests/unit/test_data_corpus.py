@@ -231,12 +231,118 @@ def test_one_prompt_for_all_rows_is_held_out_by_text(tiny_model: Path, write_jso
     assert not set(made.held_out.hashes()) & set(made.train.hashes())
 
 
-def test_a_split_without_duplicates_does_not_depend_on_the_rules(data: Path, tiny_model: Path) -> None:
-    new, old = (
-        recipe(tiny_model, dataset=str(data), context_length=4096, data_rules=rules) for rules in (2, 1)
+def test_a_split_without_duplicates_does_not_depend_on_the_rules(
+    data: Path, tiny_model: Path, write_jsonl: Any
+) -> None:
+    for others in ("", f",{write_jsonl([ask(f'q{n}', 'a') for n in range(50)], 'others.jsonl')}"):
+        dataset = str(data) + others
+        made = [
+            recipe(tiny_model, dataset=dataset, context_length=4096, data_rules=rules) for rules in (3, 2, 1)
+        ]
+        assert len({one.identity() for one in made}) == 1
+        assert len({one.eval_identity() for one in made} - {None}) == 1
+
+
+FROM_BEFORE = {
+    (1, False): [16, 29, 34, 43, 49, 59, 66, 68, 76, 104, 108, 114],
+    (1, True): [16, 29, 34, 43, 49, 59, 67, 69, 77, 109, 115],
+    (2, False): [34, 35, 36, 37, 58, 59, 66, 68, 76, 104, 108, 114],
+    (2, True): [34, 35, 36, 37, 58, 59, 67, 69, 77, 109, 115],
+}  # fmt: skip
+
+
+def prompts_of(made: SftRecipe, corpus: Any) -> set[str]:
+    """The texts before the first supervised token."""
+    return {
+        made.tokenizer.decode(example.tokens[: int(example.supervised.argmax())].tolist())
+        for example in corpus or ()
+    }
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [ask(f"q{n}", f"b{n}") for n in range(100)],
+        [ask(f"q{n // 4}", f"b{n}") for n in range(100)],
+        [*(ask(f"q{n}", f"b{n}") for n in range(0, 100, 3)), *(ask(f"r{n}", f"b{n}") for n in range(50))],
+        [ask(f"q{n // 8}", f"b{n}") for n in range(800)],
+    ],
+    ids=["the same prompts", "repeated prompts", "some prompts", "many times"],
+)
+@pytest.mark.parametrize("options", [{}, {"dedup": True, "dataset_samples": 50}, {"eval_fraction": 0.3}])
+def test_a_prompt_is_on_one_side_of_the_split_in_all_sources(
+    tiny_model: Path, write_jsonl: Any, others: list[dict[str, str]], options: dict[str, Any]
+) -> None:
+    first = write_jsonl([ask(f"q{n}", f"a{n}") for n in range(100)], "first.jsonl")
+    sources = f"{first},{write_jsonl(others, 'second.jsonl')}"
+    leaks = 0
+    for seed in range(2):
+        made = recipe(tiny_model, dataset=sources, seed=seed, **options)
+        assert not prompts_of(made, made.train) & prompts_of(made, made.held_out)
+        counts = made.describe()["rows"]
+        assert counts["read"] == sum(counts.values()) - counts["read"]
+        assert 0 < counts["held_out"] <= options.get("eval_fraction", 0.1) * counts["read"]
+        old = recipe(tiny_model, dataset=sources, seed=seed, data_rules=2, **options)
+        leaks += len(prompts_of(old, old.train) & prompts_of(old, old.held_out))
+    assert leaks, "the case does not occur"
+
+
+def test_a_frequent_prompt_in_one_source_does_not_affect_the_others(
+    tiny_model: Path, write_jsonl: Any
+) -> None:
+    poems = write_jsonl([ask("Write a poem.", f"poem {n // 2}") for n in range(100)], "poems.jsonl")
+    chats = write_jsonl([ask(f"q{n // 2}", f"a{n}") for n in range(100)], "chats.jsonl")
+    book = chats.with_name("book.txt")
+    book.write_text(" ".join(f"word{n}" for n in range(2000)))
+    for order in (f"{poems},{chats}", f"{chats},{poems}", f"{book},{chats},{poems}"):
+        made = recipe(tiny_model, dataset=order, context_length=256)
+        assert len(made.held_out or ()) >= 20
+        shared = prompts_of(made, made.train) & prompts_of(made, made.held_out) - {""}
+        assert len(shared) == 1 and "poem" in shared.pop()
+        assert made.held_out is not None
+        assert not set(made.held_out.hashes()) & set(made.train.hashes())
+
+
+def test_the_split_of_older_runs_does_not_change(tiny_model: Path, write_jsonl: Any) -> None:
+    """Rows that were held out before version 3 of the rules; they follow from the seed alone."""
+    first = write_jsonl([ask(f"q{n // 2}", f"a{n}") for n in range(60)], "first.jsonl")
+    second = write_jsonl([ask(f"q{n}", f"a{n % 20}") for n in range(60)], "second.jsonl")
+    found = {}
+    for rules in (1, 2):
+        for dedup in (False, True):
+            options = {"dataset": f"{first},{second}", "data_rules": rules, "dedup": dedup}
+            made = recipe(tiny_model, **options, dataset_samples=50)
+            assert made.held_out is not None
+            found[rules, dedup] = made.held_out.rows().tolist()
+    assert found == FROM_BEFORE
+
+
+def test_what_is_cut_does_not_make_rows_different(
+    tiny_model: Path, tokenizer: Tokenizer, write_jsonl: Any, tmp_path: Path
+) -> None:
+    same = [ask("same", "common start " * 20 + f"tail {n}") for n in range(80)]
+    cut = {"truncation": "cut", "context_length": 40}
+    for rows in (same, [{"text": row["completion"]} for row in same]):
+        path = write_jsonl(rows)
+        described = recipe(tiny_model, dataset=str(path), **cut).describe()
+        assert described["train"]["duplicates"] == 79
+        assert any("nothing is evaluated" in line for line in described["warnings"])
+        assert len(recipe(tiny_model, dataset=str(path), dedup=True, **cut).train) == 1
+        old = recipe(tiny_model, dataset=str(path), data_rules=2, **cut)
+        described = old.describe()
+        assert described["train"]["duplicates"] == 71
+        assert any(line.startswith("8 held-out examples are also") for line in described["warnings"])
+        whole = recipe(tiny_model, dataset=str(path), context_length=4096)
+        assert whole.describe()["train"]["duplicates"] == 0
+        assert len(whole.held_out or ()) == 8
+    # Only the long rows are cut: a short row is the same as itself, in memory and on disk.
+    path = write_jsonl(
+        [*same, ask("same", "short"), ask("same", "short"), *(ask(f"q{n}", "a") for n in range(30))]
     )
-    assert new.identity() == old.identity()
-    assert new.eval_identity() == old.eval_identity() is not None
+    for in_memory_bytes in (0, 1 << 20):
+        corpus = opened(path, tokenizer, tmp_path, in_memory_bytes=in_memory_bytes, **cut)
+        assert corpus.stats["duplicates"] == 80
+        assert len(np.unique(corpus.hashes())) == 111, "the identity of the data includes what is cut"
 
 
 def test_dedup_drops_rows_in_all_sources_and_held_out_rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import socket
 from pathlib import Path
@@ -19,7 +20,7 @@ from crosstune.data.read.columns import pick_rows, uniform_sources
 from crosstune.data.read.files import FilePart
 from crosstune.data.read.formats import recognise, to_conversation
 from crosstune.data.read.hub import HubPart
-from crosstune.data.read.sources import Source, open_source, split_of
+from crosstune.data.read.sources import Source, check_name, open_source, split_of
 from crosstune.files.hub_reach import why_unreachable
 
 ROWS = [
@@ -298,3 +299,24 @@ def test_data_in_a_folder_that_cannot_be_read_is_not_left_out_in_silence(name: s
                 assert f"{locked}: Permission denied" in caught.value.why
             else:
                 assert [part.path.name for part in open_source(str(data)).parts] == ["rows.jsonl"]
+
+
+def test_pipes_devices_and_broken_links_are_named_for_what_they_are(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "broken.jsonl").symlink_to("nowhere")
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    kinds = {"pipe.jsonl": "a named pipe", "broken.jsonl": "a broken link", "loop.jsonl": "a broken link"}
+    for name, kind in kinds.items():
+        for open_or_check in (open_source, check_name):
+            with pytest.raises(UserError, match=f"{name} cannot be read as data") as caught:
+                open_or_check(str(tmp_path / name))
+            assert caught.value.why == f"it is {kind}." and "did you mean" not in caught.value.do
+        folder = tmp_path / f"folder-{name}"
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
+        (tmp_path / name).rename(folder / name)
+        with pytest.raises(UserError, match=f"{name} cannot be read as data"):  # not left out in silence
+            open_source(str(folder))
+    with pytest.raises(UserError, match="/dev/null cannot be read as data") as caught:
+        check_name("/dev/null")
+    assert caught.value.why == "it is a device."

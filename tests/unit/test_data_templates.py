@@ -17,7 +17,7 @@ from crosstune.data.batches.token_batch import Example
 from crosstune.data.read.formats import as_messages
 from crosstune.data.render.built_in_templates import TEMPLATES, read_template
 from crosstune.data.render.rendering import encode_conversation, encode_prompt, render, render_conversation
-from crosstune.data.render.template import REASONING_KEYS
+from crosstune.data.render.types import REASONING_KEYS
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.models.adapter_files import has_trained_template
 from crosstune.recipes.sft import SftRecipe

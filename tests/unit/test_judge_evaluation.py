@@ -19,6 +19,7 @@ from crosstune.data.batches.row_order import rows_per_step
 from crosstune.estimate.machine import BackendReport, Device
 from crosstune.files.json_files import to_json
 from crosstune.recipes.judge.evaluation import (
+    FEW_GROUPS,
     baseline_verdicts,
     defined_metrics,
     evaluate_items,
@@ -174,6 +175,24 @@ def test_a_file_of_predictions_alone_gives_the_table_of_the_test(tmp_path: Path,
     path.write_text(json.dumps(rows))
     assert main(["judge", "eval", "--predictions", str(path)]) == 0
     assert "fitted on the same items" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("own", "loses"), [((9.0, 0.0), True), ((4.0, 8.0), False)])
+def test_the_table_says_whether_the_judge_beats_its_baselines(own: tuple[float, ...], loses: bool) -> None:
+    items = scored(4, 8)
+    others = baseline_verdicts(items, scale=TEN, train=scored(8, 4))
+    found = [Judgement(score=score) for score in own]
+    lines = list(table_lines(evaluate_with_baselines(items, found, scale=TEN, others=others)))
+    [lead] = [line for line in lines if "best baseline" in line]
+    assert ("no better than this baseline" in lead) == loses and "human" not in lead
+
+
+@pytest.mark.parametrize("num_groups", [2, FEW_GROUPS])
+def test_intervals_from_few_groups_get_a_caution(num_groups: int) -> None:
+    items = scored(*range(num_groups))
+    found = [Judgement(score=float(place)) for place in range(num_groups)]
+    notes = evaluate_items(items, found, scale=TEN)["notes"]
+    assert any("too narrow" in note for note in notes) == (num_groups < FEW_GROUPS)
 
 
 @pytest.mark.parametrize(

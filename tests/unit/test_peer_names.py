@@ -84,6 +84,35 @@ def test_values_are_translated_too(tmp_path: Path) -> None:
         load("--lora_target_linear", "false")
 
 
+@pytest.mark.parametrize("flag", ["--resume_from_checkpoint", "--resume"])
+def test_a_value_of_another_trainer_is_noted(flag: str) -> None:
+    config = load(flag, "True", "--name", "a")
+    assert config.resume == make_config(resume_from_checkpoint=True).resume == "auto"
+    assert config.renamed == {"resume": f"{flag[2:]} True"}
+    assert load(flag, "runs/a").renamed == {} and load(flag, "false").resume == "none"
+    assert load("--use_gradient_checkpointing", "unsloth").use_gradient_checkpointing is True
+    assert load("--use_gradient_checkpointing").renamed == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("dataset_text_field: content", "use --columns content=text"),
+        ("datasets: [{path: a.jsonl, type: chat_template}]", "instead: dataset: a.jsonl ("),
+        ("datasets: [{path: a.jsonl}, {path: org/b, type: alpaca}]", "instead: dataset: a.jsonl,org/b ("),
+        ("datasets: [{name: a.jsonl}]", "instead: --dataset FILE"),
+    ],
+)
+def test_advice_has_the_users_own_names(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(file=write(tmp_path, text + "\n"))
+    assert words in str(caught.value)
+
+
+def test_the_default_text_column_changes_nothing() -> None:
+    assert load("--dataset_text_field", "text").dataset_format == make_config().dataset_format
+
+
 def test_micro_batches_are_not_steps() -> None:
     assert load("--iters", "5").max_steps == 5
     with pytest.raises(ConfigError, match="iters"):

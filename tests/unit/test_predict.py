@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from crosstune.cli.arguments import at_least, parse_config
-from crosstune.cli.commands.plan import figure_rows, make_parser
+from crosstune.cli.commands.plan import describe_plan, figure_rows, make_parser
 from crosstune.config.load import make_config
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
@@ -195,6 +196,11 @@ TIGHT: list[tuple[str, dict[str, Any], str]] = [
         "--use_gradient_checkpointing",
     ),
     ("h100", {"train_type": "full", "model_name": "meta-llama/Llama-3.1-70B"}, "--train_type qlora"),
+    (
+        "rtx-4090",
+        {"train_type": "qlora", "model_name": "Qwen/Qwen3-32B", "context_length": 512},
+        "--lora_rank 8 (",
+    ),
 ]
 
 
@@ -208,6 +214,43 @@ def test_the_command_that_fits_is_named_and_fits(machine: str, asked: dict[str, 
     _, config = parse_config(make_parser(), words[2:])
     plan = make_plan(config, machine=load_machine(machine))
     assert plan.estimated_bytes is not None and plan.estimated_bytes <= plan.usable_bytes, found.fit.command
+
+
+def memory_warning(plan: Plan) -> str:
+    [found] = [a.reason for a in plan.adjustments if a.option == "batch_size" and a.kind == "warning"]
+    return found
+
+
+@pytest.mark.parametrize(("machine", "asked", "change"), TIGHT)
+def test_the_warning_offers_only_what_is_enough(machine: str, asked: dict[str, Any], change: str) -> None:
+    """Each flag in the warning that is followed alone makes the step fit; --low_memory changes no estimate."""
+    warning = memory_warning(plan_on(machine, **asked))
+    assert "--low_memory" not in warning
+    advised = [flags for flags in re.split(r", | or |use |; ", warning) if flags.startswith("--")]
+    for flags in advised:
+        words = [f"--{option}={given}" for option, given in ({"model_name": LLAMA} | asked).items()]
+        _, config = parse_config(make_parser(), [*words, *flags.split()])
+        plan = make_plan(config, machine=load_machine(machine))
+        assert plan.estimated_bytes is not None and plan.estimated_bytes <= plan.usable_bytes, flags
+    assert advised or "no other single option is enough" in warning
+
+
+def test_a_step_that_does_not_fit_is_told_first_and_has_no_speed() -> None:
+    hopeless = plan_on("rtx-4090", train_type="full", model_name="meta-llama/Llama-3.1-8B")
+    lines = describe_plan(hopeless, prediction=predict(hopeless))
+    assert lines[0].startswith("fits         no: a step needs about 165.0 GiB")
+    assert not any("tok/s" in line for line in lines) and "does not fit into memory" in memory_warning(
+        hopeless
+    )
+    tight = plan_on("rtx-4090", train_type="qlora", model_name="Qwen/Qwen3-32B")
+    lines = describe_plan(tight, prediction=predict(tight))
+    assert lines[0].startswith("fits         perhaps not") and any("tok/s" in line for line in lines)
+    easy = plan_on("rtx-4090", train_type="qlora")
+    assert not any(line.startswith("fits") for line in describe_plan(easy, prediction=predict(easy)))
+
+
+def test_a_profile_does_not_claim_that_something_ran() -> None:
+    assert "ran on this machine" not in "\n".join(describe_plan(plan_on("rtx-4090", train_type="qlora")))
 
 
 def test_what_fits_needs_no_change_and_what_never_fits_has_none() -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.data.render.rendering import encode_conversation, encode_prompt, unlike_prompt
+from crosstune.data.render.rendering import encode_conversation, encode_prompt, render, unlike_prompt
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.sft import SftRecipe
 
@@ -86,7 +86,7 @@ def test_a_row_begins_with_the_tokens_of_its_prompt(tokenizer: Tokenizer, header
         prompt = encode_prompt(turns[:1], tokenizer)
         for whole in (False, True):
             example = encode_conversation(turns, tokenizer, index=0, whole=whole)
-            old = encode_conversation(turns, replace(tokenizer, splits_prompts=False), index=0, whole=whole)
+            old = encode_conversation(turns, replace(tokenizer, data_rules=1), index=0, whole=whole)
             assert example.tokens[: len(prompt)].tolist() == prompt
             assert tokenizer.decode(example.tokens.tolist(), keep_special=True) == tokenizer.decode(
                 old.tokens.tolist(), keep_special=True
@@ -108,6 +108,57 @@ def test_every_answer_of_a_conversation_begins_a_token(tokenizer: Tokenizer) -> 
     assert learned == half * 2
     first = len(encode_prompt(turns[:1], tokenizer))
     assert example.tokens[first : first + len(half)].tolist() == half
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+@pytest.mark.parametrize("macro", [False, True])
+def test_a_row_begins_with_the_tokens_of_every_prompt(tokenizer: Tokenizer, header: str, macro: bool) -> None:
+    """A prompt has its earlier answers as the row has them, and as the model wrote them."""
+    source = template(header)
+    if macro:  # the loops cannot be marked
+        loop, _, prompt = source.partition("{% if add_gen")
+        source = "{% macro all() %}" + loop + "{% endmacro %}{{ all() }}{% if add_gen" + prompt
+    tokenizer = replace(tokenizer, chat_template=source)
+    different = 0
+    for answers in zip(ANSWERS, ANSWERS[1:], ANSWERS[2:], strict=False):
+        turns = [
+            {"role": role, "content": text}
+            for answer in answers
+            for role, text in (("user", "Hello"), ("assistant", answer))
+        ]
+        row = encode_conversation(turns, tokenizer, index=0, whole=False).tokens.tolist()
+        for asked in (turns[:1], turns[:3], turns[:5]):
+            prompt = encode_prompt(asked, tokenizer)
+            assert row[: len(prompt)] == prompt
+            different += prompt != tokenizer.encode(render(asked, tokenizer, add_generation_prompt=True)).ids
+    assert different or header == HEADERS["special"], "the case does not occur"
+
+
+@pytest.mark.parametrize("answer", [" one", "\n\n one", "one", "one \n", " "])
+@pytest.mark.parametrize("side", ["rstrip", "lstrip"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_token_that_strips_white_space_is_not_part_of_the_answer_beside_it(
+    tokenizer: Tokenizer, answer: str, side: str, marked: bool
+) -> None:
+    """`<|assistant|>` of Phi-3 takes in the white space at the beginning of an answer."""
+    rust = RustTokenizer.from_str(tokenizer.rust.to_str())
+    rust.add_special_tokens([AddedToken(f"<|{role}|>", **{side: True}) for role in ("user", "assistant")])
+    begin, end = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}" + begin + "{{ m.content }}" + end +
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )  # fmt: skip
+    tokenizer = replace(tokenizer, rust=rust, chat_template=source)
+    roles = ("user", "assistant", "user", "assistant")
+    turns = [{"role": role, "content": answer if role == "assistant" else "Hello"} for role in roles]
+    example = encode_conversation(turns, tokenizer, index=0, whole=False)
+    learned = tokenizer.decode(example.tokens[example.supervised].tolist(), keep_special=True)
+    assert "".join(learned.split()) == answer.strip() * 2
+    first = len(encode_prompt(turns[:1], tokenizer))
+    assert not example.supervised[:first].any()
+    old = encode_conversation(turns, replace(tokenizer, data_rules=2), index=0, whole=False)
+    assert old.tokens.tolist() == example.tokens.tolist(), "only the mask depends on this rule"
+    assert (old.supervised >= example.supervised).all()
 
 
 @pytest.fixture
@@ -145,6 +196,28 @@ def test_a_prompt_that_rows_do_not_contain_is_reported(spaced_model: Path, write
     assert "Answer: Good" in told
 
 
+def test_a_prompt_that_skips_the_reasoning_which_rows_lack_is_reported(tokenizer: Tokenizer) -> None:
+    skipping = template("Answer: ") + "{% if add_generation_prompt %}<think>\n\n</think>{% endif %}"
+    told = unlike_prompt(replace(tokenizer, chat_template=skipping))
+    assert told is not None and "</think>" in told[0]
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1", "nemotron3_nano", "qwen3"])
+@pytest.mark.parametrize("options", [{}, {"train_on_prompt": True}])
+def test_rows_without_the_reasoning_that_the_prompt_opens_are_counted(
+    spaced_model: Path, write_jsonl: Any, name: str, options: dict[str, Any]
+) -> None:
+    (spaced_model / "chat_template.jinja").write_bytes((TEMPLATES / f"{name}.jinja").read_bytes())
+    told = []
+    for thoughts in ({}, {"reasoning_content": "Say a."}):
+        path = write_jsonl([conversation({}, thoughts), conversation(thoughts)])
+        made = opened(spaced_model, path, **options).describe()
+        told.append(made["train"]["without_reasoning"])
+        assert any("no reasoning" in line for line in made.get("warnings", ())) == bool(told[-1])
+    # DeepSeek-R1 removes reasoning from all answers; the prompt of Qwen3 does not open it.
+    assert told == {"deepseek_r1": [2, 2], "nemotron3_nano": [2, 0], "qwen3": [0, 0]}[name]
+
+
 @pytest.mark.parametrize("file", sorted(TEMPLATES.glob("*.jinja")), ids=lambda path: path.stem)
 def test_templates_in_use_write_their_prompts(tokenizer: Tokenizer, file: Path) -> None:
     assert unlike_prompt(replace(tokenizer, chat_template=file.read_text(encoding="utf-8"))) is None
@@ -174,6 +247,9 @@ def learned(made: SftRecipe, place: int = 0) -> str:
         ({"training": False}, {}),
         ({"masked": True}, {"masked": False}),
         ({"mask": True}, {"mask": None}),
+        ({"weight": "0"}, {"weight": "1.0"}),
+        ({"train": "False"}, {"train": "true"}),
+        ({"mask": "yes"}, {"mask": ""}),
     ],
 )
 def test_excluded_turns_carry_no_loss(
@@ -192,8 +268,9 @@ def test_excluded_turns_carry_no_loss(
 
 
 def test_a_weight_between_is_an_error_and_other_keys_are_reported(tiny_model: Path, write_jsonl: Any) -> None:
-    with pytest.raises(UserError, match=r"line 1: A message has the weight 0\.5"):
-        opened(tiny_model, write_jsonl([conversation({"weight": 0.5})]))
+    for weight in (0.5, "0.5", "none"):
+        with pytest.raises(UserError, match=r"line 1: A message has the weight \"?(0\.5|none)"):
+            opened(tiny_model, write_jsonl([conversation({"weight": weight})]))
     row = conversation({"time": "noon", "mask": [1, 0], "id": ""})
     for written in (row, {"messages": json.dumps(row["messages"])}):
         made = opened(tiny_model, write_jsonl([written]))
@@ -203,3 +280,58 @@ def test_a_weight_between_is_an_error_and_other_keys_are_reported(tiny_model: Pa
 def test_nothing_to_learn_is_an_error(tiny_model: Path, write_jsonl: Any) -> None:
     with pytest.raises(UserError, match="nothing to learn"):
         opened(tiny_model, write_jsonl([conversation({"weight": 0})] * 3))
+
+
+THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content and loop.index > 2 %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_an_answer_without_text_may_still_be_learned(spaced_model: Path, write_jsonl: Any) -> None:
+    """It is part of the prompt, or it has reasoning that the template writes in this turn."""
+    (spaced_model / "chat_template.jinja").write_text(THINKS)
+    thought = {"content": "", "reasoning": "why"}
+    rows = [
+        conversation({"content": "", "weight": 0}, {}),
+        conversation({}, thought),
+        conversation({"content": ""}, {}),
+        conversation(thought, {}),  # not rendered in the first turns
+        conversation(thought, thought),
+        {"prompt": [*conversation({"content": ""})["messages"], {"role": "user", "content": "q"}], "completion": "a1"},
+    ]  # fmt: skip
+    made = opened(spaced_model, write_jsonl(rows[:5]))
+    assert [example.index for example in made.train] == [0, 1]
+    assert [learned(made, place) for place in (0, 1)] == ["a1", "a0<think>why</think>"]
+    assert made.describe()["train"]["empty_answers"] == 3
+    assert learned(opened(spaced_model, write_jsonl(rows[5:]))) == "a1"
+    with pytest.raises(UserError, match="All 5 rows"):
+        opened(spaced_model, write_jsonl(rows[:5]), data_rules=2)
+
+
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if m.content and SHOWN %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{% generation %}CALL {{ call.function.name }}{% endgeneration %}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("shown", "kept"), [("true", "a1"), ("not loop.last", "")])
+def test_marks_belong_to_the_turn_that_writes_them(
+    spaced_model: Path, write_jsonl: Any, shown: str, kept: str
+) -> None:
+    (spaced_model / "chat_template.jinja").write_text(CALLS.replace("SHOWN", shown))
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+    row = conversation({"tool_calls": calls, "weight": 0}, {})
+    turned = conversation({"tool_calls": calls}, {"weight": 0})
+    history = {"prompt": conversation({"tool_calls": calls})["messages"], "completion": "a1"}
+    history["prompt"].append({"role": "user", "content": "q1"})
+    made = opened(
+        spaced_model, write_jsonl([row, turned, {"messages": row["messages"][:2]}][1 - bool(kept) :])
+    )
+    assert [learned(made, place) for place in range(len(made.train))] == [*[kept] * bool(kept), "a0CALL look"]
+    if kept:
+        assert learned(opened(spaced_model, write_jsonl([history]))) == "a1"

@@ -34,6 +34,13 @@ def test_every_public_name_is_there(name: str) -> None:
     assert name in dir(crosstune)
 
 
+@pytest.mark.parametrize("name", ["train", "plan"])
+def test_an_argument_without_a_name_is_explained(name: str) -> None:
+    with pytest.raises(UserError, match="by name") as caught:
+        getattr(crosstune, name)("tiny-random", dataset="chats.jsonl")
+    assert f"{name}(model_name='tiny-random'" in caught.value.do
+
+
 def test_options_are_those_of_the_command() -> None:
     config = read_config({"model_name": Path("some/model"), "lora_target_modules": ["q_proj", "v_proj"]})
     assert (config.model_name, config.lora_target_modules) == ("some/model", "q_proj,v_proj")

@@ -288,7 +288,7 @@ def test_a_damaged_judge_test_is_left_out_with_a_warning(tmp_path: Path) -> None
     for name, found in judge_files():
         (folder / name).write_text(json.dumps(found))
     words = render_page(folder).words()
-    assert "differ from human scores by 0.50 points" in words and "0.400 to 0.600" in words
+    assert "differ from the reference scores by 0.50 points" in words and "0.400 to 0.600" in words
     for text in ("[1]", "{", '{"confusion": {"labels": ["1"], "counts": [[1, 2]]}}'):
         (folder / "test_metrics.json").write_text(text)
         assert "The section Judge is missing" in render_page(folder).words()

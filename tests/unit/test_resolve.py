@@ -11,7 +11,7 @@ from planned import adjustment, plan_on
 from crosstune.checkpoint.read import Checkpoint
 from crosstune.cli.commands.plan import describe_plan
 from crosstune.config.load import make_config
-from crosstune.config.resolve.facts import Facts
+from crosstune.config.resolve.facts import Facts, Preset
 from crosstune.config.resolve.resolve import resolve
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import ConfigError, UserError
@@ -255,6 +255,39 @@ def test_a_learning_rate_that_hardly_works_is_told(asked: dict[str, Any], words:
     found = [a.sentence() for a in plan.adjustments if a.option == "lr"]
     assert len(found) == (words is not None)
     assert words is None or words in found[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "facts", "lr"),
+    [
+        ({"train_type": "full"}, {}, 2e-5),
+        ({"train_type": "full", "optimizer": "paged_adamw_8bit"}, {}, 2e-5),
+        ({"train_type": "full", "optimizer": "lion"}, {}, 3e-6),
+        ({"train_type": "full", "lr": 2e-4}, {}, 2e-4),
+        ({"train_type": "full"}, {"preset": {"lr": Preset(value=1e-4, reason="tried")}}, 1e-4),
+        ({"train_type": "full"}, {"has_base_model": False}, 2e-4),
+        *(({"train_type": name}, {}, 2e-4) for name in ("lora", "dora", "qlora", "llama_pro")),
+    ],
+)
+def test_the_default_learning_rate_depends_on_the_method(
+    asked: dict[str, Any], facts: dict[str, Any], lr: float
+) -> None:
+    plan = plan_on("h200", facts=facts, **asked)
+    assert plan.config.lr == lr
+    why = [a.reason for a in plan.adjustments if a.option == "lr" and a.kind == "choice"]
+    assert bool(why) == (lr != 2e-4)
+
+
+@pytest.mark.parametrize("train_type", ["full", "lora"])
+def test_a_resumed_run_keeps_its_default_learning_rate(train_type: str) -> None:
+    """Full fine-tuning had the default of adapters in earlier versions."""
+    manifest = make_manifest(recipe="sft", options={"train_type": train_type, "lr": 2e-4})
+    checkpoint = Checkpoint(folder=Path("runs/old/checkpoints/step-00000001"), manifest=manifest)
+    again = make_config(name="old", resume="auto", train_type=train_type)
+    completed = resume.complete_named(again, checkpoint)
+    assert plan_on("h200", **completed.options_asked()).config.lr == 2e-4
+    faster = make_config(name="old", resume="auto", train_type=train_type, lr=1e-3)
+    assert resume.complete_named(faster, checkpoint).lr == 1e-3
 
 
 def test_a_model_that_starts_from_nothing_has_other_learning_rates() -> None:

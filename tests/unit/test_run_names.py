@@ -53,6 +53,15 @@ def test_resume_compare_and_report_take_the_name_of_a_run(
         assert str(first) in capsys.readouterr().err
 
 
+def test_a_name_that_does_not_exist_is_answered_with_the_runs(
+    first: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (first / "metrics.jsonl").write_text('{"step": 1}\n')
+    for wrong in ("firts", "other"):
+        assert main(["plan", "--model_name", "tiny-random", "--resume", wrong]) == 2
+        assert str(first) in capsys.readouterr().err
+
+
 def test_a_path_and_a_bundled_model_come_before_a_name(first: Path) -> None:
     Path("first").mkdir()
     assert named_run("first") == "first"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from crosstune.config.load import load_config
 from crosstune.core.errors import UserError
 from crosstune.core.names import match_names
 from crosstune.files.json_fields import TEXT, check_fields, list_of, object_with, real, whole
@@ -137,6 +138,29 @@ def test_plain_yaml(tmp_path: Path) -> None:
         "more": {"lr": 2, "seed": 3},
     }
     assert yaml_of(tmp_path, "") is None
+
+
+def test_numbers_of_old_yaml_do_not_change_their_value(tmp_path: Path) -> None:
+    text = "a: 10:30\nb: 1:30.5\nc: 017\nd: -017\ne: 0\nf: 0.5\ng: -3\nh: 1_000\ni: 0x10\nj: 08\nk: .inf\n"
+    assert yaml_of(tmp_path, text) == {
+        "a": "10:30",
+        "b": "1:30.5",
+        "c": "017",
+        "d": "-017",
+        "e": 0,
+        "f": 0.5,
+        "g": -3,
+        "h": 1000,
+        "i": 16,
+        "j": "08",
+        "k": float("inf"),
+    }
+    (tmp_path / "c.yaml").write_text("max_steps: 10:30\n")
+    with pytest.raises(UserError, match="max_steps cannot be '10:30'"):
+        load_config(file=tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_text("seed: 017\nname: 007\n")
+    found = load_config(file=tmp_path / "c.yaml")
+    assert (found.seed, found.name) == (17, "007") == (load_config(["--seed", "017"]).seed, "007")
 
 
 @pytest.mark.parametrize(

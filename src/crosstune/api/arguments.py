@@ -58,6 +58,16 @@ def _arguments(text: str, written: Mapping[str, str]) -> str:
     return text
 
 
+def reject_positional(function: str, given: Sequence[object]) -> None:
+    """Raise a UserError for arguments without a name."""
+    if given:
+        first = repr(given[0]) if isinstance(given[0], str) else "..."
+        raise UserError(
+            f"{function} takes its arguments by name.",
+            do=f"write the model as {function}(model_name={first}, ...), and the data as dataset=...",
+        )
+
+
 PathLike: TypeAlias = str | os.PathLike[str]
 OptionValue: TypeAlias = str | int | float | bool | os.PathLike[str] | Sequence[str] | None
 """The value of an option; `crosstune options NAME` lists the accepted values."""

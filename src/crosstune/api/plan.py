@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from crosstune.api.arguments import (
     Data,
@@ -15,6 +15,7 @@ from crosstune.api.arguments import (
     put_into_python,
     python_words,
     read_config,
+    reject_positional,
 )
 from crosstune.cli.commands.plan import describe_plan, plan_to_json
 from crosstune.config.resolve.plan import Adjustment, Plan
@@ -82,7 +83,7 @@ class PlanReport:
 
 
 def plan(
-    *,
+    *given: NoReturn,
     dataset: Data | None = None,
     eval_dataset: Data | None = None,
     tokenizer: PathLike | SavesTokenizer | None = None,
@@ -93,6 +94,7 @@ def plan(
     from crosstune.distributed.environment import read_ranks
     from crosstune.machines.probe import load_machine
 
+    reject_positional("plan", given)
     written = Written()
     with python_words(written):
         data = {"dataset": dataset, "eval_dataset": eval_dataset, "tokenizer": tokenizer}

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from crosstune.api.arguments import (
     Data,
@@ -16,6 +16,7 @@ from crosstune.api.arguments import (
     Written,
     python_words,
     read_config,
+    reject_positional,
 )
 from crosstune.api.callbacks import Callback, Callbacks, keep_process_state
 from crosstune.api.model import Model, load
@@ -120,7 +121,7 @@ class Run:
 
 
 def train(
-    *,
+    *given: NoReturn,
     dataset: Data | None = None,
     eval_dataset: Data | None = None,
     tokenizer: PathLike | SavesTokenizer | None = None,
@@ -137,6 +138,7 @@ def train(
     from crosstune.distributed.group import connected, naming_rank
     from crosstune.loop.stop import StopSignal
 
+    reject_positional("train", given)
     stop, written = StopSignal(), Written()
     with python_words(written):
         called = Callbacks(callbacks, stop)

@@ -60,8 +60,9 @@ _MEASURED = {
 def write_archive(path: Path, members: Mapping[str, Path], note: Mapping[str, Any]) -> int:
     """Write a tar file atomically, the note first, then each file under its name; return its size in bytes."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with staged_file(path) as staged, tarfile.open(staged, mode="x:", format=tarfile.PAX_FORMAT) as tar:
+        target = path.resolve()  # a link stays
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with staged_file(target) as staged, tarfile.open(staged, mode="x:", format=tarfile.PAX_FORMAT) as tar:
             files = {name: file_sha256(source) for name, source in members.items()}
             full_note = {**note, "files": files}
             raw = (json.dumps({**full_note, "sha256": _hash_of(full_note)}, indent=1) + "\n").encode()

@@ -83,13 +83,15 @@ def check_finite(state: SessionState) -> None:
             )
 
 
-def check_room(folder: Path, need: int) -> None:
+def check_room(folder: Path, need: int, *, spare: int = SPARE_BYTES) -> None:
     free = free_space(folder)
-    if free < need + SPARE_BYTES:
+    if free < need + spare:
+        reserve = f", and {readable_bytes(spare)} for the records of the run" if spare else ""
         raise SaveFailed(
             f"There is not enough disk space in {folder}.",
-            why=f"{readable_bytes(need)} are needed and {readable_bytes(free)} are free; older checkpoints are intact.",
-            do="free some space or lower --keep_last_n, then continue with --resume auto",
+            why=f"{readable_bytes(need)} are needed{reserve}, but only {readable_bytes(free)} are free; "
+            "older checkpoints are intact.",
+            do="free some space or lower --keep_last_n, then run it again with --resume auto",
         )
 
 
@@ -102,7 +104,7 @@ def failed(target: Path, need: int, error: Exception) -> SaveFailed:
     return SaveFailed(
         f"{target} could not be written.",
         why=f"{why}. No partial files were left behind, and older checkpoints are intact.",
-        do="free space or repair the disk, then continue with --resume auto",
+        do="free space or repair the disk, then run it again with --resume auto",
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from crosstune.cli.arguments import Parser, print_result, read_path
 from crosstune.core.errors import UserError
 from crosstune.files.outputs import write_output
+from crosstune.files.plain_files import kind_of
 
 EXAMPLES = """examples:
   crosstune adopt .
@@ -107,6 +108,11 @@ def run(words: Sequence[str]) -> int:
 
 def adopt(folder: Path, *, force: bool = False) -> list[Path]:
     """Write all entries into a folder; raise a UserError first if a file exists that crosstune did not write."""
+    do = "pass a project folder, such as `.`"
+    if folder.resolve() == Path(folder.anchor or "/"):
+        raise UserError(f"{folder} is the root of the file system, not a project.", do=do)
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        raise UserError(f"{folder} is {kind_of(folder)}, not a folder.", do=do)
     texts = {folder / entry.path: entry.text() for entry in ENTRIES}
     taken = [path for path, text in texts.items() if path.exists() and path.read_bytes() != text.encode()]
     if taken and not force:

@@ -69,7 +69,8 @@ examples:
   crosstune generate runs/NAME --prompt "Turn off the attic fan in 20 minutes."
 
 Run `crosstune COMMAND --help` for details. Exit codes: 0 success, 1 internal error, 2 invalid request, 3 stopped
-by a signal or a time limit after saving a checkpoint, 130 stopped immediately."""
+by a signal or a time limit after saving a checkpoint. Before the first step there is nothing to save: 130 stopped by
+Ctrl-C, 143 terminated by SIGTERM; 130 also after a second Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

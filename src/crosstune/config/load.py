@@ -261,7 +261,7 @@ def _add(
             return
         if is_bare and not found.is_switch:
             raise UserError(f"--{key} needs a value.", do=f"expected {accepted_values(found.option)}")
-        raw = found.value(True if is_bare else raw, source)
+        given_as, raw = raw, found.value(True if is_bare else raw, source)
     except UserError as error:
         problems.append(error)
         return
@@ -272,4 +272,5 @@ def _add(
         problems.append(
             UserError(f"{name} is set twice: {where}, and {before.where}.", do="keep one of them")
         )
-    given[name] = Setting(raw, source, where, found.name if found.is_peers else "")
+    translated = "" if raw is given_as or is_bare else f"{key} {given_as}"
+    given[name] = Setting(raw, source, where, found.name if found.is_peers else translated)

@@ -44,6 +44,7 @@ class Named:
         if self.name in SAME_FOR_VALUES:
             _, values, instead = SAME_FOR_VALUES[self.name]
             if text not in values:
+                instead = instead.replace("COLUMN", shown(raw)[1:-1] if isinstance(raw, str) else "COLUMN")
                 raise UserError(
                     f"{self.name} {shown(raw)} is not an option of crosstune ({source}).", do=f"use {instead}"
                 )
@@ -70,7 +71,8 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
         if _is_off(raw) and (raw is None or name in OFF_BY_DEFAULT):
             return None
         raise UserError(
-            f"{shown(key)[1:-1]} is not an option of crosstune ({where}).", do=f"instead: {DIFFERENT[name]}"
+            f"{shown(key)[1:-1]} is not an option of crosstune ({where}).",
+            do=f"instead: {_same_data(name, raw) or DIFFERENT[name]}",
         )
     if name in REMOVED:
         if _is_off(raw):
@@ -81,6 +83,14 @@ def find_option(key: str, where: str, *, section: str = "", raw: Any = None) -> 
         f"did you mean {' or '.join(close)}?" if close else "see --help of the command, or: crosstune options"
     )
     raise UserError(f"Unknown option: {where}.", do=do)
+
+
+def _same_data(name: str, raw: Any) -> str:
+    """Return the exact equivalent of axolotl's list of datasets; an empty string if it is not such a list."""
+    paths = [item.get("path") for item in raw if isinstance(item, dict)] if isinstance(raw, list) else []
+    if name != "datasets" or not paths or not all(isinstance(path, str) for path in paths):
+        return ""
+    return f"dataset: {','.join(map(str, paths))} (its format is detected from the columns, or set dataset_format)"
 
 
 def suggestions(key: str) -> list[str]:

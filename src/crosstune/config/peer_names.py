@@ -106,9 +106,11 @@ SAME_FOR_VALUES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
             "--preference_loss; a list with weights as in dpo:0.8,bco:0.2,sft:1",
         ),
     ),
+    # TRL's default, which also leaves rows with messages alone.
+    "dataset_text_field": ("dataset_format", {"text": "auto"}, "--columns COLUMN=text"),
     "adapter": ("train_type", {"lora": "lora", "qlora": "qlora"}, "--train_type, or --base_adapter FOLDER"),
 }
-"""Their name -> (option, their value -> our value, advice for any other value)."""
+"""Their name -> (option, their value -> our value, advice for any other value, which replaces COLUMN in it)."""
 
 SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
@@ -120,6 +122,8 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
         "lion_pytorch": "lion",
     },
     "lora_target_modules": {"all-linear": "all"},
+    "resume": {"true": "auto", "false": "none"},
+    "use_gradient_checkpointing": {"unsloth": "true"},
 }
 """Option -> their value -> our value."""
 
@@ -158,9 +162,9 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "loftq_config": "--train_type qlora --init_lora loftq, in one iteration",
         "bias lora_bias": "biases are not trained with adapters",
         "datasets": "--dataset FILE, FOLDER or HUB_ID",
+        "pretraining_dataset": "--dataset FILE, FOLDER or HUB_ID with --dataset_format text; --packing fills rows",
         "dataset_dir": "--dataset FOLDER or FILE",
         "dataset_type": "--dataset_format; auto detects it from the columns",
-        "dataset_text_field": "--dataset_format text reads the column `text`",
         "dataset_split": "--dataset reads the training split; --dataset_samples N uses the first N examples",
         "dataset_num_proc preprocessing_num_workers": "crosstune tokenizes in one pass; there is nothing to set",
         "dataset_prepared_path": "crosstune tokenizes in one pass; there is nothing to set",
@@ -196,13 +200,14 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "gradient_checkpointing_kwargs": "--reentrant_checkpointing true or false",
         "attn_implementation flash_attn xformers_attention": "--use_flash_attention true or false; by default it is used wherever available",
         "sdp_attention": "--use_flash_attention false; attention is torch's scaled_dot_product_attention",
-        "use_liger_kernel enable_liger_kernel": "crosstune has its own memory-saving loss; there is nothing to set",
-        "use_unsloth": "crosstune has its own fast layers (--kernels)",
+        "use_liger_kernel enable_liger_kernel liger_kernel": "crosstune has its own memory-saving loss; there is nothing to set",
+        "use_unsloth unsloth": "crosstune has its own fast layers (--kernels)",
         "compile": "--torch_compile true or false; compile in a file passed with --mlx_config, for the MLX engine",
         "device device_map": "--backend cuda, rocm, xpu, mps, mlx or cpu; auto uses the first available",
-        "use_cpu no_cuda": "--backend cpu",
+        "use_cpu no_cuda cpu": "--backend cpu",
         "use_mps_device": "--backend mps",
         "deepspeed fsdp fsdp_config num_gpus nproc_per_node": _SEVERAL,
+        "ddp": "--world_size N --sharding_strategy ddp; by default crosstune train starts one process per device",
         "ddp_timeout ddp_find_unused_parameters": _SEVERAL,
         "local_rank": "MLX processes are started with mlx.launch; --world_size is their number",
         "overwrite_output_dir": "--overwrite renames an existing run of this name; nothing is deleted",
@@ -238,8 +243,8 @@ _OFF = """
 load_in_4bit load_in_8bit quantization_bit use_dora deepspeed fsdp fsdp_config neftune_noise_alpha
 noisy_embedding_alpha group_by_length trust_remote_code push_to_hub use_peft full_finetuning
 do_train do_predict loftq_config use_wandb wandb_run_id
-wandb_name xformers_attention use_liger_kernel use_unsloth label_smoothing_factor plot_loss use_cpu
-no_cuda datasets tf32 special_tokens
+wandb_name xformers_attention use_liger_kernel liger_kernel use_unsloth unsloth label_smoothing_factor plot_loss use_cpu
+no_cuda cpu ddp pretraining_dataset datasets tf32 special_tokens
 """
 OFF_BY_DEFAULT = frozenset(_OFF.split())
 """Names to ignore if their value is false, 0 or empty, as often in other tools' configurations."""

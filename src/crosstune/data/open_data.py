@@ -66,6 +66,21 @@ class RunData:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _SourceData:
+    """The examples of one source, before some are held out."""
+
+    source: Source
+    corpus: Corpus
+    samples: int
+    """The maximum number of training examples; -1: all."""
+    most: int
+    """The maximum number of held-out examples."""
+    without_answer: int
+    duplicates: int
+    """Rows dropped by --dedup."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataOpener:
     """Open the sources of a configuration."""
 
@@ -95,12 +110,19 @@ class DataOpener:
         ]
         if config.eval_dataset and config.eval_samples and not config.skip_eval:
             held_out = self._open_evaluation(config.eval_dataset)
-        seen = [corpus.hashes() for corpus, _ in held_out]
+        seen = [corpus.hashes(shown=self._joint) for corpus, _ in held_out]
+        read: list[_SourceData] = []
         opened = []
         for number, (source, share) in enumerate(zip(sources, shares, strict=True)):
-            opened.append(self._open_source(source, number=number, most=share, seen=seen))
+            read.append(self._read(source, most=share, seen=seen))
+            known: list[Corpus | None] = [read[-1].corpus]
+            if not self._joint:
+                opened.append(self._divide_rows(read[-1], _draw(read[-1:], config, first=number)[0]))
+                known = [opened[-1].train, opened[-1].held_out]
             if config.dedup:
-                seen += [one.hashes() for one in (opened[-1].train, opened[-1].held_out) if one is not None]
+                seen += [one.hashes(shown=self._joint) for one in known if one is not None]
+        if self._joint:
+            opened = list(map(self._divide_rows, read, _draw(read, config)))
         held_out += [(one.held_out, one.held_out_rows) for one in opened if one.held_out is not None]
         mixture = None
         if len(entries) > 1 and all(entry.weight is not None for entry in entries):
@@ -141,7 +163,9 @@ class DataOpener:
             random = np.random.Generator(np.random.Philox(key=(0, index)))
             tokens = random.integers(0, vocabulary, size=length, dtype=np.int32)
             writer.append(tokens, np.ones(length, dtype=np.bool_), row=index)
-        counts = dict.fromkeys(("empty", "unlocated_answers", "bad_rows"), 0) | {"rows": num_examples}
+        counts = dict.fromkeys(("empty", "unlocated_answers", "without_reasoning", "bad_rows"), 0) | {
+            "rows": num_examples
+        }
         names = {
             name: list[str]()
             for name in ("unused_columns", "ignored_by_template", "joined_tokens", "skipped_rows")
@@ -165,11 +189,14 @@ class DataOpener:
         is_limited = config.eval_fraction is None or "eval_samples" in config.sources
         return config.eval_samples if is_limited or not config.eval_samples else _UNLIMITED
 
-    def _open_source(
-        self, source: Source, *, number: int, most: int, seen: Sequence[NDArray[np.uint64]]
-    ) -> RunData:
-        """Return the training examples of a source, and, if it has no held-out split, a fraction of them as held-out examples,
-        at most `most`. With --dedup, examples in `seen` are dropped."""
+    @property
+    def _joint(self) -> bool:
+        """Compare rows as they are trained on, in all sources together; older runs compare whole rows, in each source."""
+        return self.config.data_rules > 2
+
+    def _read(self, source: Source, *, most: int, seen: Sequence[NDArray[np.uint64]]) -> _SourceData:
+        """Return the examples of a source, of which at most `most` are held out; none if the source has a held-out split.
+        With --dedup, examples in `seen` are dropped."""
         config = self.config
         samples = source.samples if config.dataset_samples == -1 else config.dataset_samples
         fraction = HELD_OUT_SHARE if config.eval_fraction is None else config.eval_fraction
@@ -179,42 +206,46 @@ class DataOpener:
         if config.eval_fraction is not None:
             reserved = min(reserved, math.ceil(max(samples, 0) * fraction / (1 - fraction)))
         corpus, without_answer = self._corpus(source, limit=samples + reserved)
-        facts, num_rows = corpus.store.facts, len(np.unique(corpus.rows()))
+        num_rows = len(np.unique(corpus.rows()))
         if config.dedup:
-            corpus = corpus.without(np.concatenate([*seen, np.empty(0, dtype=np.uint64)]))
+            corpus = corpus.without(np.concatenate([*seen, np.empty(0, dtype=np.uint64)]), shown=self._joint)
             if not len(corpus):
                 raise UserError(
                     f"Every row of {source.name} is a duplicate of a held-out row or of a row in a source before it.",
                     do="remove the source, or remove --dedup",
                 )
-        places = np.arange(len(corpus))
-        held_out: Corpus | None = None
-        rows: Sequence[tuple[Row, str]] = ()
-        if num_held_out := min(most, int(len(corpus) * fraction)):
-            draw = np.random.Generator(np.random.Philox(key=(config.seed, _HELD_OUT_KEY + number)))
-            chosen = _draw(corpus, num_held_out, draw, by_group=config.data_rules > 1)
-            if len(chosen):
-                places = np.setdiff1d(places, chosen, assume_unique=True)
-                held_out = corpus.part(chosen)
-                rows = self._rows(source, held_out)
-        train = corpus.part(places[_first(samples)])
+        return _SourceData(
+            source=source,
+            corpus=corpus,
+            samples=samples,
+            most=min(most, int(len(corpus) * fraction)),
+            without_answer=without_answer,
+            duplicates=num_rows - len(np.unique(corpus.rows())),
+        )
+
+    def _divide_rows(self, read: _SourceData, chosen: NDArray[np.int64]) -> RunData:
+        """Return the training examples of a source, and the chosen ones as held-out examples."""
+        corpus, facts = read.corpus, read.corpus.store.facts
+        places = np.setdiff1d(np.arange(len(corpus)), chosen, assume_unique=True)
+        held_out = corpus.part(chosen) if len(chosen) else None
+        train = corpus.part(places[_first(read.samples)])
         trained = np.unique(train.rows())
         counts = {
             "trained": len(trained),
             "held_out": len(np.setdiff1d(held_out.rows(), trained)) if held_out is not None else 0,
             "empty": facts["empty"],
-            "without_answer": without_answer,
+            "without_answer": read.without_answer,
             "too_long": corpus.dropped,
-            "duplicates": num_rows - len(np.unique(corpus.rows())),
+            "duplicates": read.duplicates,
             "bad": facts["bad_rows"],
         }
         counts["unused"] = facts["rows"] - sum(counts.values())
         return RunData(
             train=train,
-            without_answer=without_answer,
+            without_answer=read.without_answer,
             rows={"read": facts["rows"], **counts},
             held_out=held_out,
-            held_out_rows=rows,
+            held_out_rows=self._rows(read.source, held_out) if held_out is not None else (),
         )
 
     def _open_evaluation(self, names: str) -> list[tuple[Corpus, Sequence[tuple[Row, str]]]]:
@@ -232,7 +263,7 @@ class DataOpener:
     def _evaluated(self, source: Source, *, most: int) -> tuple[Corpus, Sequence[tuple[Row, str]]]:
         corpus = self._corpus(source, limit=most)[0].part(_first(most))
         if self.config.dedup:
-            corpus = corpus.without(np.empty(0, dtype=np.uint64))
+            corpus = corpus.without(np.empty(0, dtype=np.uint64), shown=self._joint)
         return corpus, self._rows(source, corpus)
 
     def _rows(self, source: Source, corpus: Corpus) -> list[tuple[Row, str]]:
@@ -281,26 +312,42 @@ class DataOpener:
         return notes
 
 
-def _draw(
-    corpus: Corpus, num_examples: int, draw: np.random.Generator, *, by_group: bool
-) -> NDArray[np.int64]:
-    """Return the places of at most `num_examples` examples to hold out. Examples with the same text or prompt stay together;
-    if too few can be held out because prompts repeat, only those with the same text."""
+def _draw(read: Sequence[_SourceData], config: Config, *, first: int = 0) -> list[NDArray[np.int64]]:
+    """Return the places of the examples to hold out of each source; `first` is the number of the first. Examples with the same
+    text or prompt stay together, in all sources; if the prompts of a source are too frequent, only those with the same text."""
+    rules, most = config.data_rules, np.array([one.most for one in read])
+    if not most.any():
+        return [np.empty(0, dtype=np.int64) for _ in read]
+    keys = [(config.seed, _HELD_OUT_KEY + first + number) for number in range(len(read))]
+    draws = [np.random.Generator(np.random.Philox(key=key)) for key in keys]
+    joined = join_corpora([one.corpus for one in read])
+    bounds = np.cumsum([len(one.corpus) for one in read])[:-1]
+    short = np.ones(len(read), dtype=np.bool_)
     for by_prompt in (True, False):
-        groups = corpus.groups(by_prompt=by_prompt) if by_group else np.arange(len(corpus))
-        sizes = np.bincount(groups)
-        if len(sizes) == len(corpus):  # no duplicates
-            return np.sort(draw.choice(len(corpus), size=num_examples, replace=False))
-        chosen, left = [], num_examples
-        for group in draw.permutation(len(sizes)):
-            if sizes[group] <= left:
-                chosen.append(group)
-                left -= int(sizes[group])
-            if not left:
-                break
-        if 2 * left <= num_examples:
+        if by_prompt or rules < 3:
+            held_out, left = np.zeros(len(joined), dtype=np.bool_), most.copy()
+        groups = joined.groups(by_prompt=by_prompt, shown=rules > 2) if rules > 1 else np.arange(len(joined))
+        sizes = np.stack([np.bincount(own, minlength=groups.max() + 1) for own in np.split(groups, bounds)])
+        if sizes.shape[1] == len(joined) and not held_out.any():  # no duplicates
+            drawn = zip(draws, read, strict=True)
+            return [np.sort(draw.choice(len(one.corpus), one.most, replace=False)) for draw, one in drawn]
+        chosen = np.zeros(sizes.shape[1], dtype=np.bool_)
+        chosen[groups[held_out]] = True
+        for number in np.flatnonzero(short):
+            own = np.flatnonzero(sizes[number])
+            for group in own[draws[number].permutation(len(own))]:
+                if not chosen[group] and (sizes[:, group] <= left).all():
+                    chosen[group] = True
+                    left -= sizes[:, group]
+                if not left[number]:
+                    break
+        held_out = chosen[groups]
+        # Prompts of other sources do not count: a smaller evaluation is better than a leak.
+        small = np.where(sizes <= most[:, None], sizes, 0).sum(axis=1)
+        short = 2 * (most - small if rules > 2 else left) > most
+        if not short.any():
             break
-    return np.flatnonzero(np.isin(groups, chosen))
+    return [np.flatnonzero(own) for own in np.split(held_out, bounds)]
 
 
 def _describe_sources(

@@ -206,7 +206,7 @@ def choose_attention(
     if flash is False:
         return "eager", "flash attention is turned off"
     kernels = ", ".join(kernel for kernel in report.attention if kernel != FLASH_PACKAGE)
-    own = f"torch's own, with the kernels that ran on this machine: {kernels or 'none'}"
+    own = f"torch's own; its kernels on {report.name}: {kernels or 'none'}"
     if FLASH_PACKAGE not in report.attention:
         return "sdpa", own
     if precision == "fp32":

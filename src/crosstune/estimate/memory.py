@@ -23,6 +23,8 @@ from crosstune.estimate.model_shape import (
 )
 
 GIB = 1024**3
+SURELY_TOO_MUCH = 1.25
+"""An estimate above this many times the usable memory is wrong by more than estimates are."""
 LOGITS_AT_A_TIME = 2**24
 """More logits than this are converted to fp32 in parts."""
 UNIFIED_SHARE = 0.9
@@ -77,6 +79,11 @@ class Correction:
 
 def step_bytes(shape: ModelShape, step: Step) -> int:
     return step_parts(shape, step).total
+
+
+def surely_too_large(estimated: int, usable: int) -> bool:
+    """Return whether an estimate is so far above the memory that the step does not fit."""
+    return estimated > SURELY_TOO_MUCH * usable
 
 
 def step_parts(shape: ModelShape, step: Step) -> MemoryParts:

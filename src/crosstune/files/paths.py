@@ -42,9 +42,12 @@ def runs_beside(folder: Path) -> list[Path]:
 
 
 def what_runs_exist(target: str | Path) -> str:
-    """Return runs with similar names, or the newest in the same folder."""
+    """Return runs with similar names, or the newest in the same folder; a name is looked up among the runs in RUNS too."""
     wanted = Path(target)
     runs = [run.name for run in runs_beside(wanted.expanduser())]
+    if not runs and (wanted.name == str(wanted) or wanted.absolute().parent == Path.cwd()):
+        wanted = Path(RUNS) / wanted.name
+        runs = [run.name for run in runs_beside(wanted)]
     if close := nearest(wanted.name, runs):
         return f"did you mean {' or '.join(str(wanted.with_name(name)) for name in close)}?"
     if runs:

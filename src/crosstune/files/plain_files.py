@@ -182,7 +182,10 @@ def _check_regular(path: Path, found: os.stat_result) -> None:
 
 def kind_of(path: Path) -> str:
     """Describe what a path that is not a regular file is, such as `a folder`."""
-    return _kind(path.stat())
+    try:
+        return _kind(path.stat())
+    except OSError:
+        return "a broken link" if path.is_symlink() else "missing"
 
 
 def _kind(found: os.stat_result) -> str:

@@ -19,6 +19,7 @@ from crosstune.files.run_lock import writing
 JUDGE_METRICS, JUDGE_PREDICTIONS = "test_metrics.json", "test_predictions.json"
 """Files of a tested judge."""
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
+REPORT = "report.html"
 _KEPT_FOLDERS = ("checkpoints", "adapter", "model")
 
 
@@ -30,6 +31,15 @@ def holds_record(folder: Path) -> bool:
 def holds_run(folder: Path) -> bool:
     """Return True if a folder holds a run. The next start replaces a record without steps."""
     return holds_record(folder) and not _is_without_steps(folder)
+
+
+def owning_run(path: Path) -> Path | None:
+    """Return the run that a file belongs to: as its record, its page, or inside its checkpoints or result."""
+    for parent in path.parents:
+        name = path.relative_to(parent).parts[0]
+        if name in (*RUN_FILES, REPORT, *_KEPT_FOLDERS) and "options" in read_log(parent / "plan.json"):
+            return parent
+    return None
 
 
 def _is_without_steps(folder: Path) -> bool:
@@ -88,7 +98,7 @@ class RecordFailed(UserError):
         super().__init__(
             f"The record of the run could not be written: {path}.",
             why=f"{error.strerror or error}{room}. The checkpoints are unchanged.",
-            do="free space or repair the disk, then continue with --resume auto",
+            do="free space or repair the disk, then run it again with --resume auto",
         )
 
 

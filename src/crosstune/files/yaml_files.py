@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ DEPTH_LIMIT = 32
 VALUES_LIMIT = 20_000
 """The most values in a document; an alias counts at each use."""
 _LARGEST = 2**64
-_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+_TAG = "tag:yaml.org,2002:"
+_OLD_NUMBER = re.compile(r"[-+]?0[0-9_]+|.*:.*")
+"""Numbers of YAML 1.1 only: 017 is octal (15), and 10:30 has base 60 (630)."""
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the value of a YAML file; dates are read as text."""
+    """Return the value of a YAML file; dates, 10:30 and 017 are read as text."""
     text = read_plain_text(path, limit=YAML_LIMIT)
     try:
         value = yaml.load(text, _Loader)
@@ -42,12 +45,17 @@ def read_yaml(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that reads dates as text and rejects repeated keys."""
+    """A safe loader that reads dates and old numbers as text and rejects repeated keys."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
-        first: [(tag, pattern) for tag, pattern in rules if tag != _TIMESTAMP]
+        first: [(tag, pattern) for tag, pattern in rules if tag != f"{_TAG}timestamp"]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+        tag = super().resolve(kind, value, implicit)
+        is_number = tag in (f"{_TAG}int", f"{_TAG}float")
+        return f"{_TAG}str" if is_number and _OLD_NUMBER.fullmatch(value) else tag
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)

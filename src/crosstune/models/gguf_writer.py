@@ -65,19 +65,20 @@ def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = sile
     _add_numbers(writer, config, kind)
     _add_tokenizer(writer, folder, num_rows=stored["model.embed_tokens.weight"].shape[0])
     kinds = {name: _tensor_kind(folder, name, stored[name].shape, kind) for name in names}
+    sizes: dict[str, int] = {}
     for name, gguf_name in names.items():
         shape = stored[name].shape
         block, block_bytes = GGML_QUANT_SIZES[kinds[name]]
-        num_bytes = math.prod(shape) // block * block_bytes
-        writer.add_tensor_info(gguf_name, shape, np.dtype(np.float32), num_bytes, raw_dtype=kinds[name])
+        sizes[name] = math.prod(shape) // block * block_bytes
+        writer.add_tensor_info(gguf_name, shape, np.dtype(np.float32), sizes[name], raw_dtype=kinds[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    total, done = sum(math.prod(stored[name].shape) for name in names), 0
+    total, done = sum(sizes.values()), 0
     for name in names:
         values = _interleaved(to_float32(*stored[name].read()), name, config)
         writer.write_tensor_data(np.ascontiguousarray(quantize(values, kinds[name])))
-        done += values.size
+        done += sizes[name]
         progress("write", done, total)
     writer.close()
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from crosstune.core.errors import UserError
 from crosstune.files.atomic_files import put_new, remove_abandoned, staging_folder
-from crosstune.files.outputs import check_output_folder
+from crosstune.files.outputs import check_output_folder, check_output_name
 from crosstune.files.paths import CACHE_VARIABLE
 from crosstune.files.plain_files import free_space, no_room, readable_bytes
 from crosstune.models.file_hashes import write_checksums
@@ -106,11 +106,19 @@ def _put(result: Path, out: Path) -> None:
 
 def check_out(out: Path) -> None:
     """Raise a UserError unless `out` is free or an empty folder, and can be written."""
-    check_output_folder(out.parent, option="out")
+    do = "choose another --out"
+    check_output_name(out, option="out")
+    if out.is_symlink() and not out.exists():
+        raise UserError(
+            f"{out} already exists.", why="it is a broken link.", do=f"{do}, or remove the link first"
+        )
     if out.exists() and not out.is_dir():
-        raise UserError(f"{out} already exists.", do="choose another --out, or remove the file first")
+        raise UserError(f"{out} already exists.", do=f"{do}, or remove the file first")
     if out.is_dir() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty.", do="choose another --out, or remove the folder first")
+        raise UserError(
+            f"{out} is not empty.", do=do if out == out.parent else f"{do}, or remove the folder first"
+        )
+    check_output_folder(out.parent, option="out")
 
 
 def unverified_path(out: Path) -> Path:

@@ -8,8 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.resolve.fit_compute import prefers_fast
-from crosstune.config.resolve.memory_advice import SHORT_ROW, quantized_train_types
+from crosstune.config.resolve.memory_advice import (
+    SHORT_ROW,
+    SMALL_RANK,
+    quantized_train_types,
+    smaller_optimizer,
+)
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.quantization import read_quantizers
 from crosstune.estimate.machine import held_score_bits
@@ -17,8 +23,9 @@ from crosstune.estimate.memory import GIB, step_bytes
 from crosstune.estimate.model_shape import ModelShape, Step
 
 SHARDS = (2, 4, 8, 16, 32, 64)
-_RECOMPUTE, _OFFLOAD, _OPTIMIZER, _PRECISION, _QUANTIZE, _ADAPTERS, _SHORTER = 1, 3, 3, 4, 8, 9, 16
-"""How much a change costs: time first, then rounding, then another method, at last shorter rows (each time by half)."""
+_RECOMPUTE, _OFFLOAD, _OPTIMIZER, _PRECISION, _RANK, _QUANTIZE, _ADAPTERS, _SHORTER = 1, 3, 3, 4, 7, 8, 9, 16
+"""How much a change costs: time first, then rounding, then smaller adapters, then another method, at last shorter rows
+(each time by half)."""
 
 Options = Mapping[str, Any]
 
@@ -70,7 +77,7 @@ def make_fit(plan: Plan, options: Options, need: int) -> Fit:
 def _sets(plan: Plan, step: Step) -> Iterator[list[_Change]]:
     """Yield the sets of changes: at most one from each group."""
     groups = [_batch(step), _recompute(step), _offload(plan, step), _optimizer(plan, step)]
-    groups += [_precision(plan, step), _weights(plan, step), _context(step)]
+    groups += [_precision(plan, step), _rank(step), _weights(plan, step), _context(step)]
     for chosen in itertools.product(*([None, *group] for group in groups)):
         if found := [change for change in chosen if change is not None]:
             yield found
@@ -101,14 +108,10 @@ def _offload(plan: Plan, step: Step) -> list[_Change]:
 
 def _optimizer(plan: Plan, step: Step) -> list[_Change]:
     """Return an 8-bit optimizer, where all weights are trained."""
-    report = plan.backend
-    able = report.name in ("cuda", "rocm", "xpu", "cpu") and (
-        "bnb" in report.quantizers or not report.quantizers
-    )
-    if step.method != "full" or not able or step.optimizer.endswith("_8bit") or step.num_shards > 1:
+    smaller = smaller_optimizer(step.optimizer, plan.backend)
+    if step.method != "full" or smaller is None or step.num_shards > 1:
         return []
-    smaller = {"optimizer": "lion_8bit" if step.optimizer == "lion" else "adamw_8bit"}
-    return [_Change(_OPTIMIZER, smaller, smaller)]
+    return [_Change(_OPTIMIZER, {"optimizer": smaller}, {"optimizer": smaller})]
 
 
 def _precision(plan: Plan, step: Step) -> list[_Change]:
@@ -126,6 +129,12 @@ def _precision(plan: Plan, step: Step) -> list[_Change]:
     )
     changed = {"compute_bits": 16, "weight_bits": 16, "score_bits": scores}
     return [_Change(_PRECISION, {"precision": dtype}, changed)]
+
+
+def _rank(step: Step) -> list[_Change]:
+    if step.method not in ADAPTER_METHODS or step.rank <= SMALL_RANK:
+        return []
+    return [_Change(_RANK, {"lora_rank": SMALL_RANK}, {"rank": SMALL_RANK})]
 
 
 def _weights(plan: Plan, step: Step) -> list[_Change]:

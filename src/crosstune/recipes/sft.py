@@ -113,7 +113,9 @@ class TokenRecipe:
     def describe_rows(self, *, form: str, identity: str, without_answer: int = 0) -> dict[str, Any]:
         """Return the part of the data report that all token recipes share."""
         facts = self.corpus.store.facts
-        kept = ("bad_rows", "unlocated_answers", "unused_columns", "ignored_by_template", "joined_tokens")
+        kept = (
+            "bad_rows", "unlocated_answers", "without_reasoning", "unused_columns", "ignored_by_template", "joined_tokens"
+        )  # fmt: skip
         counts = {"rows": facts["rows"], "empty_answers": facts["empty"], "without_answer": without_answer}
         return {
             "dataset": name_in_memory(self.config.dataset, cache=cache_override()),
@@ -139,6 +141,7 @@ class SftRecipe(TokenRecipe):
         cut_long: bool = False,
     ) -> None:
         self.config = config
+        self.stops_at_long = cut_long and config.truncation == "error"
         self.tokenizer = open_tokenizer(config, model_folder)
         opener = DataOpener(
             config=config,
@@ -217,8 +220,11 @@ class SftRecipe(TokenRecipe):
                 "pass your own with --dataset FILE, a folder or a hub id",
             )
         shared = num_shared(self.train, self.held_out) if self.held_out is not None else 0
+        stats = described["train"]
+        if self.stops_at_long:  # training rejects what a report cuts
+            described["stops_at_long"], stats = True, {**stats, "cut_examples": 0}
         warnings = [
-            *warnings_of(described["train"], num_shared=shared),
+            *warnings_of(stats, num_shared=shared),
             *format_warnings(config, self.tokenizer, form=self.train.form),
         ]
         if self.held_out is None and not config.skip_eval and config.eval_samples:
@@ -332,7 +338,7 @@ def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
         shape = config_shape(read_config_json(model_folder))
         if shape is not None:
             tokenizer.check_fits(shape.vocab, source=config.tokenizer)
-    tokenizer = replace(tokenizer, splits_prompts=config.data_rules > 1)
+    tokenizer = replace(tokenizer, data_rules=config.data_rules)
     if config.chat_template is None:
         return tokenizer
     template = read_template(config.chat_template, adds_bos=tokenizer.adds_bos)

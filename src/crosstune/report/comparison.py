@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.core.events import Resumed
 from crosstune.files.paths import missing_run, named_run, runs_beside
 from crosstune.report.charts import overlay_charts
-from crosstune.report.files import RunFiles, is_running, load_run, mapping, number
+from crosstune.report.files import RunFiles, is_running, listed, load_run, mapping, number
 from crosstune.report.formatting import (
     Shown,
     display_of,
@@ -36,6 +37,9 @@ MOST_RUNS = 12
 MOST_PROMPTS = 20
 _OF_THE_RECORD = frozenset({"name", "output_dir", "resume", "overwrite", "config", "profiling_output"})
 """Options that do not affect the training."""
+_NOT_SET = {"num_epochs": 0, "max_steps": -1, "dataset_samples": -1}
+"""Option -> the value that means no limit."""
+_CHANGED = re.compile(r"(\w+): (.*) in the checkpoint, .* now")
 NOT_RECORDED = "–"
 _HASH = re.compile(r"[0-9a-f]{32,}")
 
@@ -135,7 +139,7 @@ def _options(run: RunFiles) -> Mapping[str, Any]:
 
 def _option_rows(runs: Sequence[RunFiles]) -> list[Row]:
     """Return the options and the facts about model, data and machine that differ."""
-    tables = [dict(flat(_options(run))) | _facts(run) for run in runs]
+    tables = [_shown_options(run) | _facts(run) for run in runs]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = []
     for name in names:
@@ -145,6 +149,21 @@ def _option_rows(runs: Sequence[RunFiles]) -> list[Row]:
         if len({cell.text for cell in cells}) > 1:
             rows.append(Row(label=name, cells=cells))
     return rows
+
+
+def _shown_options(run: RunFiles) -> dict[str, Any]:
+    """Return the options; those that a resume changed with all their values, in order."""
+    found = dict(flat(_options(run)))
+    found |= {name: None for name, value in _NOT_SET.items() if found.get(name) == value}
+    before: dict[str, list[str]] = {}
+    for event in run.events:
+        if event.get("kind") == Resumed.kind:
+            for change in map(_CHANGED.fullmatch, map(str, listed(event.get("changed_options")))):
+                if change is not None and change[1] in found:
+                    before.setdefault(change[1], []).append(change[2])
+    return found | {
+        name: " then ".join([*values, show_option(found[name]).text]) for name, values in before.items()
+    }
 
 
 def _facts(run: RunFiles) -> dict[str, Any]:
@@ -183,13 +202,17 @@ def _result_rows(runs: Sequence[RunFiles], *, same_losses: bool) -> list[Row]:
     def from_summary(key: str) -> list[float | None]:
         return [number(run.summary.get(key)) for run in runs]
 
+    models = {
+        str(mapping(run.plan.get("model")).get("identity") or _options(run).get("model_name")) for run in runs
+    }
+    same = 1 if len(models) == 1 else 0  # a smaller model is faster, not better
     figures: list[Figure] = [
         ("steps", [float(run.last_step) for run in runs], show_count, 0),
         ("tokens", [summed(run, "tokens") for run in runs], show_count, 0),
-        ("time", from_summary("seconds"), show_seconds, -1),
+        ("time", from_summary("seconds"), show_seconds, -same),
         *qualities,
-        ("speed", from_summary("tokens_per_s"), show_rate, 1),
-        ("peak memory", from_summary("peak_memory_bytes"), show_bytes, -1),
+        ("speed", from_summary("tokens_per_s"), show_rate, same),
+        ("peak memory", from_summary("peak_memory_bytes"), show_bytes, -same),
         ("trained parameters", from_summary("trained_parameters"), show_count, 0),
     ]
     rows = [Row(label="status", cells=[Shown(status) for status in statuses])]

@@ -54,7 +54,7 @@ def collect_judge_test(folder: Path) -> dict[str, Any] | None:
     unreadable = [(str(each.get("num_unreadable", "–")), "") for each in columns.values()]
     labels, confusion = _confusion(mapping(report.get("confusion")))
     return {
-        "lead": _lead(columns),
+        "lead": compare_with_best(report),
         "columns": list(columns),
         "rows": [*rows, ("unreadable verdicts", unreadable)],
         "notes": [str(note) for note in listed(report.get("notes"))],
@@ -66,20 +66,23 @@ def collect_judge_test(folder: Path) -> dict[str, Any] | None:
     }
 
 
-def _lead(columns: Mapping[str, Mapping[str, Any]]) -> str:
-    """Compare the judge with its best baseline in the main metric."""
-    main = "mae" if _value(columns["judge"], "mae") is not None else "accuracy"
-    found = {name: value for name, each in columns.items() if (value := _value(each, main)) is not None}
-    own = found.pop("judge", None)
+def compare_with_best(report: Mapping[str, Any]) -> str:
+    """Compare the judge with its best baseline in the main metric; return an empty string without baselines."""
+    main = "mae" if _value(report, "mae") is not None else "accuracy"
+    others = mapping(report.get("baselines")).items()
+    found = {name: value for name, each in others if (value := _value(mapping(each), main)) is not None}
+    own = _value(report, main)
     if own is None or not found:
         return ""
     best = (min if main in LOWER_IS_BETTER else max)(found, key=found.__getitem__)
+    loses = own >= found[best] if main in LOWER_IS_BETTER else own <= found[best]
+    verdict = " The judge is no better than this baseline." if loses else ""
     if main == "mae":
         return (
-            f"Its scores differ from human scores by {own:.2f} points on average; the best baseline ({best}) "
-            f"differs by {found[best]:.2f}."
+            f"Its scores differ from the reference scores by {own:.2f} points on average; the best baseline ({best}) "
+            f"differs by {found[best]:.2f}.{verdict}"
         )
-    return f"It agrees with human labels on {own:.0%} of the pairs; the best baseline ({best}) on {found[best]:.0%}."
+    return f"It agrees with the labels on {own:.0%} of the pairs; the best baseline ({best}) on {found[best]:.0%}.{verdict}"
 
 
 def _value(report: Mapping[str, Any], name: str) -> float | None:
@@ -122,12 +125,12 @@ def _scatter(folder: Path) -> Chart | None:
     known = [(first, second) for first, second in pairs if first is not None and second is not None]
     points = known[:: max(1, -(-len(known) // MOST_POINTS))]
     return _square(
-        "Scores: judge against humans",
+        "Scores: judge against labels",
         points,
         [2.5] * len(points),
-        x_label="humans",
+        x_label="labels",
         y_label="judge",
-        description=f"Human and judge scores for {len(points)} items",
+        description=f"Reference and judge scores for {len(points)} items",
     )
 
 

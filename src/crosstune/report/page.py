@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
+from crosstune.files.run_record import REPORT
 from crosstune.report import outcome
 from crosstune.report import tables as facts
 from crosstune.report.charts import length_chart, run_charts
@@ -19,7 +20,6 @@ from crosstune.report.profile_section import collect_profile
 from crosstune.report.samples import collect_samples, lead_sample
 from crosstune.report.template import fill, write_page
 
-REPORT_FILE = "report.html"
 MOST_EVENTS = 400
 MISSING_MEANS = {
     "config.yaml": "the requested options come from the plan.",
@@ -34,7 +34,7 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, 
 
 def write_report(run_dir: Path) -> Path:
     """Write `report.html` into a run folder, atomically."""
-    target = run_dir / REPORT_FILE
+    target = run_dir / REPORT
     write_page(target, render(load_run(run_dir)))
     return target
 

@@ -18,6 +18,9 @@ from crosstune.files.outputs import write_output
 from crosstune.report.charts import Chart
 from crosstune.report.layout import layout
 
+MARK = b'<meta name="generator" content="crosstune">'
+"""Part of the head of every page; such a page may be replaced."""
+
 
 def fill(template: str, **contents: Any) -> str:
     """Return a page as HTML. Its policy allows only its own style and script, and no requests."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def export(
     request: Request, form: Form, *, observer: Observer, facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Write the target in the given format, read it back, compare it, and return a report that includes `facts`."""
-    write = {"hf": _write_hf, "mlx": _write_mlx, "gguf": _write_gguf}[form.to]
+    write: Callable[..., dict[str, Any]] = {"hf": _write_hf, "mlx": _write_mlx, "gguf": _write_gguf}[form.to]
     if request.out is not None:
         check_out(request.out)
     if form.to == "mlx":
@@ -75,6 +76,8 @@ def export(
             f"{out} is a GGUF file name, but --to {form.to} writes a folder.",
             do="choose a different --out, or use --to gguf",
         )
+    if is_file:
+        write = functools.partial(_write_gguf, title=out.name)
     num_copies = 1 if form.to == "hf" else 2
     with staged(out, need_bytes=num_copies * dense_bytes(opened.model.path, request.dtype)) as stage:
         source = _make_dense(stage, opened, request, observer)
@@ -158,16 +161,16 @@ def _write_mlx(
 
 
 def _write_gguf(
-    stage: Stage, source: DenseModel, opened: Opened, form: Form, observer: Observer
+    stage: Stage, source: DenseModel, opened: Opened, form: Form, observer: Observer, *, title: str = ""
 ) -> dict[str, Any]:
-    """Write a GGUF file, and check it with transformers' reader and with crosstune's own."""
+    """Write a GGUF file, and check it with transformers' reader and with crosstune's own. `title` is its final name."""
     from crosstune.models import gguf, gguf_writer
 
     stored = stored_format(source.folder)
     kind = stored.replace("fp", "f") if form.kind == "auto" else form.kind
     stage.result.mkdir()
     name = f"model-{kind}.gguf"
-    show = show_bytes(observer, "write", name)
+    show = show_bytes(observer, "write", title or name)
     gguf_writer.write_gguf(
         source.folder, stage.result / name, kind=kind, progress=lambda _, done, total: show(done, total)
     )

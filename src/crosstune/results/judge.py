@@ -208,7 +208,7 @@ def measure_judge(
     with_untrained: bool = True,
     out: Path | None = None,
 ) -> JudgeTest:
-    """Judge labeled items, and measure the agreement with human labels and with the baselines. Finished verdicts are kept in
+    """Judge labeled items, and measure the agreement with the labels and with the baselines. Finished verdicts are kept in
     the folder `out` until the test is written."""
     if out is not None:
         check_output_folder(out, option="out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from crosstune.models.adapter_files import check_settings, read_settings
 from crosstune.models.file_hashes import check_checksums
 from crosstune.models.identity import identity
 from crosstune.models.locate import ModelFolder, fetch_sizes, find_local
+from crosstune.models.tiny import tiny_model
 from crosstune.planner.gather import gather
 from crosstune.planner.predict import DataFacts, OwnModel
 from crosstune.process.ranks import Ranks
@@ -47,6 +49,9 @@ from crosstune.tracking.observe import check_trackers
 
 MOST_BYTES = 4 << 20
 """Larger data is not tokenized for a plan."""
+STAND_IN = "stand-in"
+TEMPLATE_TOKENS = 64
+"""Tokens that a model's chat template may add to each row, such as a default system prompt."""
 _READS_MODELS = {"torch": ("torch", "transformers", "accelerate"), "mlx": ("mlx", "mlx_lm")}
 """Engine -> packages needed to build a model from a folder."""
 
@@ -62,7 +67,7 @@ class RequestCheck:
     elsewhere: bool = False
     """True for a plan for a different machine, where paths may exist that are missing on this one."""
     data: DataFacts | None = None
-    """The lengths of the data, if it is small and was tokenized."""
+    """The lengths of the data, if it is small."""
     model: ModelFolder | None = None
     """The model, if it is available locally and was checked."""
     own_model: OwnModel | None = None
@@ -110,7 +115,7 @@ def check_plan(
 ) -> tuple[Plan, RequestCheck]:
     """Plan a request and check it as `train` does before its first step, for this machine or for `machine`.
 
-    The data is read, and tokenized if it is small and the model is available locally.
+    The data is read, and tokenized if it is small; without the model, the tokens are counted roughly.
     """
     elsewhere, skipped, point = machine is not None, list[str](), None
     resumed = Path(named_run(config.resume, parent=config.output_dir)).expanduser()
@@ -139,9 +144,9 @@ def check_plan(
     if checked.problems:
         return plan, checked
     with checked.collecting("dataset"):
-        if recipe.needs_base_model and checked.model is not None:
+        if recipe.needs_base_model:
             if all(_is_small(names) for names in (plan.config.dataset, plan.config.eval_dataset) if names):
-                checked.data = _measure(open_recipe(plan.config, checked.model, Observers()))
+                checked.data = _measure_rows(plan.config, checked.model)
         elif not recipe.needs_base_model and recipe.check_data and not checked.is_missing(config.dataset):
             opened = open_recipe(plan.config, None, Observers())
             parameters = opened.describe().get("model_parameters")
@@ -323,6 +328,23 @@ def _is_small(names: str) -> bool:
     """Return True for data in small local files, which are quickly tokenized."""
     paths = [Path(entry.name).expanduser() for entry in parse_dataset(names) if entry.name not in BUNDLED]
     return all(path.is_file() for path in paths) and sum(path.stat().st_size for path in paths) <= MOST_BYTES
+
+
+def _measure_rows(config: Config, model: ModelFolder | None) -> DataFacts | None:
+    """Return the lengths of the rows; without the model those of a stand-in's small tokenizer, for data that was asked for."""
+    if model is not None:
+        return _measure(open_recipe(config, model, Observers()))
+    if "dataset" not in config.sources:
+        return None
+    with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(UserError):
+        folder = tiny_model(Path(scratch) / STAND_IN, max_context=config.context_length)
+        stand_in = ModelFolder(name=STAND_IN, path=folder, source="bundled")
+        own = replace(config, truncation="cut", tokenizer=None, chat_template=None)
+        found = _measure(open_recipe(own, stand_in, Observers()))
+        if found is not None:
+            longest = min(config.context_length, found.longest_row + TEMPLATE_TOKENS)
+            return replace(found, longest_row=longest, longest_target=longest, is_rough=True)
+    return None
 
 
 def _measure(recipe: Recipe) -> DataFacts | None:

@@ -57,17 +57,24 @@ def move(
     with_data: bool = True,
     force: bool = False,
     model_name: str | None = None,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Check a run, measure its loss to compare after the move, and write the archive."""
     if to not in backend_specs():
         raise unknown_name("backend", to, backend_specs())
     if out is not None:
-        check_output(out, option="out", streams=False, makes_folder=True)
+        check_output(out, option="out", overwrite=overwrite, streams=False, makes_folder=True)
     checkpoint = pick_checkpoint(run, observer)
     home = find_run(checkpoint.folder)
+    out = out or home.with_name(f"{home.name}-step{checkpoint.step}-{to}{SUFFIX}")
     trained_on = str(checkpoint.manifest.backend)
     here = _open_side(checkpoint, _backend_here(trained_on, observer), observer, model_name)
     _check_training(checkpoint, here)
+    packed = pack_files(here.plan.config, with_data=with_data)
+    members = _members(checkpoint, home, packed.files)
+    check_output(
+        out, option="out", inputs=[*members.values()], overwrite=overwrite, streams=False, makes_folder=True
+    )
     measured = _measure(checkpoint, here)
     observer.on_event(LossMeasured(measured=measured))
     there = _plan_there(checkpoint, to, machine, model_name)
@@ -76,7 +83,6 @@ def move(
     compared = _compare_here(checkpoint, measured, to, observer, model_name)
     if compared is not None:
         move_check.check(compared, allowed=force, flag="--force")
-    packed = pack_files(here.plan.config, with_data=with_data)
     model = checkpoint.manifest.identity.get("model")
     facts = {
         "step": checkpoint.step,
@@ -91,8 +97,7 @@ def move(
         "model": model,
         "options": packed.options,
     }
-    out = out or home.with_name(f"{home.name}-step{checkpoint.step}-{to}{SUFFIX}")
-    num_bytes = write_archive(out, _members(checkpoint, home, packed.files), note)
+    num_bytes = write_archive(out, members, note)
     return facts | {
         "path": str(out),
         "bytes": num_bytes,

@@ -208,7 +208,7 @@ def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
 
 def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: str) -> dict[str, Any]:
     """Return the options inherited from a checkpoint: recipe presets, the precision and kernels chosen on this backend, the
-    rules of its data, the optimizer of its moments, and the run's copies of missing files."""
+    learning rate of full fine-tuning, the rules of its data, the optimizer of its moments, and the run's copies of missing files."""
     manifest = checkpoint.manifest
     presets: frozenset[str] = frozenset()
     if manifest.recipe in recipe_names():  # older manifests have none, and a recipe may not be installed
@@ -224,6 +224,8 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
         kept |= {"kernels": before} if before == "general" or manifest.backend == "cpu" else {}
     if "data_rules" not in asked:
         kept["data_rules"] = manifest.options.get("data_rules", 1)  # older runs had no others
+    if "lr" not in asked and manifest.options.get("train_type") == "full" and "lr" in manifest.options:
+        kept["lr"] = manifest.options["lr"]  # older runs used the default of adapters
     used = manifest.identity.get("optimizer")
     if used and asked.get("optimizer", used) != used:
         kept["optimizer"] = used

@@ -37,7 +37,7 @@ def save_result(session: Session, recipe: Recipe, folder: Path, *, writes: bool)
         return None
     need = _FEWEST_BYTES * session.num_parameters()[0]
     try:
-        check_room(folder, need)
+        check_room(folder, need, spare=0)  # the result is worth more than the records
         with (
             memory_errors(doing="writing the result"),
             atomic_files.staging_folder(folder / _STAGED) as staging,

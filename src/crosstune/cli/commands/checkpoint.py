@@ -12,6 +12,7 @@ from crosstune.cli.arguments import Line, Parser, at_least, print_result, read_p
 from crosstune.cli.terminal.units import size
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 from crosstune.files.outputs import check_output_folder
+from crosstune.files.run_record import holds_record
 
 if TYPE_CHECKING:
     from crosstune.checkpoint.read import Checkpoint
@@ -63,7 +64,14 @@ def run(words: Sequence[str]) -> int:
     if own.action in ("import", "export"):
         if own.out is None:
             parser.error(f"{own.action} needs --out")
-        check_output_folder(own.out, option="out")
+        if own.action == "export":
+            from crosstune.models.staged import check_out
+
+            check_out(own.out.absolute())
+        else:
+            check_output_folder(own.out, option="out")
+            if holds_record(own.out):
+                raise UserError(f"{own.out} already holds a run.", do="choose a different --out")
     actions = {"list": _list, "verify": _verify, "show": _show, "prune": _prune}
     if own.action in actions:
         return actions[own.action](own)

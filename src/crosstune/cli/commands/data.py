@@ -40,6 +40,10 @@ def make_parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     has_source = bool(words) and not words[0].startswith("-")
+    if has_source and not words[0].strip():
+        raise UserError(
+            "SOURCE is blank.", do="pass a file, a folder or a name, as in crosstune data chats.jsonl"
+        )
     own, config = parse_config(make_parser(), [*["--dataset"] * has_source, *words])
     if config.recipe != "sft":
         raise UserError(
@@ -94,7 +98,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         f"({train['supervised_share']:.1%})",
         "lengths": f"50 % up to {train['length_p50']:,}, 90 % up to {train['length_p90']:,}, "
         f"99 % up to {train['length_p99']:,}, longest {train['longest']:,} (context {report['context_length']:,})",
-        "too long": f"{train['dropped_examples']:,} left out, {train['cut_examples']:,} cut by {train['cut_tokens']:,} tokens",
+        "too long": _too_long(train, stops=report.get("stops_at_long", False)),
         "duplicates": f"{train['duplicates']:,}",
     }
     if "packed_rows" in report:
@@ -106,6 +110,14 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     lines = [f"{name:<11} {value}" for name, value in rows.items()]
     lines += [f"{'note':<11} {sentence}" for sentence in report.get("notes", ())]
     return lines + [f"{'warning':<11} {sentence}" for sentence in report.get("warnings", ())]
+
+
+def _too_long(train: Mapping[str, Any], *, stops: bool) -> str:
+    """Return what happens to examples longer than the context; with `stops`, training rejects them."""
+    cut, tokens = train["cut_examples"], train["cut_tokens"]
+    if stops and cut:
+        return f"{cut:,}, by {tokens:,} tokens: training stops unless --truncation is cut or drop"
+    return f"{train['dropped_examples']:,} left out, {cut:,} cut by {tokens:,} tokens"
 
 
 def _account(rows: Mapping[str, int]) -> str:

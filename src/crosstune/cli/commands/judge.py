@@ -29,7 +29,7 @@ from crosstune.cli.terminal.output import Column, table_lines
 from crosstune.config.schema import Config
 from crosstune.core.errors import EXIT_DONE, EXIT_STOPPED, UserError
 from crosstune.core.names import unknown_name
-from crosstune.report.judge_section import TITLES
+from crosstune.report.judge_section import TITLES, compare_with_best
 
 if TYPE_CHECKING:
     from crosstune.process.ranks import Group
@@ -258,7 +258,7 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
     from crosstune.results.judge import ask, judge_scale, make_journal, open_judge
 
     if own.output is not None:
-        check_output(own.output, option="output", inputs=[own.input])
+        check_output(own.output, option="output", inputs=[own.input], overwrite=config.overwrite)
     request = _make_request(own, config, target=own.target, backend=config.backend)
     reader = item_reader(config, labelled=False, scale=judge_scale(request))
     items = read_split(reader, str(own.input), "test")
@@ -386,6 +386,8 @@ def metric_lines(report: Mapping[str, Any]) -> Iterator[str]:
         cells = [*(_metric(each, name) for name in names), f"{each['num_unreadable']}"]
         table.append(Column(title=title, cells=cells))
     yield from table_lines(table, width=None)
+    if lead := compare_with_best(report):
+        yield lead
     yield f"{report['num_items']:,} items in {report['num_groups']:,} groups; 95 % intervals by resampling groups"
     yield from (f"note: {note}" for note in report.get("notes", ()))
 

@@ -87,7 +87,8 @@ def make_parser() -> _LatentsParser:
     encoder = "sentence-transformers folder, instead of minilm-l6-v2 or the model's own"
     add("build decode sample eval", "--encoder", type=read_path_or_name, help=encoder)
     add("build decode encode sample eval", "--device", help="torch device (default: the GPU, if any)")
-    add("build", "--overwrite", action="store_true", help="replace the pairs in --out")
+    overwrite = "replace the pairs, or the existing file, in --out"
+    add("build decode encode sample", "--overwrite", action="store_true", help=overwrite)
     add("build", "--max_tokens", type=at_least(1), default=24, help="maximum tokens per text")
     add("build", "--too_long", choices=("error", "drop"), default="error", help="handling of longer texts")
     add("build", "--max_texts", type=at_least(1), default=-1, help="read at most this many")
@@ -135,7 +136,9 @@ def run(words: Sequence[str]) -> int:
         from crosstune.files.outputs import check_output
 
         makes_folder = own.action != "decode"
-        check_output(own.out, option="out", inputs=[own.vectors], makes_folder=makes_folder)
+        check_output(
+            own.out, option="out", inputs=[own.vectors], overwrite=own.overwrite, makes_folder=makes_folder
+        )
     say_start(f"latents {own.action}", str(own.target), "importing the engine")
     actions = {"build": _build, "export": _export, "decode": _decode, "encode": _encode}
     return (actions | {"sample": _sample, "eval": _eval})[own.action](own)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from crosstune.cli.arguments import Line, Parser, print_result, read_path, read_run_path
+from crosstune.cli.arguments import Line, Parser, print_result, read_path, read_run_path, say_start
 from crosstune.cli.terminal.units import size
+from crosstune.files.paths import shown_path
 
 EXAMPLES = """examples:
   crosstune move runs/demo --to mlx
@@ -27,6 +28,7 @@ def make_parser() -> Parser:
     add("target", type=read_run_path, metavar="RUN|CHECKPOINT")
     add("--to", required=True, metavar="BACKEND", help="target backend: mlx, cuda, mps, cpu, ...")
     add("--out", type=read_path, help="path of the archive (default: next to the run)")
+    add("--overwrite", action="store_true", help="replace an existing archive")
     add("--machine", help="target machine: a profile or a file written by `crosstune doctor --json`")
     add("--model_name", help="the base model on this machine, if not under its recorded name")
     add("--without_data", action="store_true", help="do not include local data files")
@@ -37,6 +39,7 @@ def make_parser() -> Parser:
 def run(words: Sequence[str]) -> int:
     own = make_parser().parse_args(list(words))
 
+    say_start("move", str(own.target), "importing the engine")
     from crosstune.cli.terminal.screen import Screen
     from crosstune.runs.move import move
 
@@ -49,6 +52,7 @@ def run(words: Sequence[str]) -> int:
             machine=own.machine,
             with_data=not own.without_data,
             force=own.force,
+            overwrite=own.overwrite,
             model_name=own.model_name,
         )
     return print_result(report, _lines(report), as_json=own.json)
@@ -72,4 +76,4 @@ def _lines(report: Mapping[str, Any]) -> Iterator[Line]:
         )
     more = f" --model_name {report['model_name']}" if report["model_name"] else ""
     more += " --world_size 1" if report["processes"] > 1 else ""
-    yield f"continue crosstune train --resume {Path(report['path']).name} --backend {report['to']}{more}"
+    yield f"continue crosstune train --resume {shlex.quote(shown_path(report['path']))} --backend {report['to']}{more}"

@@ -21,7 +21,7 @@ from crosstune.config.schema import Config
 from crosstune.core.backend import backend_specs
 from crosstune.core.errors import EXIT_DONE, EXIT_USER_MUST_ACT, UserError
 from crosstune.estimate.machine import Machine
-from crosstune.estimate.memory import describe_parts, num_recomputed
+from crosstune.estimate.memory import describe_parts, num_recomputed, surely_too_large
 from crosstune.estimate.step_time import LARGEST_ERROR, NUM_CHECKED
 from crosstune.planner.predict import OwnModel, state_bytes
 from crosstune.process.ranks import Ranks
@@ -155,7 +155,18 @@ def figure_rows(plan: Plan, prediction: Prediction | None) -> Rows:
     if (fit := prediction.fit) is not None:
         rows["would fit"] = f"with {fit.text}"
         rows |= {"command": fit.command} if fit.command else {}
+    if (too_large := _too_large(plan)) and too_large.startswith("no"):
+        return rows | {"speed": "not predicted, because the step does not fit"}
     return rows | _time_rows(prediction)
+
+
+def _too_large(plan: Plan) -> str:
+    """Say that the step needs too much memory; return an empty string if it fits or its memory is unknown."""
+    need, usable = plan.estimated_bytes, plan.usable_bytes
+    if need is None or not usable or need <= usable:
+        return ""
+    sure = "no" if surely_too_large(need, usable) else "perhaps not"
+    return f"{sure}: a step needs about {size(need)}, and {size(usable)} can be used"
 
 
 def _memory(plan: Plan) -> str:
@@ -276,6 +287,8 @@ def _plan_lines(
 
     own = checked.own_model if checked is not None else None
     needs_base = load_recipe(plan.config.recipe).needs_base_model
+    if needs_base and (too_large := _too_large(plan)):
+        yield f"{'fits':<12} {too_large}", ERROR
     rows = _option_rows(plan, checked, needs_base=needs_base)
     rows |= figure_rows(plan, prediction) if needs_base else _own_model_rows(plan, own)
     if priced:
@@ -300,8 +313,8 @@ def _option_rows(plan: Plan, checked: RequestCheck | None, *, needs_base: bool) 
         step = f"{config.rows_per_step} rows, {config.batch_size} at a time on each of {plan.world_size}"
     else:
         step = (
-            f"{config.batch_size} row{'s' * (config.batch_size != 1)} x {config.gradient_accumulation_steps} micro-batches "
-            f"x {plan.world_size}"
+            f"{_many(config.batch_size, 'row')} x {_many(config.gradient_accumulation_steps, 'micro-batch', 'es')} x "
+            f"{_many(plan.world_size, 'device')}"
         )
     strategy = f", {config.sharding_strategy}" if plan.engine == "torch" else ""
     settings = _settings(plan)
@@ -333,7 +346,12 @@ def _data(config: Config, checked: RequestCheck | None) -> str:
     if checked is not None and checked.own_model is not None:
         data = checked.own_model.data
     if data is None:
-        return f"{config.dataset}{hint}, up to {config.context_length} tokens per row"
+        return f"{config.dataset}{hint}, every row taken as full: {config.context_length} tokens"
+    if data.is_rough:
+        return (
+            f"{config.dataset}, {_many(data.num_rows, 'row')}, at most about {data.tokens_per_row:.0f} tokens on average and "
+            f"{data.longest_row} in the longest (counted without the model's tokenizer)"
+        )
     return (
         f"{config.dataset}{hint}, {data.num_rows:,} rows of {data.tokens_per_row:.0f} tokens on average, at most "
         f"{data.longest_row}"
@@ -350,6 +368,10 @@ def _layers(plan: Plan) -> str:
     if fitted is not None and (recomputed := num_recomputed(fitted.shape, fitted.step)):
         saving = f"; {recomputed} of {fitted.shape.num_layers} are recomputed to save memory"
     return f"fast: fused, for adapters on a frozen base{saving}"
+
+
+def _many(number: int, what: str, plural: str = "s") -> str:
+    return f"{number:,} {what}{plural * (number != 1)}"
 
 
 def _length(config: Config) -> str:

@@ -134,7 +134,9 @@ def make_parser_compare() -> Parser:
 def run_compare(words: Sequence[str]) -> int:
     own = make_parser_compare().parse_args(list(words))
     if own.out is not None:
-        check_output(own.out, option="out")
+        from crosstune.report.template import MARK
+
+        check_output(own.out, option="out", mark=MARK)
 
     from crosstune.report.comparison import compare_runs, write_comparison
 

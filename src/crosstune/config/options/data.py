@@ -101,11 +101,12 @@ class DataOptions:
     packing: bool = option(False, "Pack multiple examples into one row, without attention between them")
     train_on_prompt: bool = _option(False, "Compute the loss on prompts as well as answers")
     data_rules: int = _option(
-        2,
+        3,
         "Version of the rules that tokenize and hold out rows; a resumed run keeps its version. 1: rows are tokenized without "
-        "regard to where the prompt ends, and duplicates may be in both training and evaluation",
+        "regard to where the prompt ends, and duplicates may be in both training and evaluation; 2: duplicates are found "
+        "within each source, before rows are cut",
         low=1,
-        high=2,
+        high=3,
     )
     loading_workers: int = option(
         -1,

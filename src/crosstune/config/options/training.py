@@ -49,7 +49,12 @@ class TrainingOptions:
         on_resume=OnResume.FREE,
     )
     optimizer: str = option("adamw", "Optimizer", choices=OPTIMIZERS)
-    lr: float = option(0.0002, "Peak learning rate", aliases=("learning_rate",), high=1000)
+    lr: float = option(
+        0.0002,
+        "Peak learning rate; --train_type full uses a lower default, 2e-05 with adamw",
+        aliases=("learning_rate",),
+        high=1000,
+    )
     wd: float = option(
         0.01,
         "Weight decay of matrices: decoupled (adamw, lion, adafactor), or added to the gradient (adam, sgd, adadelta)",

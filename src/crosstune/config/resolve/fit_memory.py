@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import Any
 
 from crosstune.config.options.training import AUTO
 from crosstune.config.resolve.memory_advice import advise
@@ -11,7 +13,7 @@ from crosstune.config.resolve.plan import Draft
 from crosstune.config.schema import options_by_name
 from crosstune.core.names import read_expanded_name
 from crosstune.estimate.machine import held_score_bits
-from crosstune.estimate.memory import GIB, Fitted, largest_batch, step_parts
+from crosstune.estimate.memory import GIB, Fitted, largest_batch, step_parts, surely_too_large
 from crosstune.estimate.model_shape import Step, expand_shape
 
 MOST_ESTIMATED = 64
@@ -57,12 +59,17 @@ def fit_memory(draft: Draft, *, limit: int) -> Fitted | None:
             quantizer=draft.quantizer,
             environment=facts.environment,
             longest_row=facts.longest_row,
+            fits=fitted.fits,
+        )
+        alone = len(advice.resumable) + len(advice.new_run) > 1
+        sure = (
+            "it does not fit into memory" if surely_too_large(need, limit) else "it may not fit into memory"
         )
         rows = "one row is" if draft["batch_size"] == 1 else f"the step of {draft['batch_size']} rows is"
         draft.warn(
             "batch_size",
-            f"{rows} still estimated at {need / GIB:.1f} GiB of {limit / GIB:.1f} GiB; it may not fit into memory: "
-            f"{advice.sentence()}",
+            f"{rows} still estimated at {need / GIB:.1f} GiB of {limit / GIB:.1f} GiB; {sure}: {advice.sentence()}"
+            + "; no other single option is enough, `crosstune plan` searches for several" * (not alone),
         )
     return fitted.result()
 
@@ -125,9 +132,9 @@ class _Fitting:
             overhead_bytes=draft.facts.backends[report.name].overhead_bytes,
         )
 
-    def result(self) -> Fitted:
+    def result(self, **changed: Any) -> Fitted:
         assert self.shape is not None
-        step = self.step()
+        step = replace(self.step(), **changed)
         parts = step_parts(self.shape, step)
         # Measurements of earlier runs exclude the memory of the GPU context.
         apart = 0 if self.draft.report.is_torch_cpu else parts.overhead
@@ -136,6 +143,10 @@ class _Fitting:
 
     def estimate(self) -> int:
         return self.result().estimated_bytes
+
+    def fits(self, fields: Mapping[str, Any], *, more_memory: float = 1.0) -> bool:
+        """Return whether the step fits with some of its fields changed, or with this many times the memory."""
+        return self.result(**fields).estimated_bytes <= self.limit * more_memory
 
     def _factor(self) -> float:
         """Return measured divided by predicted memory of earlier runs."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
+from crosstune.config.conditions import ADAPTER_METHODS
 from crosstune.config.load import backend_variables
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import BackendSpec, backend_specs
@@ -16,12 +17,20 @@ Need = Literal["weights", "forward", "step"]
 """The part that does not fit: the weights, a forward pass, or a training step."""
 SHORT_ROW = 128
 """Do not suggest shortening rows of at most this many tokens."""
+SMALL_RANK = 8
+"""The smallest rank of adapters to suggest."""
 _QUANTIZED = {
     "lora": ("qlora",),
     "dora": ("hqq_dora", "bnb_dora"),
     "llama_pro": ("hqq_llama_pro", "bnb_llama_pro"),
 }
 """Method -> train types with a quantized base."""
+
+
+class Fits(Protocol):
+    """Tell whether a step fits by the estimate: with changed fields of its `Step`, or with more memory."""
+
+    def __call__(self, fields: Mapping[str, Any], *, more_memory: float = 1.0) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +61,12 @@ def advise(
     environment: Mapping[str, str],
     need: Need = "step",
     longest_row: int | None = None,
+    fits: Fits | None = None,
 ) -> Advice:
-    """Return changes to the resolved `options` that reduce memory; `longest_row` is in tokens, if known."""
+    """Return changes to the resolved `options` that reduce memory; `longest_row` is in tokens, if known.
+
+    With `fits`, only those that are enough by the estimate.
+    """
     resumable: list[str] = []
     batch, accumulation = options["batch_size"], options["gradient_accumulation_steps"]
     if need != "weights" and batch > 1:
@@ -63,20 +76,31 @@ def advise(
             f"--batch_size {smaller} --gradient_accumulation_steps {more} (the same rows per step)"
         )
     if need == "step":
-        resumable += [] if options["use_gradient_checkpointing"] else ["--use_gradient_checkpointing"]
-        # On a CPU, torch keeps no cache that --low_memory could release.
-        resumable += [] if options["low_memory"] or report.is_torch_cpu else ["--low_memory"]
+        if not options["use_gradient_checkpointing"] and (fits is None or fits({"checkpointing": True})):
+            resumable.append("--use_gradient_checkpointing")
+        # It releases torch's cache, which no estimate counts and a CPU does not have.
+        resumable += [] if options["low_memory"] or report.is_torch_cpu or fits else ["--low_memory"]
     share = spec.usable_share(environment)
-    if spec.memory_share_variable and share is not None and share < 1:
+    can_raise = spec.memory_share_variable and share is not None and share < 1
+    if can_raise and (fits is None or (share and fits({}, more_memory=1 / share))):
         resumable.append(
             f"{spec.memory_share_variable} above {share:g} (an environment variable) if other programs can spare the memory"
         )
     short = next((name for name in ("bf16", "fp16") if name in report.dtypes), None)
     is_wide = options["precision"] == "fp32" and not report.is_torch_cpu
-    new_run = [f"--precision {short}"] if short is not None and is_wide else []
-    new_run += _smaller_weights(options, report, method=method, quantizer=quantizer)
+    changes: dict[str, Mapping[str, Any]] = {}
+    if short is not None and is_wide:
+        changes[f"--precision {short}"] = {"compute_bits": 16, "weight_bits": 16}
+    changes |= _smaller_weights(options, report, method=method, quantizer=quantizer)
+    new_run = [text for text, fields in changes.items() if fits is None or fits(fields)]
     row = min(options["context_length"], longest_row or options["context_length"])
-    if need != "weights" and row > SHORT_ROW:
+    if fits is not None:
+        new_run += [f"--lora_rank {SMALL_RANK}"] * (
+            method in ADAPTER_METHODS and options["lora_rank"] > SMALL_RANK and fits({"rank": SMALL_RANK})
+        )
+        shorter = [row >> halvings for halvings in range(1, row.bit_length()) if row >> halvings >= SHORT_ROW]
+        new_run += [f"--context_length {tokens}" for tokens in shorter if fits({"context": tokens})][:1]
+    elif need != "weights" and row > SHORT_ROW:
         new_run.append(f"a --context_length below {row}")
     return Advice(resumable=tuple(resumable), new_run=(*new_run, "a smaller model"))
 
@@ -93,15 +117,36 @@ def quantized_train_types(method: str, report: BackendReport) -> list[str]:
     ]
 
 
+def smaller_optimizer(optimizer: str, report: BackendReport) -> str | None:
+    """Return the optimizer with an 8-bit state that replaces one, if the backend has it."""
+    able = report.name in ("cuda", "rocm", "xpu", "cpu") and (
+        "bnb" in report.quantizers or not report.quantizers
+    )
+    if not able or optimizer.endswith("_8bit"):
+        return None
+    return "lion_8bit" if optimizer == "lion" else "adamw_8bit"
+
+
 def _smaller_weights(
     options: Mapping[str, Any], report: BackendReport, *, method: str, quantizer: str
-) -> list[str]:
+) -> dict[str, Mapping[str, Any]]:
+    """Return the flags that make the weights smaller, with the fields of `Step` that they change."""
+    adapters = {"method": "lora" if method == "full" else method}
+    found: dict[str, Mapping[str, Any]] = {}
     if method == "full":
-        return ["--train_type lora or qlora"]
+        smaller = (
+            smaller_optimizer(options["optimizer"], report) if options["world_size"] in (-1, 1) else None
+        )
+        found = {f"--optimizer {smaller}": {"optimizer": smaller}} if smaller is not None else {}
+        found["--train_type lora"] = adapters
     if quantizer == "none":
-        return [f"--train_type {name}" for name in quantized_train_types(method, report)[:1]]
+        quantized = {**adapters, "quantizer": next(iter(report.quantizers), "bnb"), "n_bits": 4}
+        names = quantized_train_types(adapters["method"], report)[:1]
+        allowed = " --no_4bit false" * bool(options["no_4bit"])
+        allowed += " --quantization_backend auto" * (options["quantization_backend"] == "none")
+        return found | {f"--train_type {name}{allowed}": quantized for name in names}
     fewer = [bits for bits in report.quantizers.get(quantizer, ()) if bits < options["n_bits"] and bits >= 4]
-    return [f"--n_bits {max(fewer)}"] if fewer else []
+    return found | ({f"--n_bits {max(fewer)}": {"n_bits": max(fewer)}} if fewer else {})
 
 
 def _either(changes: tuple[str, ...]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
 from crosstune.config.mlx_settings import idle_settings
@@ -10,6 +10,7 @@ from crosstune.config.resolve.choose_method import choose_method
 from crosstune.config.resolve.facts import Facts
 from crosstune.config.resolve.fit_compute import fit_compile, fit_kernels, fit_precision
 from crosstune.config.resolve.fit_memory import fit_memory
+from crosstune.config.resolve.learning_rate import default_rate, rate_warning
 from crosstune.config.resolve.plan import Draft, Plan
 from crosstune.config.schema import Config, option_list
 from crosstune.core.errors import UserError, raise_all
@@ -25,26 +26,6 @@ _ONE_RANK_PER_DEVICE = ("nccl", "xccl")
 FUSED_OPTIMIZERS_ON = ("cuda", "cpu", "mps", "xpu")
 """Torch devices; ROCm is called cuda."""
 _SLOW_CPU = "a CPU is slow, suited to small models and tests"
-
-
-@dataclass(frozen=True)
-class _RateRange:
-    """Learning rates beyond which fine-tuning fails in practice, with a typical value."""
-
-    lowest: float
-    highest: float
-    typical: float
-
-
-_ADAM = (_RateRange(1e-7, 5e-3, 2e-4), _RateRange(1e-7, 1e-3, 2e-5))
-_RANGES: dict[str, tuple[_RateRange, _RateRange]] = {
-    # Every weight moves by the whole rate in each step of Lion.
-    "lion": (_RateRange(1e-8, 1e-3, 5e-5), _RateRange(1e-8, 2e-4, 3e-6)),
-    # Steps in proportion to the clipped gradient.
-    "sgd": (_RateRange(1e-3, 10, 0.3), _RateRange(1e-4, 10, 0.03)),
-    "adadelta": (_RateRange(1e-2, 100, 1.0), _RateRange(1e-2, 100, 1.0)),
-}
-"""Optimizer -> range for adapters, and for all other methods; adafactor is scaled like adamw."""
 
 
 def resolve(config: Config, facts: Facts) -> Plan:
@@ -67,6 +48,16 @@ def resolve(config: Config, facts: Facts) -> Plan:
     fit_kernels(draft)
     fit_compile(draft)
     _fit_optimizer(draft)
+    if (
+        draft.method == "full"
+        and facts.has_base_model
+        and not draft.is_asked("lr")
+        and "lr" not in facts.preset
+    ):
+        rate = default_rate(optimizer=draft["optimizer"])
+        draft.set(
+            "lr", rate, f"typical for full fine-tuning with {draft['optimizer']}; adapters use higher rates"
+        )
     if draft["low_memory"] and not draft.is_asked("use_gradient_checkpointing"):
         draft.set("use_gradient_checkpointing", True, "low_memory turns it on")
     spec = facts.backends[draft.report.name]
@@ -294,7 +285,7 @@ def _check_values(draft: Draft) -> None:
             why="only sft adds noise to embeddings.",
             do="remove --neftune_alpha",
         )
-    warning = _rate_warning(draft["lr"], optimizer=optimizer, method=draft.method)
+    warning = rate_warning(draft["lr"], optimizer=optimizer, method=draft.method)
     if warning is not None and draft.facts.has_base_model:
         draft.warn("lr", warning)
     if draft["lora_dropout"] == 1:
@@ -386,15 +377,3 @@ def _check_loftq(draft: Draft) -> None:
             why="the quantization error is unknown without the original weights.",
             do="use the original model",
         )
-
-
-def _rate_warning(lr: float, *, optimizer: str, method: str) -> str | None:
-    """Return the warning for a learning rate, or None."""
-    of_adapters, of_weights = _RANGES.get(optimizer.removesuffix("_8bit"), _ADAM)
-    found = of_adapters if method in ADAPTER_METHODS else of_weights
-    for_what = f"for {method} with {optimizer}; {found.typical:g} is typical"
-    if lr > found.highest:
-        return f"{lr:g} is very high {for_what}. Above {found.highest:g} the loss rarely falls and may become NaN"
-    if 0 < lr < found.lowest:
-        return f"{lr:g} is very low {for_what}. Below {found.lowest:g} the weights hardly change"
-    return None

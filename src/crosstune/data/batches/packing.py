@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from array import array
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,7 +78,8 @@ class PackedOrder:
         self, lengths: NDArray[np.int64], *, capacity: int, seed: int, mixture: Mixture | None = None
     ) -> None:
         self.lengths, self.capacity, self.seed, self.mixture = lengths, capacity, seed, mixture
-        self._counts: list[int] = []
+        self._fits_one_row = mixture is None and int(lengths.sum()) <= capacity
+        self._starts = [0]
         self._packed: dict[int, PackedRows] = {}
         self._lock = threading.RLock()  # a thread prepares the next steps
 
@@ -91,32 +93,23 @@ class PackedOrder:
 
     def num_rows(self, num_epochs: float, *, at_most: int | None = None) -> int:
         """Return the number of rows in `num_epochs` epochs; stop counting at `at_most`."""
-        total = 0
-        for number in range(math.ceil(num_epochs)):
-            share = min(1.0, num_epochs - number)
-            total += round(self._count(number) * share)
-            if at_most is not None and total >= at_most:
-                return at_most
-        return total
+        whole = math.floor(num_epochs)
+        starts = self._starts_of(num_epochs=math.ceil(num_epochs), num_rows=at_most)
+        total = starts[min(whole, len(starts) - 1)]
+        if whole < num_epochs and whole + 1 < len(starts):
+            total += round((starts[whole + 1] - starts[whole]) * (num_epochs - whole))
+        return total if at_most is None else min(total, at_most)
 
     def rows(self, first: int, last: int) -> list[NDArray[np.int64]]:
         """Return the documents of rows `first` to `last` (exclusive), counted over all epochs."""
-        found: list[NDArray[np.int64]] = []
-        epoch, start = 0, 0
-        while start < last:
-            end = start + self._count(epoch)
-            places = range(max(first, start), min(last, end))
-            found += [self.epoch(epoch).row(place - start) for place in places]
-            epoch, start = epoch + 1, end
-        return found
+        places = map(self.place, range(first, last))
+        return [self.epoch(epoch).row(row) for epoch, row in places]
 
     def place(self, row: int) -> tuple[int, int]:
         """Return the epoch of a row, and its index in that epoch."""
-        epoch = 0
-        while row >= self._count(epoch):
-            row -= self._count(epoch)
-            epoch += 1
-        return epoch, row
+        starts = self._starts_of(num_rows=row)
+        epoch = bisect_right(starts, row) - 1
+        return epoch, row - starts[epoch]
 
     def fill(self) -> float:
         """Return the fraction of the first epoch's rows that is filled with tokens."""
@@ -125,8 +118,14 @@ class PackedOrder:
     def _order(self, epoch: int) -> NDArray[np.int64]:
         return epoch_order(len(self.lengths), seed=self.seed, epoch=epoch, mixture=self.mixture)
 
-    def _count(self, epoch: int) -> int:
+    def _starts_of(self, *, num_epochs: int | None = None, num_rows: int | None = None) -> list[int]:
+        """Return the first row of each epoch, up to the end of `num_epochs` epochs or of the first `num_rows` rows."""
         with self._lock:
-            while len(self._counts) <= epoch:
-                self._counts.append(len(self.epoch(len(self._counts))))
-            return self._counts[epoch]
+            while (num_epochs is None or len(self._starts) <= num_epochs) and (
+                num_rows is None or self._starts[-1] < num_rows
+            ):
+                self._starts.append(self._starts[-1] + self._count(len(self._starts) - 1))
+            return self._starts
+
+    def _count(self, epoch: int) -> int:
+        return 1 if self._fits_one_row else len(self.epoch(epoch))

@@ -44,7 +44,7 @@ def leave_out_unsupervised(corpus: Corpus, *, source: str) -> tuple[Corpus, int]
 
 def num_shared(train: Corpus, held_out: Corpus) -> int:
     """Return the number of held-out examples that are also in the training data."""
-    return int(np.isin(held_out.hashes(), train.hashes()).sum())
+    return int(np.isin(held_out.hashes(shown=True), train.hashes(shown=True)).sum())
 
 
 def format_warnings(config: Config, tokenizer: Tokenizer, *, form: str) -> Sequence[str]:
@@ -125,6 +125,9 @@ _WARNINGS = {
     "without_answer": "{without_answer:,} rows have no answer within the context and are skipped",
     "unlocated_answers": "{unlocated_answers:,} answers cannot be located because the chat template changes them; "
     "they carry no loss",
+    "without_reasoning": "{without_reasoning:,} rows have no reasoning, but the generation prompt of the chat template opens it: the "
+    "model is not trained to answer its own prompt; add `reasoning_content` to the answers if the template renders it, or pass "
+    "a --chat_template whose generation prompt does not open the reasoning",
     "cut_examples": "{cut_examples:,} of {examples:,} examples are cut, by {cut_tokens:,} tokens in all",
     "dropped_examples": "{dropped_examples:,} examples are longer than the context and are skipped",
     "bad_rows": "{bad_rows:,} rows cannot be read and are skipped",
@@ -193,9 +196,11 @@ class RowChecker:
                 continue
             try:
                 conversation = to_conversation(found.row, source.form)
-                if has_empty_answer(conversation):
+                if encoder is None:
+                    num_empty += has_empty_answer(conversation)
+                elif encoder.has_empty_answer(conversation, found.row):
                     num_empty += 1
-                elif encoder is not None:
+                else:
                     encoder.render(conversation, found.row)
             except UserError as error:
                 if not self.skips_bad:

@@ -60,6 +60,7 @@ def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Sou
     if asked == "auto":
         asked = source.form
     groups: dict[tuple[str, Sequence[tuple[str, str]], bool], list[Part]] = {}
+    unreadable: list[Part] = []
     for part in source.parts:
         name = part.name if len(source.parts) > 1 else source.name
         good = (found.row for found in source.rows_of(part) if found.error is None)
@@ -70,12 +71,27 @@ def uniform_sources(source: Source, *, asked: str, columns: Columns) -> list[Sou
             form, used = found
             splits = isinstance(part, FilePart) and part.is_text
             groups.setdefault((form, tuple(used.items()), splits), []).append(part)
+        elif next(iter(source.rows_of(part)), None) is not None:
+            unreadable.append(part)
     if not groups:
-        raise UserError(f"The dataset {source.name} is empty.", do="add at least one row")
+        raise _no_rows(source, unreadable)
+    next(iter(groups.values())).extend(unreadable)  # their rows are counted and skipped
     return [
         replace(source, parts=tuple(parts), held_out=(), form=form, columns=tuple(renames), splits=splits)
         for (form, renames, splits), parts in groups.items()
     ]
+
+
+def _no_rows(source: Source, unreadable: Sequence[Part]) -> UserError:
+    if not unreadable:
+        return UserError(f"The dataset {source.name} is empty.", do="add at least one row")
+    first = next(iter(source.rows_of(unreadable[0]))).error
+    assert first is not None
+    return UserError(
+        f"No row of {source.name} can be read.",
+        why=f"the first: {first.message} {first.why}",
+        do=first.do or "check the format of the file",
+    )
 
 
 def pick_rows(sources: Sequence[Source], indices: Collection[int]) -> list[tuple[FileRow, str]]:

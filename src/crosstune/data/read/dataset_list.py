@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from crosstune.core.errors import UserError
 from crosstune.data.read.sources import is_known
+
+LEAST_WEIGHT = 1e-6
+"""Weights are between this and its inverse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +67,10 @@ def _entry(text: str) -> DatasetEntry:
     front, _, end = name.rpartition(":")
     if _exists(name) or not front or not (_is_number(end) or _exists(front)):
         return DatasetEntry(name=name)  # such as C:\\data\\a.jsonl
-    if not _is_number(end) or not 0 < float(end) < math.inf:
+    if not _is_number(end) or not LEAST_WEIGHT <= float(end) <= 1 / LEAST_WEIGHT:
         raise UserError(
             f"The weight of {front} in --dataset cannot be '{end}'.",
-            do=f"use a number above 0, as in --dataset {front}:0.7,OTHER:0.3",
+            do=f"use a number from {LEAST_WEIGHT:g} to {1 / LEAST_WEIGHT:g}, as in --dataset {front}:0.7,OTHER:0.3",
         )
     return DatasetEntry(name=front, weight=float(end))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.data.render.types import EXCLUDED, NO_LOSS
+from crosstune.data.render.types import EXCLUDED, NO_LOSS, REASONING_KEYS
 from crosstune.files.json_files import parse_json
 
 Row = Mapping[str, Any]
@@ -40,6 +40,9 @@ LOSS_KEYS: Mapping[str, bool] = {
     "weight": True, "train": True, "training": True, "mask": False, "masked": False
 }  # fmt: skip
 """Keys of other tools that include a turn in the loss or exclude it -> the value that includes it."""
+_FLAGS = {
+    "0": False, "0.0": False, "false": False, "no": False, "1": True, "1.0": True, "true": True, "yes": True
+}  # fmt: skip
 _MESSAGE_KEYS = {"role", "from", "content", "value", *TURN_KEYS}
 
 # Role names of other tools, in any case -> ours.
@@ -107,7 +110,9 @@ def unused_columns(row: Row, form: str) -> set[str]:
         if isinstance(items, list)
         for item in items
         for key, value in item.items()
-        if key not in _MESSAGE_KEYS and value not in _EMPTY and not (key in LOSS_KEYS and _is_flag(value))
+        if key not in _MESSAGE_KEYS
+        and value not in _EMPTY
+        and not (key in LOSS_KEYS and _flag(value) is not None)
     }
 
 
@@ -129,14 +134,20 @@ def _turns(row: Row, form: str) -> list[Turn]:
     return as_messages(_guanaco_turns(_text(row, "text")))
 
 
-def has_empty_answer(conversation: Conversation) -> bool:
-    """Return True if an answer, or the whole text, is empty."""
+def has_empty_answer(
+    conversation: Conversation, *, shows_reasoning: Callable[[int], bool] = lambda _: True, rules: int = 3
+) -> bool:
+    """Return True if the whole text is empty, or an answer to learn: it has neither text nor tool calls, nor reasoning that
+    the template shows in this turn. Before version 3 of the `rules`, reasoning did not count, and all answers had to have text."""
     if isinstance(conversation, str):
         return not conversation.strip()
-    return any(
-        turn["role"] == "assistant" and not turn["content"].strip() and not turn.get("tool_calls")
-        for turn in conversation
-    )
+    for place, turn in enumerate(conversation):
+        if turn["role"] != "assistant" or turn["content"].strip() or turn.get("tool_calls"):
+            continue
+        is_reasoning = any(key in turn for key in REASONING_KEYS)
+        if rules < 3 or not (NO_LOSS in turn or (is_reasoning and shows_reasoning(place))):
+            return True
+    return False
 
 
 def as_messages(value: Any) -> list[Turn]:
@@ -185,20 +196,20 @@ def _message(item: Any) -> Turn:
 def _carries_loss(item: Mapping[str, Any]) -> bool:
     """Return False if a key such as `weight: 0` excludes a turn from the loss."""
     weight = item.get("weight")
-    if isinstance(weight, (int, float)) and weight not in (0, 1):
+    if isinstance(weight, (int, float, str)) and weight != "" and _flag(weight) is None:
         raise UserError(
-            f"A message has the weight {weight}.",
+            f"A message has the weight {_short(weight)}.",
             why="a turn either carries loss or does not.",
             do="set its weight to 0 or 1",
         )
-    for key, includes in LOSS_KEYS.items():
-        if _is_flag(item.get(key)) and bool(item[key]) != includes:
-            return False
-    return True
+    return all(_flag(item.get(key)) in (None, includes) for key, includes in LOSS_KEYS.items())
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) and value in (0, 1)
+def _flag(value: Any) -> bool | None:
+    """Return a switch as True or False, even one written as text, as in CSV; None for any other value."""
+    if isinstance(value, str):
+        return _FLAGS.get(value.strip().lower())
+    return bool(value) if isinstance(value, (bool, int, float)) and value in (0, 1) else None
 
 
 def _text_part(part: Any) -> str:
@@ -230,8 +241,17 @@ def _check_columns(row: Row, form: str) -> None:
     raise UserError(
         f"Missing column {' or '.join(missing)}.",
         why=f"rows of the format {form} need {', '.join(needed)}; it has {', '.join(map(str, row)) or 'none'}.{mixed}",
-        do="" if others else _NAME_COLUMNS,
+        do="" if others else _mapping_of(row, needed, missing),
     )
+
+
+def _mapping_of(row: Row, needed: Sequence[str], missing: Sequence[str]) -> str:
+    """Return how to read columns under the names of a format: exactly, where there is one choice."""
+    spare = [str(name) for name in row if name not in needed]
+    if not spare or len(missing) != 1:
+        return _NAME_COLUMNS
+    pairs = " or ".join(f"--columns {name}={missing[0]}" for name in spare[:3])
+    return f"specify the column to read with {pairs}"
 
 
 def _needed(form: str) -> tuple[str, ...]:
@@ -260,7 +280,8 @@ def _how_to_read(row: Row) -> dict[str, str]:
             "do": "train on them with --recipe preference, or on the chosen answers with --columns chosen=completion",
         }
     known = "; ".join(f"{' + '.join(columns)} ({name})" for name, columns in COLUMNS.items())
-    return {"do": f"{_NAME_COLUMNS}; the formats are: {known}"}
+    how = f"read its text with --columns {next(iter(row))}=text" if len(row) == 1 else _NAME_COLUMNS
+    return {"do": f"{how}; the formats are: {known}"}
 
 
 def fitting_formats(row: Row) -> list[str]:

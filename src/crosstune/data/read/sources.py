@@ -16,6 +16,7 @@ from crosstune.data.bundled.named_datasets import BUNDLED, DUMMY, HUB_NAMES, Hub
 from crosstune.data.read.files import SUFFIXES, FilePart, Found, file_part
 from crosstune.data.read.hub import HELD_OUT_SPLITS, HubPart, open_hub
 from crosstune.files.paths import near_paths
+from crosstune.files.plain_files import kind_of
 
 # The shard number of a file in a split, as in `test-00000-of-00002` or `val_1`.
 _SHARD = re.compile(r"([-_. ]\d+([-_. ]of[-_. ]\d+)?)+$")
@@ -102,6 +103,7 @@ def _open(name: str, *, needs_training: bool) -> Source:
     if name == DUMMY:
         return Source(name=name, parts=(), form=DUMMY)
     path = Path(name).expanduser()
+    _check_kind(path)
     if path.is_file():
         return Source(name=name, parts=(file_part(path),))
     if path.is_dir():
@@ -115,8 +117,17 @@ def _open(name: str, *, needs_training: bool) -> Source:
 
 def check_name(name: str) -> None:
     """Raise a UserError when a name cannot be a dataset, without opening it."""
+    if not is_known(name):
+        _check_kind(Path(name).expanduser())
     if not (is_known(name) or Path(name).expanduser().exists() or _may_be_hub_id(name)):
         raise _unknown(name)
+
+
+def _check_kind(path: Path) -> None:
+    """Raise a UserError for a pipe, a device or a broken link."""
+    if os.path.lexists(path) and not (path.is_file() or path.is_dir()):
+        do = "write the data to a file, and pass its path"
+        raise UserError(f"{path} cannot be read as data.", why=f"it is {kind_of(path)}.", do=do)
 
 
 def is_known(name: str) -> bool:
@@ -155,7 +166,9 @@ def _data_files(folder: Path) -> list[Path]:
                 do="pass a folder that contains only data files, or one file",
             )
         found += [Path(place, name) for name in names if _is_data(Path(name))]
-    return sorted(path for path in found if path.is_file())
+    for path in sorted(found):
+        _check_kind(path)
+    return sorted(found)
 
 
 def _open_folder(name: str, folder: Path, *, needs_training: bool) -> Source:

@@ -8,14 +8,22 @@ from functools import lru_cache
 from itertools import count, takewhile
 
 from crosstune.core.errors import UserError
-from crosstune.data.render.template import REASONING_KEYS, ChatTemplate, Rejected, load_template
+from crosstune.data.render.template import ChatTemplate, Rejected, load_template
 from crosstune.data.render.template_marks import Marks
-from crosstune.data.render.types import NO_LOSS, PLAIN_TEMPLATE, ChatTokens, Message, Span, Tools
+from crosstune.data.render.types import (
+    NO_LOSS,
+    PLAIN_TEMPLATE,
+    REASONING_KEYS,
+    ChatTokens,
+    Message,
+    Span,
+    Tools,
+)
 
 # Where a generation prompt opens or skips the reasoning. Both carry loss, as in TRL.
 OPENED_REASONING = re.compile(
     r"(<(?P<tag>[\w:]*(think|thought|reason)[\w:]*)>|\[(?P<name>\w*THINK\w*)\])\s*"
-    r"((</(?P=tag)>|\[/(?P=name)\])\s*)?$"
+    r"(?P<closed>(</(?P=tag)>|\[/(?P=name)\])\s*)?$"
 )
 
 _QUESTION: Message = {"role": "user", "content": "Hello"}
@@ -45,7 +53,7 @@ def locate_answers(
 ) -> tuple[list[Span], int]:
     """Return the spans of the answers with their end tokens, and the number of answers that cannot be found."""
     if _template(tokenizer).marks_answers:
-        return _with_loss(messages, marks.generated), 0
+        return _with_loss(messages, marks), 0
     places = [place for place, message in enumerate(messages) if _is_answer(message)]
     found = [_locate(messages, place, text, marks, tokenizer, tools) for place in places]
     spans = [span for answer in found for span in answer]
@@ -76,6 +84,12 @@ def _full_header(tokenizer: ChatTokens) -> str:
     return _prompt([_QUESTION], tokenizer, None, opened=True)
 
 
+def opens_reasoning(tokenizer: ChatTokens) -> bool:
+    """Return True if the generation prompt opens the reasoning and leaves it open."""
+    opened = OPENED_REASONING.search(_full_header(tokenizer))
+    return opened is not None and not opened["closed"]
+
+
 def effective_extras(
     messages: Sequence[Message], text: str, tokenizer: ChatTokens, extras: Sequence[str], *, tools: Tools
 ) -> frozenset[str]:
@@ -97,11 +111,17 @@ def _is_answer(message: Message) -> bool:
     return message["role"] == "assistant" and not message.get(NO_LOSS)
 
 
-def _with_loss(messages: Sequence[Message], marked: Sequence[Span]) -> list[Span]:
-    """Return the marked spans of the answers to learn, without answers inside a prompt."""
+def _with_loss(messages: Sequence[Message], marks: Marks) -> list[Span]:
+    """Return the marked spans of the answers to learn, without answers inside a prompt: those in the text of their
+    messages. If the template writes answers elsewhere, it must mark one part for each."""
     answers = [message for message in messages if message["role"] == "assistant"]
+    marked = list(marks.generated)
     if all(map(_is_answer, answers)):
-        return list(marked)
+        return marked
+    turns = [(span, messages[place]) for place, spans in marks.turns.items() for span in spans]
+    writers = [next((turn for (a, b), turn in turns if a <= start < b), None) for start, _ in marked]
+    if all(turn is not None and turn["role"] == "assistant" for turn in writers):
+        return [span for span, turn in zip(marked, writers, strict=True) if turn and _is_answer(turn)]
     if len(marked) != len(answers):
         raise UserError(
             "The answers that carry loss cannot be distinguished from the others.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -36,12 +36,14 @@ def encode_rendered(
     text = rendered.text
     ends = [
         end
-        for end in sorted(set(rendered.prompt_ends if tokenizer.splits_prompts else ()))
+        for end in sorted(set(rendered.prompt_ends if tokenizer.data_rules > 1 else ()))
         if (compare_all or _is_within_token(encoding, end))
         and not begins_with(encoding, text[:end], tokenizer)
     ]
     if not ends:
-        return Encoded(np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered))
+        return Encoded(
+            np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered, tokenizer.stripping)
+        )
     pieces = list(zip([0, *ends], [*ends, len(text)], strict=True))
     for anchor in _ANCHORS:
         parts = [
@@ -52,7 +54,9 @@ def encode_rendered(
             return Encoded(tokens, np.concatenate([part.supervised for part in parts]))
     token = encoding.char_to_token(ends[0])
     joined = _decoded([encoding.ids[token]], tokenizer) if token is not None else text[ends[0] - 1 :][:1]
-    return Encoded(np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered), joined)
+    return Encoded(
+        np.asarray(encoding.ids, dtype=np.int32), mask_of(encoding, rendered, tokenizer.stripping), joined
+    )
 
 
 def _is_within_token(encoding: Encoding, place: int) -> bool:
@@ -80,15 +84,21 @@ def _encode_piece(
     part = Rendered(text=anchor + rendered.text[start:end], spans=spans)
     encoding = tokenizer.encode(part.text)
     skipped = len(tokenizer.encode(anchor).ids) if anchor else 0
-    return Encoded(np.asarray(encoding.ids[skipped:], dtype=np.int32), mask_of(encoding, part)[skipped:])
+    return Encoded(
+        np.asarray(encoding.ids[skipped:], dtype=np.int32),
+        mask_of(encoding, part, tokenizer.stripping)[skipped:],
+    )
 
 
 def _decoded(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(ids, keep_special=True)
 
 
-def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
-    """Return the mask of tokens that have a character inside a span."""
+def mask_of(
+    encoding: Encoding, rendered: Rendered, stripping: Mapping[int, str] | None = None
+) -> NDArray[np.bool_]:
+    """Return the mask of tokens that have a character inside a span. An added token that strips white space (`stripping`:
+    id -> text) counts where its own text is, so that a header is not supervised for the white space after it."""
     if list(rendered.spans) == [(0, len(rendered.text))]:
         return np.ones(len(encoding.ids), dtype=np.bool_)
     mask = np.zeros(len(encoding.ids), dtype=np.bool_)
@@ -100,6 +110,11 @@ def mask_of(encoding: Encoding, rendered: Rendered) -> NDArray[np.bool_]:
         # One character can be multiple tokens, one for each byte.
         while last + 1 < len(mask) and _starts_before(encoding, last + 1, end):
             last += 1
+        own = [(stripping or {}).get(encoding.ids[token]) for token in (first, last)]
+        if own[0] and own[0] in rendered.text[encoding.offsets[first][0] : start]:
+            first += 1
+        if own[1] and own[1] in rendered.text[end : encoding.offsets[last][1]]:
+            last -= 1
         mask[first : last + 1] = True
     return mask
 

@@ -13,6 +13,7 @@ from crosstune.data.render.answer_spans import (
     effective_extras,
     find_prompt_ends,
     locate_answers,
+    opens_reasoning,
     render_text,
 )
 from crosstune.data.render.encoding import begins_with, encode_rendered
@@ -56,11 +57,13 @@ def render_conversation(
     else:
         spans, num_unlocated = locate_answers(messages, text, marks, tokens, tools=tools)
         answers = spans
+    ends = find_prompt_ends(text, answers, tokens)
     return Rendered(
         text=text,
         spans=spans,
         num_unlocated=num_unlocated,
-        prompt_ends=find_prompt_ends(text, answers, tokens),
+        prompt_ends=ends,
+        lacks_reasoning=bool(answers and not ends and opens_reasoning(tokens)),
         effective_extras=effective_extras(messages, text, tokens, extras, tools=tools),
     )
 
@@ -93,8 +96,19 @@ def encode_conversation(
 
 
 def encode_prompt(messages: Sequence[Message], tokenizer: Tokenizer, *, tools: Tools = None) -> list[int]:
-    """Tokenize a conversation with the generation prompt."""
-    return list(tokenizer.encode(render(messages, tokenizer, add_generation_prompt=True, tools=tools)).ids)
+    """Tokenize a conversation with the generation prompt, its earlier answers as in a training row."""
+    text = render(messages, tokenizer, add_generation_prompt=True, tools=tools)
+    encoding = tokenizer.encode(text)
+    if not any(message["role"] == "assistant" for message in messages):
+        return list(encoding.ids)
+    try:
+        told = render_conversation(messages, tokenizer, whole=False, tools=tools)
+    except UserError:  # the template rejects the conversation without the prompt, or changes the answers
+        return list(encoding.ids)
+    ends = [end for end in told.prompt_ends if text.startswith(told.text[:end])]
+    history = Rendered(text=text, spans=(), prompt_ends=ends)
+    compare_all = prompts_change_tokens(tokenizer)
+    return encode_rendered(history, encoding, tokenizer, compare_all=compare_all).tokens.tolist()
 
 
 def prompts_change_tokens(tokenizer: Tokenizer) -> bool:
@@ -113,14 +127,15 @@ def prompts_change_tokens(tokenizer: Tokenizer) -> bool:
 
 def unlike_prompt(tokenizer: Tokenizer) -> tuple[str, str] | None:
     """Return the end of a generation prompt and what a training row has in its place, if they differ; None if the row
-    begins with the prompt, up to where it opens the reasoning."""
+    begins with the prompt, up to where it opens the reasoning: the rows themselves decide whether they have some."""
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good"}]
     try:
         prompt = render(turns[:1], tokenizer, add_generation_prompt=True)
         row = render(turns, tokenizer, add_generation_prompt=False)
     except UserError:  # the template expects different turns; the data rows report their own errors
         return None
-    if row.startswith(OPENED_REASONING.sub("", prompt)):
+    opened = OPENED_REASONING.search(prompt)
+    if row.startswith(prompt[: opened.start()] if opened and not opened["closed"] else prompt):
         return None
     same = next(
         (place for place, pair in enumerate(zip(prompt, row, strict=False)) if len({*pair}) > 1), len(row)

@@ -11,14 +11,12 @@ from typing import Any
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from crosstune.data.render.template_marks import Generation, Marks, take_marks
-from crosstune.data.render.types import Message
+from crosstune.data.render.types import REASONING_KEYS, Message
 
 LONGEST_TEMPLATE = 256 << 10
 """In characters; templates of published models have a few thousand, the longest about 30,000."""
 DAY = datetime(2025, 1, 1)
 """The date for templates: the tokens of a run must not depend on the day."""
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""The names under which datasets store an answer's reasoning; most templates read the first."""
 
 
 class Rejected(Exception):

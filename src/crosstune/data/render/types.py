@@ -14,6 +14,8 @@ NO_LOSS = "no_loss"
 """Set in an assistant's turn without loss: True if it is part of a prompt, or `EXCLUDED`."""
 EXCLUDED = "excluded"
 """The data excludes the turn; it carries no loss even with --train_on_prompt."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""The names under which datasets store an answer's reasoning; most templates read the first."""
 PLAIN_TEMPLATE = (
     "{{ leading_bos }}{% for m in messages %}"
     "{% if m.role == 'assistant' %}Assistant: {{ m.content }}{{ eos_token }}\n"
@@ -48,5 +50,7 @@ class Rendered:
     """Answers that cannot be found because the template changes them; they carry no loss."""
     prompt_ends: Sequence[int] = ()
     """End positions of the prompts before the answers."""
+    lacks_reasoning: bool = False
+    """The generation prompt opens the reasoning, and no answer begins with it."""
     effective_extras: frozenset[str] = frozenset()
     """The tested extra keys that change the text."""

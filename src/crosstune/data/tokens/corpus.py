@@ -71,7 +71,7 @@ class Corpus:
             "supervised_share": supervised / tokens if tokens else 0.0,
             **{f"length_p{name}": int(value) for name, value in zip(PERCENTILES, percentiles, strict=False)},
             "longest": int(lengths.max(initial=0)),
-            "duplicates": len(self) - len(np.unique(self.hashes())),
+            "duplicates": len(self) - len(np.unique(self.hashes(shown=True))),
             "over_context": cut + self.dropped,
             "cut_examples": cut,
             "cut_tokens": int((full - lengths).sum()),
@@ -95,18 +95,23 @@ class Corpus:
         # Documents carry loss everywhere, except on the first token of each piece.
         return counts if self.pieces is None else np.where(self.pieces < 0, counts, self.lengths() - 1)
 
-    def hashes(self) -> NDArray[np.uint64]:
-        hashes = self.store.hashes[self.kept]
+    def hashes(self, *, shown: bool = False) -> NDArray[np.uint64]:
+        """Return the hashes of the whole examples; if `shown`, of the tokens that training reads, without what is cut."""
+        hashes = (self.store.shown_hashes if shown else self.store.hashes)[self.kept]
         if self.pieces is None:
             return hashes
         return hashes ^ (np.maximum(self.pieces, 0).astype(np.uint64) * _PIECE_FACTOR)
 
-    def groups(self, *, by_prompt: bool) -> NDArray[np.int64]:
-        """Return a number for each example: equal for duplicates and, on request, for examples with the same prompt."""
-        same_text = np.unique(self.hashes(), return_inverse=True)[1]
-        if not by_prompt or self.pieces is not None:
+    def groups(self, *, by_prompt: bool, shown: bool) -> NDArray[np.int64]:
+        """Return a number for each example: equal for duplicates and, on request, for examples with the same prompt. Unless
+        `shown`, duplicates are whole examples, and prompts are not compared if a document is split."""
+        hashes = self.hashes(shown=shown)
+        same_text = np.unique(hashes, return_inverse=True)[1]
+        if not by_prompt or (self.pieces is not None and not shown):
             return same_text
-        same_prompt = np.unique(self.store.prompts[self.kept], return_inverse=True)[1]
+        prompts = self.store.prompts[self.kept]
+        prompts = prompts if self.pieces is None else np.where(self.pieces < 0, prompts, hashes)
+        same_prompt = np.unique(prompts, return_inverse=True)[1]
         found = same_prompt
         while True:
             before = found
@@ -117,9 +122,9 @@ class Corpus:
             if (found == before).all():
                 return np.unique(found, return_inverse=True)[1]
 
-    def without(self, seen: NDArray[np.uint64]) -> Corpus:
+    def without(self, seen: NDArray[np.uint64], *, shown: bool) -> Corpus:
         """Return the first of each set of equal examples, without those in `seen`."""
-        hashes = self.hashes()
+        hashes = self.hashes(shown=shown)
         first = np.zeros(len(self), dtype=np.bool_)
         first[np.unique(hashes, return_index=True)[1]] = True
         return self.part(np.flatnonzero(first & ~np.isin(hashes, seen)))
@@ -217,6 +222,8 @@ def fit_context(
             why=f"the longest, row {int(store.rows[longest]) + 1}, has {int(lengths[longest])} tokens.",
             do=_how_to_fit(int(lengths[longest]), model_limit, form=form),
         )
+    if len(long) and truncation == "cut":
+        store = store.cut(context_length)
     if len(long) and truncation == "split":
         kept, pieces = _split(lengths, context_length)
     if len(long) and truncation == "drop":

@@ -32,7 +32,7 @@ from crosstune.data.read.formats import (
 from crosstune.data.read.sources import Part, Source
 from crosstune.data.render.encoding import Encoded, encode_rendered
 from crosstune.data.render.rendering import check_characters, prompts_change_tokens, render_conversation
-from crosstune.data.render.types import Rendered
+from crosstune.data.render.types import REASONING_KEYS, Rendered
 from crosstune.data.tokens.store import (
     MemoryWriter,
     StoreWriter,
@@ -50,7 +50,7 @@ from crosstune.files.plain_files import NO_ROOM, UnreadableFile
 OnProgress = Callable[[int, int, int], None]
 """Receives the bytes read, the total bytes, and the number of examples so far."""
 
-LAYOUT = 4
+LAYOUT = 5
 """Increase when rows are tokenized differently, so that cached stores are made again."""
 IN_MEMORY_BYTES = 64 << 20
 """Larger sources are tokenized to disk."""
@@ -81,6 +81,23 @@ class Encoder:
             return Rendered(text=conversation, spans=[(0, len(conversation))])
         return render_conversation(
             conversation, self.tokenizer, whole=self.whole, tools=tools_of(row), extras=extras
+        )
+
+    def has_empty_answer(self, conversation: Conversation, row: Row) -> bool:
+        """Return True if a row has nothing to learn in an answer."""
+
+        def shows_reasoning(place: int) -> bool:
+            assert not isinstance(conversation, str)
+            alone = [
+                turn
+                if at == place
+                else {key: value for key, value in turn.items() if key not in REASONING_KEYS}
+                for at, turn in enumerate(conversation)
+            ]
+            return bool(self.render(alone, row, extras=REASONING_KEYS[:1]).effective_extras)
+
+        return has_empty_answer(
+            conversation, shows_reasoning=shows_reasoning, rules=self.tokenizer.data_rules
         )
 
     @cached_property
@@ -119,6 +136,7 @@ class _Pass:
     num_rows: int = 0
     num_empty: int = 0
     num_unlocated: int = 0
+    num_without_reasoning: int = 0
     unused: set[str] = field(default_factory=set)
     num_tried: Counter[str] = field(default_factory=Counter)
     """The number of rows tested for each extra key."""
@@ -126,6 +144,8 @@ class _Pass:
     num_bad: int = 0
     bad: list[str] = field(default_factory=list)
     """Rows that cannot be read, as JSON text: file, line and reason."""
+    advice: str = ""
+    """What to do about the first of them."""
     joined: set[str] = field(default_factory=set)
     """Tokens with the end of a prompt and the beginning of an answer."""
 
@@ -147,13 +167,14 @@ class _Pass:
         conversation = to_conversation(row, self.encoder.form)
         if len(self.unused) < _MOST_COLUMNS_NAMED:
             self.unused |= unused_columns(row, self.encoder.form)
-        if has_empty_answer(conversation):
+        if self.encoder.has_empty_answer(conversation, row):
             self.num_empty += 1
             return
         extras = self._extras_to_try(row, conversation)
         rendered = self.encoder.render(conversation, row, extras=extras)
         self.rendered_extras |= rendered.effective_extras
         self.num_unlocated += rendered.num_unlocated
+        self.num_without_reasoning += rendered.lacks_reasoning
         self.texts.append((index, rendered))
         self.characters += len(rendered.text)
         if self.characters >= _BATCH_CHARACTERS or len(self.texts) >= _BATCH_TEXTS:
@@ -162,6 +183,7 @@ class _Pass:
     def skip(self, part: Part, number: int, error: UserError) -> None:
         """Count a row that cannot be read."""
         self.num_bad += 1
+        self.advice = self.advice or error.do
         if len(self.bad) < _MOST_BAD_ROWS:
             about = {"file": part.name, "line": number, "reason": f"{error.message} {error.why}".strip()}
             self.bad.append(json.dumps(about))
@@ -199,6 +221,7 @@ class _Pass:
             "rows": self.num_rows,
             "empty": self.num_empty,
             "unlocated_answers": self.num_unlocated,
+            "without_reasoning": self.num_without_reasoning,
             "unused_columns": sorted(self.unused),
             "ignored_by_template": sorted(self.num_tried.keys() - self.rendered_extras),
             "bad_rows": self.num_bad,
@@ -234,19 +257,20 @@ def encode_source(
         num_rows=run.num_rows - run.num_bad,
         num_empty=run.num_empty,
         bad=run.bad,
+        advice=run.advice,
     )
     return run.facts()
 
 
 def check_any_answer(
-    source: str, form: str, *, num_rows: int, num_empty: int, bad: Sequence[str] = ()
+    source: str, form: str, *, num_rows: int, num_empty: int, bad: Sequence[str] = (), advice: str = ""
 ) -> None:
     """Raise a UserError when no row can be read, or every row has an empty answer."""
     if bad and not num_rows:
         raise UserError(
             f"No row of {source} can be read.",
             why=f"the first: {json.loads(bad[0])['reason']}",
-            do="check the columns, or choose a different --dataset_format",
+            do=advice or "check the columns, or choose a different --dataset_format",
         )
     if num_rows and num_empty == num_rows:
         raise UserError(
@@ -275,7 +299,7 @@ def tokenize_source(
         "specials": [tokenizer.leading_bos, tokenizer.bos_token, tokenizer.eos_token],
         "format": source.form,
         "whole": encoder.whole,
-        "splits_prompts": tokenizer.splits_prompts,
+        "rules": tokenizer.data_rules,
         "rows": limit,
     }
     if source.size_bytes <= in_memory_bytes:

@@ -6,7 +6,7 @@ import hashlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -59,6 +59,21 @@ class TokenStore:
     """Supervised tokens of each example, without its first token, which is never predicted."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Counts from writing: rows read, rows skipped."""
+    cut_hashes: NDArray[np.uint64] | None = None
+    """Hashes of the examples as cut to the context; None if none is cut."""
+
+    @property
+    def shown_hashes(self) -> NDArray[np.uint64]:
+        """The hashes of the tokens that training reads."""
+        return self.hashes if self.cut_hashes is None else self.cut_hashes
+
+    def cut(self, limit: int) -> TokenStore:
+        """Return the store with the hashes of at most `limit` tokens of each example."""
+        hashes, starts = np.array(self.hashes), self.ends - self.lengths()
+        for example in np.flatnonzero(self.lengths() > limit):
+            first = int(starts[example])
+            hashes[example] = np.frombuffer(_hash(self.tokens[first : first + limit]), dtype="<u8")[0]
+        return replace(self, cut_hashes=hashes)
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -96,6 +111,7 @@ class JoinedStore:
         self.stores = tuple(stores)
         self.starts = np.cumsum([0, *map(len, self.stores)])
         self.hashes: NDArray[np.uint64] = np.concatenate([store.hashes for store in self.stores])
+        self.shown_hashes: NDArray[np.uint64] = np.concatenate([store.shown_hashes for store in self.stores])
         self.prompts: NDArray[np.uint64] = np.concatenate([store.prompts for store in self.stores])
         rows_before = np.cumsum([0, *(store.facts["rows"] for store in self.stores)])
         self.rows: NDArray[np.int64] = np.concatenate(
@@ -127,6 +143,10 @@ def _sum_facts(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _hash(tokens: IntArray) -> bytes:
+    return hashlib.blake2b(tokens.astype("<i4", copy=False).tobytes(), digest_size=8).digest()
+
+
 class StoreWriter:
     """Append examples to the open files of a store."""
 
@@ -136,16 +156,14 @@ class StoreWriter:
         self.num_tokens = 0
 
     def append(self, tokens: IntArray, supervised: NDArray[np.bool_], *, row: int) -> None:
-        written = tokens.astype("<i4", copy=False).tobytes()
         self.num_examples += 1
         self.num_tokens += len(tokens)
-        self.files["tokens"].write(written)
+        self.files["tokens"].write(tokens.astype("<i4", copy=False).tobytes())
         self.files["supervised"].write(supervised.tobytes())
         self.files["ends"].write(self.num_tokens.to_bytes(8, "little"))
         self.files["rows"].write(row.to_bytes(8, "little"))
-        prompt = tokens[: int(supervised.argmax()) or None].astype("<i4", copy=False).tobytes()
-        self.files["hashes"].write(hashlib.blake2b(written, digest_size=8).digest())
-        self.files["prompts"].write(hashlib.blake2b(prompt, digest_size=8).digest())
+        self.files["hashes"].write(_hash(tokens))
+        self.files["prompts"].write(_hash(tokens[: int(supervised.argmax()) or None]))
         self.files["num_supervised"].write(int(supervised[1:].sum()).to_bytes(4, "little"))
 
 

@@ -69,8 +69,8 @@ class Tokenizer:
     digest: str = ""
     """sha256 of tokenizer.json."""
     template_file: str = ""
-    splits_prompts: bool = True
-    """Tokenize training rows so that they begin with the tokens of their prompts; older runs did not."""
+    data_rules: int = 3
+    """The version of the rules that tokenize training rows: the value of --data_rules."""
     num_rows: int | None = None
     """The model's number of embeddings, if its config.json is in the same folder."""
 
@@ -107,6 +107,12 @@ class Tokenizer:
             template_file=str(template_file),
             num_rows=_num_rows(folder / "config.json"),
         )
+
+    @cached_property
+    def stripping(self) -> dict[int, str]:
+        """The added tokens that include the white space beside them: id -> text. Older rules do not tell them apart."""
+        added = self.rust.get_added_tokens_decoder().items() if self.data_rules > 2 else ()
+        return {number: token.content for number, token in added if token.lstrip or token.rstrip}
 
     def check_fits(self, vocab_size: int, *, source: str) -> None:
         """Raise a UserError when a token has no embedding in the model; `source` is the tokenizer's name."""

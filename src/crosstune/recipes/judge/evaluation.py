@@ -1,4 +1,4 @@
-"""Compare a judge's verdicts with human verdicts: metrics with intervals, and trivial baselines."""
+"""Compare a judge's verdicts with reference verdicts: metrics with intervals, and trivial baselines."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ Report = dict[str, Any]
 Metric = Callable[[Places], float]
 """Return the value for the items at these indices."""
 UNREADABLE = "unreadable"
+FEW_GROUPS = 10
+"""Resampling fewer groups than this gives unreliable intervals."""
 CONSTANT, LONGER, UNTRAINED = "constant", "longer answer", "untrained model"
 
 
@@ -25,7 +27,7 @@ def evaluate_items(
 ) -> Report:
     """Return the metrics, their 95 % intervals, the confusion matrix, and notes on undefined metrics.
 
-    An unreadable verdict counts as wrong: as the score farthest from the human score and never within a point of it, or
+    An unreadable verdict counts as wrong: as the score farthest from the reference score and never within a point of it, or
     as a fourth class.
     """
     is_pair = items[0].is_pair
@@ -43,6 +45,11 @@ def evaluate_items(
     if intervals:
         draws = metrics.bootstrap_draws(len(items), groups=[item.group for item in items])
         report["intervals"] = metrics.intervals(computed, draws) if len(items) > 1 else {}
+        if len(items) > 1 and report["num_groups"] < FEW_GROUPS:
+            few = f"from {report['num_groups']} group{'s' * (report['num_groups'] != 1)}"
+            report["notes"].append(
+                f"intervals {few} are unreliable and often too narrow; test on more groups"
+            )
     _add_calibration(report, items, found, scale)
     explained = [(item, one) for item, one in zip(items, found, strict=True) if item.critique]
     if any(one.text for _, one in explained):
@@ -71,7 +78,7 @@ def evaluate_with_baselines(
 
 
 def worst_items(items: Sequence[Item], found: Sequence[Judgement], *, most: int = 10) -> list[int]:
-    """Return the indices of the items whose verdicts are farthest from the human ones, the worst first."""
+    """Return the indices of the items whose verdicts are farthest from the reference verdicts, the worst first."""
 
     def distance(place: int) -> tuple[float, float]:
         item, one = items[place], found[place]

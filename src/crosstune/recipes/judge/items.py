@@ -1,4 +1,4 @@
-"""Define an item to judge (a task, one or two answers, the human verdict), its score scale and its labels."""
+"""Define an item to judge (a task, one or two answers, the reference verdict), its score scale and its labels."""
 
 from __future__ import annotations
 

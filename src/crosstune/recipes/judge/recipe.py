@@ -1,4 +1,4 @@
-"""Train a judge: loss on the verdict only, evaluation by agreement with human verdicts."""
+"""Train a judge: loss on the verdict only, evaluation by agreement with reference verdicts."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class VerdictFormat:
         return f"{said}\nFeedback: {feedback}" if self.name == "winner" else said
 
     def label_of(self, item: Item) -> int:
-        """Return the index of the label nearest to the human score, or of the human winner."""
+        """Return the index of the label nearest to the reference score, or of the reference winner."""
         if item.winner is not None:
             return WINNERS.index(item.winner)
         assert item.score is not None

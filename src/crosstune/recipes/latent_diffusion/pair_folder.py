@@ -18,6 +18,7 @@ from crosstune.core.errors import LIBRARY_FAULTS, UserError
 from crosstune.files.atomic_files import put_in_place, remove_abandoned, staging_folder
 from crosstune.files.json_fields import FLAG, OBJECT, TEXT, check_fields, map_of, object_with, whole
 from crosstune.files.json_files import read_object, write_json
+from crosstune.files.outputs import check_output_name
 from crosstune.files.plain_files import MissingFile, UnreadableFile, file_sha256, open_plain, read_plain
 from crosstune.files.run_lock import check_place
 from crosstune.models.file_hashes import sha256_of_all
@@ -193,6 +194,7 @@ def check_counts(texts: Sequence[str], latents: NDArray[Any], *, source: str) ->
 
 def check_out(folder: Path) -> None:
     """Raise if pairs cannot be written to a folder: it has other files, or cannot be created."""
+    check_output_name(folder, option="out")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is not a folder.", do="pass a different --out FOLDER")
     if folder.exists() and not is_pair_folder(folder) and any(folder.iterdir()):
