@@ -8,6 +8,7 @@ import pytest
 from pages import Followed, Page, Workshop
 
 pytestmark = pytest.mark.slow  # the bundled model
+PAGE = Page("preference.md")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def followed(shop: Workshop) -> Followed:
         for number in range(24)
     ]
     (shop.home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Followed(shop, Page("preference.md"))
+    return Followed(shop, PAGE)
 
 
 def test_a_model_is_trained_on_pairs(followed: Followed) -> None:
