@@ -17,7 +17,7 @@ from crosstune.data.batches.token_batch import pad_rows
 from crosstune.planner.gather import make_plan
 from crosstune.runs.open_parts import find_model, open_recipe, open_session
 
-trl = pytest.importorskip("trl", reason="trl is not installed: pip install trl")
+trl = pytest.importorskip("trl")
 STEPS, LR, RANK = 10, 1e-3, 4
 NAMES = {
     "dpo": "sigmoid", "ipo": "ipo", "hinge": "hinge", "robust": "robust", "apo_zero": "apo_zero", "apo_down": "apo_down",
@@ -86,7 +86,10 @@ def open_trl(folder: Path, session: Any, **options: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("loss", NAMES)
+@pytest.mark.parametrize(
+    "loss",
+    [name if name in ("dpo", "ipo") else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+)
 def test_ten_steps(loss: str, tmp_path: Path) -> None:
     smoothing = 0.1 if loss == "robust" else 0.0
     recipe, session = open_ours(tmp_path, loss, label_smoothing=smoothing)
