@@ -43,6 +43,57 @@ def check_targets(value: str) -> str | None:
     return None if names else accepted
 
 
+KTO = "kto"
+LOSSES = (
+    "dpo",
+    "ipo",
+    "hinge",
+    "robust",
+    "apo_zero",
+    "apo_down",
+    "nca",
+    "bco",
+    "sppo",
+    "orpo",
+    "simpo",
+    "cpo",
+    "sft",
+    KTO,
+)
+"""Values of --preference_loss."""
+
+
+def parse_losses(text: str) -> dict[str, float]:
+    """Return the weight of each loss in `dpo` or `dpo:0.8,sft:1`. A ValueError says which values are accepted."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, weight = (each.strip() for each in part.partition(":"))
+        try:
+            number = float(weight) if weight else 1.0
+        except ValueError:
+            number = 0.0
+        if name not in LOSSES or name in weights or not 0 < number <= 1e6:
+            hint = f"; {did_you_mean(name, LOSSES)}".rstrip("; ") if name not in LOSSES else ""
+            raise ValueError(
+                f"one or more of {', '.join(LOSSES)}, each once and with a weight above 0, as in dpo or dpo:0.8,sft:1{hint}"
+            )
+        weights[name] = number
+    if KTO in weights and len(weights) > 1:
+        raise ValueError(f"{KTO} alone, since its rows are single answers, or other losses without it")
+    if list(weights) == ["sft"]:
+        raise ValueError("a preference loss together with sft; for sft alone, use --recipe sft")
+    return weights
+
+
+def check_losses(value: str) -> str | None:
+    """Return the accepted values of --preference_loss if a value is invalid."""
+    try:
+        parse_losses(value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 TRAIN_TYPE_PARTS: Mapping[str, tuple[str, str]] = {
     "full": ("full", "none"),
     "lora": ("lora", "none"),
@@ -99,6 +150,14 @@ def _with_trackers(*names: str) -> Condition:
 def _with_recipe(name: str) -> Condition:
     otherwise = "with the {recipe} recipe"
     return Condition(f"`--recipe {name}`", lambda now: now["recipe"] == name, otherwise, recipe=name)
+
+
+def _with_losses(*names: str) -> Condition:
+    return Condition(
+        f"`--preference_loss` {', '.join(names)}",
+        lambda now: any(name in names for name in parse_losses(now["preference_loss"])),
+        "with --preference_loss {preference_loss}",
+    )
 
 
 def _with_option(*names: str) -> Condition:
@@ -177,10 +236,14 @@ PROJECTS = _with_trackers("wandb", "weave", "trackio")
 TRACKER_GROUPS = _with_trackers("wandb", "trackio")
 TRACKER_OWNERS = _with_trackers("wandb", "weave")
 JUDGE = _with_recipe("judge")
+PREFERENCE = _with_recipe("preference")
+SMOOTHED_LOSS, SIMPO, KTO_LOSS = (
+    _with_losses(*names) for names in (("dpo", "robust", "simpo", "cpo"), ("simpo",), (KTO,))
+)
 SFT = Condition("`--recipe sft`", lambda now: now["recipe"] == "sft", "with the {recipe} recipe")
 ANSWERS_COMPARED = Condition(
     "`--recipe sft`",
-    lambda now: now["recipe"] not in ("judge", "latent_diffusion"),
+    lambda now: now["recipe"] == "sft",
     "with the {recipe} recipe, which has its own metrics",
 )
 ROWS_WITH_FORMATS = Condition(

@@ -54,9 +54,20 @@ SAME: Mapping[str, str] = _by_name(
         "wandb_project": "project_name",
         "wandb_entity": "entity",
         "wandb_group": "tracker_group",
+        "dpo_beta pref_beta rl_beta": "beta",
+        "dpo_label_smoothing": "label_smoothing",
+        "pref_ftx rpo_alpha cpo_alpha": "sft_weight",
+        "kto_chosen_weight kto_desirable_weight": "desirable_weight",
+        "kto_rejected_weight kto_undesirable_weight": "undesirable_weight",
     }
 )
 """Their name -> option with the same meaning."""
+
+_PREFERENCE_LOSSES = {
+    "sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "nca_pair": "nca", "bco_pair": "bco",
+    "sppo_hard": "sppo", "apo_zero": "apo_zero", "apo_down": "apo_down", "orpo": "orpo", "simpo": "simpo", "kto": "kto",
+    "cpo": "cpo",
+}  # fmt: skip
 
 SAME_FOR_VALUES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
     "mask_prompt": ("train_on_prompt", {"true": False, "false": True}, "--train_on_prompt"),
@@ -81,6 +92,19 @@ SAME_FOR_VALUES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
         "init_lora",
         {"true": "pissa", "false": "default"},
         "--init_lora default, orthogonal, pissa or loftq",
+    ),
+    "precompute_ref_log_probs": (
+        "reference",
+        {"true": "precomputed", "false": "online"},
+        "--reference online or precomputed",
+    ),
+    **dict.fromkeys(
+        ("pref_loss", "dpo_loss_type"),
+        (
+            "preference_loss",
+            _PREFERENCE_LOSSES,
+            "--preference_loss; a list with weights as in dpo:0.8,bco:0.2,sft:1",
+        ),
     ),
     # TRL's default, which also leaves rows with messages alone.
     "dataset_text_field": ("dataset_format", {"text": "auto"}, "--columns COLUMN=text"),
@@ -128,7 +152,7 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "use_dora": "--train_type dora",
         "use_peft": "--train_type lora is the default, --train_type full trains all weights",
         "full_finetuning": "--train_type full",
-        "stage": "--recipe sft is the default; crosstune options recipe lists the others",
+        "stage": "--recipe sft is the default; --recipe preference is DPO and KTO, --recipe judge --head scalar a reward model",
         "do_train train": "crosstune train always trains",
         "test": "--eval_dataset specifies held-out data",
         "do_eval": "evaluation is on by default; --skip_eval turns it off",
@@ -204,7 +228,7 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "push_to_hub hub_model_id hub_strategy": "upload the result yourself: hf upload REPOSITORY RUN/adapter",
         "token hf_token hub_token use_auth_token api_key": _LOGIN,
         "wandb_api_key": "wandb login, or WANDB_API_KEY in the environment",
-        "rl dpo_beta beta": "crosstune does not support preference training; --recipe judge trains a model that compares answers",
+        "rl rlhf_type": "--recipe preference --preference_loss dpo, ipo, orpo, simpo, kto, ...; --recipe judge trains reward models",
         "clear_cache_threshold": "cache_limit_gb in a file passed with --mlx_config, or --low_memory",
     }
 )

@@ -29,6 +29,8 @@ class RecipeSpec:
     """False for a recipe that builds its own model."""
     engines: tuple[str, ...] = ()
     """The supported engines, for `--backend auto`; empty: all."""
+    needs_first_weights: bool = False
+    """True for a recipe that compares the model with itself before the training: a resumed run still needs --base_adapter."""
     data_options: tuple[str, ...] = ("dataset", "eval_dataset")
     """The options that specify data."""
     columns: Sequence[str] | None = None

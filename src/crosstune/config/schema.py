@@ -14,6 +14,7 @@ from crosstune.config.options.hardware import HardwareOptions, ProcessOptions
 from crosstune.config.options.judge import JudgeOptions
 from crosstune.config.options.latent import LatentOptions
 from crosstune.config.options.method import MethodOptions, ModelOptions
+from crosstune.config.options.preference import PreferenceOptions
 from crosstune.config.options.run import ProfilingOptions, RunOptions
 from crosstune.config.options.training import TrainingOptions
 
@@ -22,6 +23,7 @@ GROUPS: Mapping[str, type] = {
     "Data": DataOptions,
     "Method": MethodOptions,
     "Judge": JudgeOptions,
+    "Preference": PreferenceOptions,
     "Training": TrainingOptions,
     "Hardware": HardwareOptions,
     "Several processes": ProcessOptions,
@@ -38,6 +40,7 @@ class Config(
     DataOptions,
     MethodOptions,
     JudgeOptions,
+    PreferenceOptions,
     TrainingOptions,
     HardwareOptions,
     ProcessOptions,

@@ -272,6 +272,17 @@ class Recipe(Protocol):
 
 
 @runtime_checkable
+class PreparesSession(Recipe, Protocol):
+    """A recipe that measures the model before the training, or before a checkpoint is restored."""
+
+    def prepare_session(
+        self, session: Session, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
+    ) -> None:
+        """Called on every rank with the opened model. `folder`: the run; `earlier`: the run that it continues; `writes`: on
+        the rank that writes files."""
+
+
+@runtime_checkable
 class HasLongestRows(Recipe, Protocol):
     """A recipe for which `--batch_size auto` can be searched."""
 

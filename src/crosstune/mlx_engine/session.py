@@ -49,6 +49,7 @@ from crosstune.mlx_engine.wrap_call import bad_arrays, watch_outputs
 from crosstune.models.adapter_choice import AdapterSettings
 from crosstune.models.adapter_files import save_adapter
 from crosstune.models.mlx_adapters import to_mlx
+from crosstune.process.ranks import SingleProcess
 
 RANDOM = "mlx"
 """The key of the random state in a checkpoint."""
@@ -355,6 +356,15 @@ class TextSession(MlxSession):
     def logits(self, prompts: Prompts) -> Logits:
         """Return the logits in the precision of training, without dropout."""
         return [np.array(self.model(mx.array([list(prompt)]))[0].astype(mx.float32)) for prompt in prompts]
+
+    def map_batches(self, batches: Iterable[Batch], compute: Callable[[Arrays], mx.array]) -> list[Array]:
+        """Return a vector for each batch, computed without gradients; the processes share the work."""
+        found: dict[int, Array] = {}
+        with self._agreeing(EVALUATING):
+            for index, batch in enumerate(batches):
+                if self._on_this_rank(index):
+                    found[index] = np.array(compute(self._to_device(self.prepare(batch))).astype(mx.float32))
+        return (self.group or SingleProcess()).gather_vectors(found)
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
         """Call mlx_engine.generate.generate with the model."""

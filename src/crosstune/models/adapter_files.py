@@ -12,6 +12,7 @@ import numpy as np
 
 from crosstune.core.errors import UserError, shown
 from crosstune.core.protocols import Array
+from crosstune.files.atomic_files import put_new, staging_folder
 from crosstune.files.json_fields import FLAG, NOTHING, OBJECT, TEXT, Rule, check_fields, list_of, real, whole
 from crosstune.files.json_files import read_json, read_object, write_json
 from crosstune.files.plain_files import MissingFile, check_regular_files
@@ -276,6 +277,17 @@ def check_kind(folder: Path, settings: Mapping[str, Any]) -> None:
             f"{folder} is an unsupported kind of adapter.",
             why=f"it uses {', '.join(unread) or kind}; only plain LoRA and DoRA are supported.",
         )
+
+
+def keep_adapter(source: Path, target: Path) -> None:
+    """Copy the files that `load_adapter` reads to a new folder."""
+    if target.exists():
+        return
+    with staging_folder(target) as staged:
+        for name in (SETTINGS, PEFT_WEIGHTS, RECORD):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, staged / name)
+        put_new(staged, target)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -11,6 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+import numpy as np
+
+from crosstune.core.protocols import Array
+
 
 class Activity:
     """The current activity of this process, set by one thread and read by others."""
@@ -162,6 +166,22 @@ class Group:
         layout = f"<{len(numbers)}d"
         rows = [struct.unpack(layout, part) for part in self.gather(struct.pack(layout, *numbers))]
         return [sum_exactly(column) for column in zip(*rows, strict=True)]
+
+    def gather_vectors(self, own: Mapping[int, Array]) -> list[Array]:
+        """Return the float32 vectors of all ranks in the order of their numbers."""
+        data = b"".join(
+            struct.pack("<qq", number, len(vector)) + vector.astype("<f4").tobytes()
+            for number, vector in own.items()
+        )
+        lengths = [int.from_bytes(part, "little") for part in self.gather(len(data).to_bytes(8, "little"))]
+        found: dict[int, Array] = {}
+        for part, length in zip(self.gather(data.ljust(max(lengths), b"\0")), lengths, strict=True):
+            start = 0
+            while start < length:
+                number, size = struct.unpack_from("<qq", part, start)
+                found[number] = np.frombuffer(part, "<f4", count=size, offset=start + 16)
+                start += 16 + 4 * size
+        return [found[number] for number in sorted(found)]
 
     def open_board(self) -> Board | None:
         """Return the board of the group; None if it has none."""

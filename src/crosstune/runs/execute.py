@@ -32,7 +32,7 @@ from crosstune.core.events import (
 )
 from crosstune.core.out_of_memory import LOADING, OutOfMemory, memory_errors
 from crosstune.core.profiling import Profiles
-from crosstune.core.protocols import Generates, HasNotes, Session
+from crosstune.core.protocols import Generates, HasNotes, PreparesSession, Session
 from crosstune.core.weights import result_weights
 from crosstune.files.run_record import Record, RecordFailed
 from crosstune.loop.deferred_errors import DeferredErrors, KeepingErrors
@@ -111,6 +111,15 @@ class Execution:
                 clear_leftovers(self.checkpoints.root)
                 clear_results(self.record.folder)
             session = self._load()
+            if isinstance(self.recipe, PreparesSession):
+                self.group.activity.start("measuring the model before the training")
+                self.recipe.prepare_session(
+                    session,
+                    folder=self.record.folder,
+                    earlier=self.point.run if self.point is not None else None,
+                    writes=self.ranks.first,
+                    observer=self.observer,
+                )
             if self.point is not None:
                 self.group.activity.start("restoring the checkpoint")
                 restore_session(

@@ -31,7 +31,7 @@ from crosstune.planner.gather import make_plan
 from crosstune.runs import move_check
 from crosstune.runs.open_parts import find_base, open_recipe, open_session
 from crosstune.runs.restore import check_model, restored_config
-from crosstune.runs.resume import pick_checkpoint
+from crosstune.runs.resume import FIRST_ADAPTER, pick_checkpoint
 from crosstune.runs.resume_identity import check_same, compare, identity_of
 
 DATA_LIMIT = 1_000_000_000
@@ -176,6 +176,8 @@ def _compare_here(
 
 def _members(checkpoint: Checkpoint, home: Path, files: Mapping[str, Path]) -> dict[str, Path]:
     members = {name: home / name for name in _LOGS if (home / name).is_file()}
+    first = home / FIRST_ADAPTER
+    members |= {f"{FIRST_ADAPTER}/{path.name}": path for path in sorted(first.glob("*")) if path.is_file()}
     for name in sorted([MANIFEST, SEAL, *checkpoint.manifest.files]):
         members[f"{FOLDER}/{checkpoint.folder.name}/{name}"] = checkpoint.folder / name
     return members | {f"data/{name}": path for name, path in files.items()}

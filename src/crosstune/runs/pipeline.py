@@ -18,6 +18,7 @@ from typing import Any
 
 from crosstune.config.load import to_yaml
 from crosstune.config.option import parse_duration
+from crosstune.config.recipe_spec import load_recipe
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError
@@ -31,12 +32,14 @@ from crosstune.files.plain_files import read_plain_text
 from crosstune.files.run_lock import InUse, hold
 from crosstune.files.run_record import Record, RunRecord, holds_run, move_aside, read_log
 from crosstune.loop.stop import StopSignal
+from crosstune.models.adapter_files import keep_adapter
 from crosstune.models.identity import identity
 from crosstune.planner.gather import make_plan, may_have_several_devices, with_all_devices
 from crosstune.process.ranks import Group, SingleProcess
 from crosstune.runs.execute import Execution
 from crosstune.runs.prepare import PreparedRun, prepare
 from crosstune.runs.resume import (
+    FIRST_ADAPTER,
     KEPT_FILES,
     find_resumed_folder,
     for_record,
@@ -229,6 +232,9 @@ def _keep_files(folder: Path, config: Config) -> None:
         if source.is_file() and source.resolve() != copy.resolve():
             text = read_plain_text(source, limit=TEMPLATE_LIMIT)
             copy.write_text(redact(text) if option == "mlx_config" else text, encoding="utf-8")
+    first = Path(config.base_adapter or "").expanduser()
+    if config.base_adapter and load_recipe(config.recipe).needs_first_weights:
+        keep_adapter(first, folder / FIRST_ADAPTER)
 
 
 def _processes(plan: Plan) -> str:

@@ -33,6 +33,8 @@ from crosstune.runs.resume_identity import Difference, changed_options, check_sa
 
 LONGEST_PART = 60
 """Characters of the model's name in the name of a run."""
+FIRST_ADAPTER = "first_adapter"
+"""The run's copy of --base_adapter, for a recipe that needs the first weights."""
 KEPT_FILES = {"mlx_config": "mlx_config.yaml", "chat_template": "chat_template.jinja"}
 """Option -> the run's copy of the file it names."""
 
@@ -198,7 +200,8 @@ def _without_auto(values: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[st
 def _made(values: Mapping[str, Any], request: Config, *, other: str) -> Config:
     """Return a configuration whose values come from the request or from `other`."""
     # The weights of a base adapter are in the checkpoint.
-    config = make_config(**{name: value for name, value in values.items() if name != "base_adapter"})
+    dropped = () if load_recipe(str(values.get("recipe", "sft"))).needs_first_weights else ("base_adapter",)
+    config = make_config(**{name: value for name, value in values.items() if name not in dropped})
     sources = {name: request.sources.get(name, other) for name in config.sources}
     return dataclasses.replace(config, sources=sources, renamed=request.renamed)
 
@@ -226,6 +229,9 @@ def kept_options(checkpoint: Checkpoint, asked: Mapping[str, Any], *, backend: s
     used = manifest.identity.get("optimizer")
     if used and asked.get("optimizer", used) != used:
         kept["optimizer"] = used
+    first = find_run(checkpoint.folder) / FIRST_ADAPTER
+    if first.is_dir():
+        kept["base_adapter"] = str(first)
     for option, name in KEPT_FILES.items():
         file, copy = asked.get(option), find_run(checkpoint.folder) / name
         if file and not Path(file).expanduser().is_file() and copy.is_file():

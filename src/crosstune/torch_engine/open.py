@@ -23,7 +23,7 @@ from crosstune.torch_engine.results import export
 from crosstune.torch_engine.session.optimizer import Masters, make_optimizer
 from crosstune.torch_engine.session.session import TorchSession
 from crosstune.torch_engine.session.text_session import TextSession
-from crosstune.torch_engine.task import BuildContext, HasOwnHead, TorchTask
+from crosstune.torch_engine.task import BuildContext, HasOwnHead, KeepsReference, TorchTask
 from crosstune.torch_engine.tasks.causal_lm import CausalLM
 
 
@@ -103,6 +103,8 @@ def open_session(
         if trained and not masters.masters:
             raise nothing_to_train(type(model).__name__)
         optimizer = make_optimizer(masters.masters, plan.config) if trained else None
+        if trained and isinstance(task, KeepsReference):
+            task.keep_reference(model, masters.parameters)
     spec = backend_specs()[plan.backend.name]
     kind = TextSession if isinstance(task, CausalLM) else TorchSession
     return kind(

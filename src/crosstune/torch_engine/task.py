@@ -75,6 +75,15 @@ class HasOwnHead(Protocol):
 
 
 @runtime_checkable
+class KeepsReference(Protocol):
+    """A task that compares the model with itself before the training."""
+
+    def keep_reference(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+        """Keep the weights of an opened model, before a checkpoint is restored."""
+        ...
+
+
+@runtime_checkable
 class WritesModel(Protocol):
     """A task that writes the whole model in a format that other tools read.
 

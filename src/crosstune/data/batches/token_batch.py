@@ -64,13 +64,17 @@ class TokenBatch:
     def has_padding(self) -> bool:
         return bool((self.segments == 0).any())
 
+    def document_numbers(self) -> IntArray:
+        """Return a number for each token that differs between rows and documents, in their order."""
+        rows = np.arange(len(self.segments), dtype=np.int32)[:, None]
+        return rows * (int(self.segments.max()) + 1) + self.segments
+
 
 def number_answers(batch: TokenBatch) -> NDArray[np.int64]:
     """Number the documents with supervised tokens; return the number for each supervised token, row by row."""
     row, column = (batch.targets != IGNORED).nonzero()
-    segment = batch.segments[row, column]
-    begins = (np.diff(row, prepend=-1) != 0) | (np.diff(segment, prepend=-1) != 0)
-    return begins.cumsum(dtype=np.int64) - 1
+    document = batch.document_numbers()[row, column]
+    return (np.diff(document, prepend=-1) != 0).cumsum(dtype=np.int64) - 1
 
 
 def without_padding(batch: TokenBatch) -> TokenBatch:
@@ -78,14 +82,12 @@ def without_padding(batch: TokenBatch) -> TokenBatch:
     real = batch.segments > 0
     starts = np.ones_like(real)
     starts[:, 1:] = batch.segments[:, 1:] != batch.segments[:, :-1]
-    return TokenBatch(
-        input_ids=batch.input_ids[real][None],
-        targets=batch.targets[real][None],
-        segments=starts[real].cumsum(dtype=np.int32)[None],
-        positions=batch.positions[real][None],
-        noise_keys=batch.noise_keys[real][None] if batch.noise_keys is not None else None,
-        noise_scales=batch.noise_scales[real][None] if batch.noise_scales is not None else None,
-    )
+    flat = {
+        name: values[real][None]
+        for name, values in vars(batch).items()
+        if isinstance(values, np.ndarray) and values.shape == real.shape
+    }
+    return replace(batch, **(flat | {"segments": starts[real].cumsum(dtype=np.int32)[None]}))
 
 
 def pad_rows(examples: Sequence[Example], *, pad_id: int) -> TokenBatch:

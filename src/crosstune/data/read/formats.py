@@ -278,8 +278,8 @@ def _how_to_read(row: Row) -> dict[str, str]:
     """Return what to do about columns that match no format, and why they do not, if known."""
     if {"chosen", "rejected"} <= row.keys():
         return {
-            "why": "these are preferences, and crosstune does not support preference training.",
-            "do": "train on the chosen answers with --columns chosen=completion",
+            "why": "these are preferences.",
+            "do": "train on them with --recipe preference, or on the chosen answers with --columns chosen=completion",
         }
     known = "; ".join(f"{' + '.join(columns)} ({name})" for name, columns in COLUMNS.items())
     how = f"read its text with --columns {next(iter(row))}=text" if len(row) == 1 else _NAME_COLUMNS

@@ -15,6 +15,31 @@ from crosstune.estimate.fast_layers import LONGEST_KEPT_ROW, attends_by_products
 from crosstune.torch_engine.kernels.short_rows import attend_short_rows
 
 
+@dataclass(frozen=True)
+class Forks:
+    """Answers that share prompts, as in `ForkedBatch`: as masks, or as sequences of queries and keys."""
+
+    segments: torch.Tensor | None = None
+    branches: torch.Tensor | None = None
+    key_bounds: torch.Tensor | None = None
+    """The first key of each sequence, followed by the number of keys; the queries have the bounds of the documents."""
+    keys: torch.Tensor | None = None
+    """The token of each key."""
+    longest: int = 0
+    """The most keys of a sequence."""
+
+    def mask(self, positions: torch.Tensor, window: int | None) -> torch.Tensor:
+        """Return the keys that each query may attend to, rows x length x length, apart from causality."""
+        assert self.segments is not None and self.branches is not None
+        of_key = self.branches[:, None, :]
+        seen = (self.segments[:, :, None] == self.segments[:, None, :]) & (
+            (of_key == 0) | (of_key == self.branches[:, :, None])
+        )
+        if window is not None:
+            seen = seen & (positions[:, :, None] - positions[:, None, :] < window)
+        return seen
+
+
 @dataclass
 class Documents:
     """The documents of a batch: a token attends to earlier tokens of its document, within a window if there is one."""
@@ -25,6 +50,8 @@ class Documents:
     """Rows x length, restarting at every document; None if each row is one document."""
     bounds: torch.Tensor | None = None
     """The first token of each document, counted over all rows, followed by the number of tokens, in int32."""
+    forks: Forks | None = None
+    """Set if the documents are answers that share prompts."""
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def needs_mask(self, window: int | None) -> bool:
@@ -36,10 +63,13 @@ class Documents:
             places = torch.arange(self.length, device=device)
             behind = places[:, None] - places[None, :]
             seen = behind >= 0
-            if window is not None:
+            if window is not None and self.forks is None:
                 seen = seen & (behind < window)
             seen = seen[None]
-            if self.positions is not None:
+            if self.forks is not None:
+                assert self.positions is not None
+                seen = seen & self.forks.mask(self.positions, window)
+            elif self.positions is not None:
                 ids = (self.positions.diff(dim=1, prepend=self.positions[:, :1] - 1) != 1).cumsum(1)
                 seen = seen & (ids[:, :, None] == ids[:, None, :])
             self._masks[window] = seen[:, None]
@@ -61,6 +91,7 @@ def attend(
     ):
         mask = documents.mask(window, q.device) if documents.needs_mask(window) else None
         keep = documents.length <= LONGEST_KEPT_ROW
+        window = window if documents.forks is None else None  # distances in a fork are in the mask
         return attend_short_rows(q, k, v, mask=mask, window=window, scale=scale, keep=keep)
     if not documents.needs_mask(window):
         return _rows(q, k, v, None, scale)
@@ -156,5 +187,11 @@ def _varlen(
     else:
         k, v = _repeat(q, k), _repeat(q, v)
     flat = [part.reshape(-1, *part.shape[2:]) for part in (q, k, v)]
-    found: Any = varlen_attn(*flat, bounds, bounds, length, length, **options)
+    key_bounds, longest = bounds, length
+    if documents.forks is not None:  # a branch is a sequence whose queries are aligned with its last keys
+        forks = documents.forks
+        assert forks.keys is not None and forks.key_bounds is not None
+        key_bounds, longest = forks.key_bounds, forks.longest
+        flat[1:] = [part.index_select(0, forks.keys) for part in flat[1:]]
+    found: Any = varlen_attn(*flat, bounds, key_bounds, min(length, longest), longest, **options)
     return found.view(q.shape)

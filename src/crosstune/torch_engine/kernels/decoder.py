@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from crosstune.estimate.fast_layers import ACTIVATIONS, Recompute
 from crosstune.torch_engine.kernels import torch_operations
-from crosstune.torch_engine.kernels.attention import Documents, attends_by_document, prefer_cudnn
+from crosstune.torch_engine.kernels.attention import Documents, Forks, attends_by_document, prefer_cudnn
 from crosstune.torch_engine.kernels.frozen_weights import Scratch
 from crosstune.torch_engine.kernels.halves import (
     AttentionHalf,
@@ -22,7 +22,7 @@ from crosstune.torch_engine.kernels.halves import (
     run_attention,
     run_mlp,
 )
-from crosstune.torch_engine.kernels.head_loss import head_errors, head_loss
+from crosstune.torch_engine.kernels.head_loss import head_errors, head_loss, head_token_losses
 from crosstune.torch_engine.kernels.operations import Heads, Norm, Operations, has_triton
 from crosstune.torch_engine.kernels.stacked import Publishing, Stacked
 
@@ -74,12 +74,13 @@ class FastDecoder:
         positions: torch.Tensor | None = None,
         bounds: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
+        forks: Forks | None = None,
     ) -> torch.Tensor:
         """Return the normalized hidden states of all tokens, or of the tokens `rows` (indices over all rows). Tokens attend
-        within the documents of `positions` and `bounds`."""
+        within the documents of `positions` and `bounds`, or of `forks`."""
         self._publishing.publish()
         count, length = input_ids.shape
-        documents = Documents(count, length, positions, bounds)
+        documents = Documents(count, length, positions, bounds, forks)
         with torch.autocast(self.device.type, enabled=False):
             stream: Stream = (self.inner.embed_tokens(input_ids).flatten(0, 1), None)
             given = Pass(
@@ -96,6 +97,11 @@ class FastDecoder:
         """Return the summed cross entropy of normalized hidden states."""
         with torch.autocast(self.device.type, enabled=False):
             return head_loss(hidden, self._head(), targets, self.operations)
+
+    def token_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cross entropy and the entropy of each token."""
+        with torch.autocast(self.device.type, enabled=False):
+            return head_token_losses(hidden, self._head(), targets, self.operations)
 
     def loss_and_errors(
         self, hidden: torch.Tensor, targets: torch.Tensor

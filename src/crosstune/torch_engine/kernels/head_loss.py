@@ -30,6 +30,48 @@ def head_errors(
     return total, wrong
 
 
+def head_token_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, operations: Operations
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross entropy of each token, and the entropy of its distribution without a gradient, in fp32."""
+    losses, entropies = _TokenLosses.apply(hidden, weight, targets, operations)
+    return losses, entropies
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Like `_HeadLoss` for each token: its gradient is the kept row times one number."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        operations: Operations,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, entropies = (_zero(hidden).expand(len(hidden)).clone() for _ in range(2))
+        needed = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden) if needed else None
+        for chunk in _chunks(hidden, weight):
+            logits = hidden[chunk].to(weight.dtype) @ weight.t()
+            log_probs = torch.log_softmax(logits.to(losses.dtype), dim=-1)
+            entropies[chunk] = -(log_probs.exp() * log_probs).sum(dim=-1)
+            del log_probs
+            losses[chunk], probs = operations.cross_entropy(
+                logits, targets[chunk], gradient=needed, summed=False
+            )
+            if gradient is not None and probs is not None:
+                gradient[chunk] = probs @ weight
+        ctx.save_for_backward(*([gradient] if gradient is not None else []))
+        ctx.mark_non_differentiable(entropies)
+        return losses, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        [gradient] = ctx.saved_tensors
+        return gradient * upstream[0].to(gradient.dtype)[:, None], None, None, None
+
+
 class _HeadLoss(torch.autograd.Function):
     """Compute logits one chunk at a time; keep only the gradient of the hidden states."""
 

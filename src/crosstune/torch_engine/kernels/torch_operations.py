@@ -144,9 +144,10 @@ def quantize_rows(values: torch.Tensor, quantize: Quantize) -> Rows:
 
 
 def cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool
+    logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool, summed: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the summed cross entropy in fp32, and the gradient of the logits, which may overwrite them."""
+    """Return the cross entropy in fp32, summed or per row, and the gradient of the logits, which may overwrite them."""
+    losses = list[torch.Tensor]()
     total = logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
     num_rows = max(1, LOGITS_IN_CACHE // logits.shape[1])
     for rows, wanted in zip(logits.split(num_rows), targets.split(num_rows), strict=True):
@@ -154,11 +155,15 @@ def cross_entropy(
         largest = values.amax(-1, keepdim=True)
         probs = (values - largest).exp_()
         sums = probs.sum(-1, keepdim=True)
-        total += (sums.log() + largest - values.gather(1, places)).sum()
+        loss = sums.log() + largest - values.gather(1, places)
+        if summed:
+            total += loss.sum()
+        else:
+            losses.append(loss[:, 0])
         if gradient:
             probs.div_(sums).scatter_add_(1, places, probs.new_full((len(probs), 1), -1.0))
             rows.copy_(probs)
-    return total, logits if gradient else None
+    return total if summed else torch.cat(losses), logits if gradient else None
 
 
 def split_heads(qkv: torch.Tensor, heads: Heads) -> Triple:

@@ -290,13 +290,13 @@ def write_fp8_adapters(
 
 
 def cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool
+    logits: torch.Tensor, targets: torch.Tensor, *, gradient: bool, summed: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     triton_norms.cross_entropy[(len(logits),)](
         logits, targets, losses, logits.shape[1], BLOCK=4096, GRADIENT=gradient, num_warps=8
     )
-    return losses.sum(), logits if gradient else None
+    return losses.sum() if summed else losses, logits if gradient else None
 
 
 def make_nf4_dense(

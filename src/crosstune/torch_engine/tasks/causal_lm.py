@@ -17,11 +17,13 @@ from torch import nn
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.protocols import Array
-from crosstune.data.batches.token_batch import IGNORED, TokenBatch, number_answers, without_padding
+from crosstune.data.batches.forked import Fork, ForkedBatch, fork_rows, key_layout, separate_rows
+from crosstune.data.batches.token_batch import IGNORED, Example, TokenBatch, number_answers, without_padding
 from crosstune.estimate.memory import LOGITS_AT_A_TIME
 from crosstune.files.json_files import write_json
 from crosstune.models.identity import RECORD, identity
 from crosstune.torch_engine.device import evaluating
+from crosstune.torch_engine.kernels.attention import Documents, Forks
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.loading.blocks import Expansion
 from crosstune.torch_engine.loading.load import load_model
@@ -36,8 +38,17 @@ def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     """Return the summed cross entropy of rows of logits, in fp32."""
     if logits.numel() <= LOGITS_AT_A_TIME:
         return F.cross_entropy(logits.float(), targets, reduction="sum")
-    total: torch.Tensor = _Chunked.apply(logits, targets, max(1, LOGITS_AT_A_TIME // logits.shape[-1]))
+    total: torch.Tensor = _Chunked.apply(logits, targets, max(1, LOGITS_AT_A_TIME // logits.shape[-1]), True)
     return total
+
+
+def cross_entropy_of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the cross entropy of each row of logits, in fp32."""
+    if logits.numel() <= LOGITS_AT_A_TIME:
+        return F.cross_entropy(logits.float(), targets, reduction="none")
+    rows = max(1, LOGITS_AT_A_TIME // logits.shape[-1])
+    pairs = zip(logits.split(rows), targets.split(rows), strict=True)
+    return torch.cat([_Chunked.apply(part, wanted, rows, False) for part, wanted in pairs])
 
 
 class _Chunked(torch.autograd.Function):
@@ -45,14 +56,17 @@ class _Chunked(torch.autograd.Function):
     its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float32, device=logits.device)
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int, summed: bool
+    ) -> torch.Tensor:
+        """Return the summed loss, or, for at most `rows` rows, the loss of each."""
+        total: Any = torch.zeros((), dtype=torch.float32, device=logits.device)
         gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
         with torch.autocast(logits.device.type, enabled=False):
             for start in range(0, logits.shape[0], rows):
                 chunk = slice(start, start + rows)
                 log_probs = F.log_softmax(logits[chunk].float(), dim=-1)
-                total += F.nll_loss(log_probs, targets[chunk], reduction="sum")
+                total = total + F.nll_loss(log_probs, targets[chunk], reduction="sum" if summed else "none")
                 if gradient is not None:
                     probs = log_probs.exp_()
                     probs.scatter_add_(1, targets[chunk][:, None], probs.new_full((len(probs), 1), -1.0))
@@ -61,9 +75,9 @@ class _Chunked(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         [gradient] = ctx.saved_tensors
-        return gradient * upstream[0].to(gradient.dtype), None, None
+        return gradient * upstream[0].to(gradient.dtype)[..., None], None, None, None
 
 
 _PROBE_TOKENS = 32
@@ -88,6 +102,11 @@ class ModelInput:
     """The flat indices of the supervised tokens. This and the fields below are only set for the fast layers."""
     bounds: Any = None
     """The flat index of the first token of each packed document, then the number of tokens."""
+    key_bounds: Any = None
+    """Only for forks: see `Forks`. They have `segments` and `branches`, or in `unpadded_ids` bounds of queries and keys."""
+    keys: Any = None
+    segments: Any = None
+    branches: Any = None
     unpadded_ids: Any = None
     """All documents in one row, without padding; `rows` and `bounds` are then indices of this row."""
     unpadded_positions: Any = None
@@ -118,6 +137,8 @@ class CausalLM:
         self.expansion: Expansion | None = None
         self.decoder: FastDecoder | None = None
         """The fast layers; None if transformers runs the model."""
+        self.shares_prompts = True
+        """False if the model cannot compute answers that share a prompt in one row; the fast layers always can."""
         self._against_trained: dict[str, Any] | None = None
 
     def build(self, context: BuildContext) -> nn.Module:
@@ -135,6 +156,8 @@ class CausalLM:
 
     def arrays(self, batch: TokenBatch) -> Mapping[str, Array]:
         """Keep only columns where some row is supervised: most prompt tokens never reach the head."""
+        if isinstance(batch, ForkedBatch) and self.decoder is None and not self.shares_prompts:
+            batch = separate_rows(batch)
         supervised = batch.targets != IGNORED
         [columns] = supervised.any(axis=0).nonzero()
         if not len(columns):
@@ -148,9 +171,12 @@ class CausalLM:
             columns=columns.astype("int64"),
             # Computed on the host, so that no step waits for the device.
             places=None if kept.all() else kept.nonzero()[0].astype("int64"),
-            positions=batch.positions.astype("int64") if batch.is_packed else None,
+            positions=batch.positions.astype("int64")
+            if batch.is_packed or isinstance(batch, ForkedBatch)
+            else None,
             noise_keys=batch.noise_keys.view("int32") if batch.noise_keys is not None else None,
             noise_scales=batch.noise_scales,
+            **_fork_arrays(batch, drop_padding=decoder is not None and decoder.drops_padding),
             **(fast_arrays(batch, drop_padding=decoder.drops_padding) if decoder is not None else {}),
         ).arrays()
 
@@ -183,7 +209,9 @@ class CausalLM:
         if self.decoder is not None and given.rows is not None:
             return self.decoder.logits(fast_hidden(self.decoder, given))
         options: dict[str, Any] = {"input_ids": given.input_ids, "use_cache": False}
-        if given.positions is not None:
+        if given.branches is not None:
+            options |= {"position_ids": given.positions, "attention_mask": _fork_mask(given, model)}
+        elif given.positions is not None:
             self.check_packed(model, given.positions)
             options["position_ids"] = given.positions
         if takes_logits_to_keep(model):
@@ -192,6 +220,16 @@ class CausalLM:
             logits = model(**options).logits[:, given.columns]
         logits = logits.reshape(-1, logits.shape[-1])
         return logits if given.places is None else logits.index_select(0, given.places)
+
+    def token_losses(self, model: nn.Module, given: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cross entropy of each supervised token, and its entropy without a gradient."""
+        if self.decoder is not None and given.rows is not None:
+            return self.decoder.token_losses(fast_hidden(self.decoder, given), given.targets)
+        logits = self.supervised_logits(model, given)
+        with torch.no_grad():
+            parts = logits.detach().split(max(1, LOGITS_AT_A_TIME // logits.shape[-1]))
+            entropies = torch.cat([_entropy(part) for part in parts])
+        return cross_entropy_of_tokens(logits, given.targets), entropies
 
     def check_packed(self, model: nn.Module, positions: torch.Tensor | None) -> None:
         """Raise if the model cannot train on packed rows; only those have positions."""
@@ -263,7 +301,8 @@ def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
     """Return the arrays of the fast layers. With `drop_padding`, a padded batch becomes one row; supervised tokens keep
     their order."""
     arrays: dict[str, Array] = {}
-    if drop_padding and batch.has_padding:
+    is_forked = isinstance(batch, ForkedBatch)
+    if drop_padding and (batch.has_padding or is_forked):
         batch = without_padding(batch)
         arrays |= {
             "unpadded_ids": batch.input_ids.astype("int64"),
@@ -274,7 +313,11 @@ def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
             arrays["unpadded_noise_scales"] = batch.noise_scales
     [rows] = (batch.targets.reshape(-1) != IGNORED).nonzero()
     arrays["rows"] = rows.astype("int64")
-    if batch.is_packed:
+    if isinstance(batch, ForkedBatch):
+        if drop_padding:
+            bounds, key_bounds, keys = key_layout(batch)
+            arrays |= {"bounds": bounds, "key_bounds": key_bounds, "keys": keys}
+    elif batch.is_packed:
         starts = np.diff(batch.positions, axis=1, prepend=batch.positions[:, :1] - 1) != 1
         starts[:, 0] = True
         [first] = starts.reshape(-1).nonzero()
@@ -283,12 +326,38 @@ def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
 
 
 def fast_hidden(decoder: FastDecoder, given: ModelInput) -> torch.Tensor:
-    unpadded = given.unpadded_ids is not None
+    unpadded, forks = given.unpadded_ids is not None, None
+    if given.keys is not None:
+        forks = Forks(key_bounds=given.key_bounds, keys=given.keys, longest=len(given.keys))
+    elif given.branches is not None:
+        forks = Forks(segments=given.segments, branches=given.branches)
     return decoder.hidden(
         given.unpadded_ids if unpadded else given.input_ids,
         positions=given.unpadded_positions if unpadded else given.positions,
         bounds=given.bounds,
         rows=given.rows,
+        forks=forks,
+    )
+
+
+def _fork_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
+    """Return the arrays that describe answers with shared prompts; the fast layers may have their own."""
+    if drop_padding or not isinstance(batch, ForkedBatch):
+        return {}
+    return {"segments": batch.segments, "branches": batch.branches}
+
+
+def _fork_mask(given: ModelInput, model: nn.Module) -> torch.Tensor:
+    """Return the attention mask of answers with shared prompts for a model of transformers, to be added to the scores."""
+    num_rows, length = given.input_ids.shape
+    forks = Forks(segments=given.segments, branches=given.branches)
+    documents = Documents(num_rows, length, given.positions, forks=forks)
+    device_type = given.input_ids.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if autocast else next(model.parameters()).dtype
+    hidden = ~documents.mask(None, given.input_ids.device)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(
+        hidden, torch.finfo(dtype).min
     )
 
 
@@ -297,6 +366,11 @@ def _noise_of(given: ModelInput, *, fast: bool) -> tuple[Any, Any]:
     if fast and given.unpadded_ids is not None:
         return given.unpadded_noise_keys, given.unpadded_noise_scales
     return given.noise_keys, given.noise_scales
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    log_probs = torch.log_softmax(logits.float(), dim=-1)
+    return -(log_probs.exp() * log_probs).sum(dim=-1)
 
 
 def count_exact(
@@ -312,6 +386,35 @@ def count_exact(
 
 def takes_logits_to_keep(model: nn.Module) -> bool:
     return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def can_share_prompts(model: nn.Module, *, device: torch.device) -> bool:
+    """Return True if a trial of answers after a shared prompt gives the logits of separate rows. A model with a window of
+    attention cannot: its layers would all use one mask."""
+    config: Any = model.config
+    kinds = getattr(config, "layer_types", None) or []
+    if any(kind != "full_attention" for kind in kinds) or (
+        not kinds and getattr(config, "sliding_window", None)
+    ):
+        return False
+    tokens = np.arange(3, 15, dtype=np.int32)
+    rows = [np.append(tokens[:6], more) for more in (tokens[6:9], tokens[9:12])]
+    marks = np.arange(9) >= 6
+    fork = Fork(tuple(Example(tokens=row, supervised=marks, index=0) for row in rows))
+    task = CausalLM()
+    found = []
+    with evaluating(model), torch.no_grad():
+        for batch in (forked := fork_rows([[fork]], pad_id=0), separate_rows(forked)):
+            arrays = task.arrays(batch)
+            given = ModelInput.of(
+                {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+            )
+            try:
+                found.append(task.supervised_logits(model, given).float())
+            except (TypeError, ValueError, IndexError, RuntimeError):  # a model without such masks
+                return False
+    difference, size = (found[0] - found[1]).abs().max(), found[1].abs().max()
+    return bool(difference <= (1e-4 if found[0].dtype == torch.float32 else 0.05) * size + 1e-6)
 
 
 def ensure_separates_documents(model: nn.Module, *, device: torch.device) -> None:

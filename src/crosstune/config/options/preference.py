@@ -1,0 +1,54 @@
+"""Options of the preference recipe: the loss, its strength, the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from crosstune.config.conditions import KTO_LOSS, PREFERENCE, SIMPO, SMOOTHED_LOSS, check_losses
+from crosstune.config.option import OnResume, option
+
+_option = partial(option, needs=(PREFERENCE,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceOptions:
+    preference_loss: str = _option(
+        "dpo",
+        "Loss, or losses with weights as in dpo:0.8,bco:0.2,sft:1: dpo, ipo, hinge, robust, apo_zero, apo_down, nca, bco, sppo, "
+        "orpo, simpo, cpo, sft; kto for single answers with a label",
+        check=check_losses,
+    )
+    beta: float | None = _option(
+        None,
+        "Strength of the preference, in most losses the distance to the reference; unset: 0.1, and 2 for simpo",
+        low=1e-6,
+        high=1e6,
+    )
+    label_smoothing: float = _option(
+        0.0, "Assumed fraction of wrong labels", high=0.49, needs=(PREFERENCE, SMOOTHED_LOSS)
+    )
+    simpo_gamma: float = _option(1.0, "Target margin of simpo", high=1e6, needs=(PREFERENCE, SIMPO))
+    desirable_weight: float = _option(
+        1.0, "Weight of the desirable answers of kto", low=1e-6, high=1e6, needs=(PREFERENCE, KTO_LOSS)
+    )
+    undesirable_weight: float = _option(
+        1.0, "Weight of the undesirable answers of kto", low=1e-6, high=1e6, needs=(PREFERENCE, KTO_LOSS)
+    )
+    sft_weight: float | None = _option(
+        None,
+        "Weight of the cross entropy of the chosen answers, added to the loss; unset: 1 for orpo and cpo, otherwise 0",
+        high=1e6,
+    )
+    reference: str = _option(
+        "auto",
+        "Reference model: computed in each step from the weights before the training (online), or once before the first step "
+        "(precomputed); auto: online for adapters, precomputed for full and llama_pro",
+        choices=("auto", "online", "precomputed"),
+        on_resume=OnResume.FREE,
+    )
+    share_prompts: bool = _option(
+        True,
+        "Compute the prompt of a pair once for both answers; false: in separate rows",
+        on_resume=OnResume.FREE,
+    )

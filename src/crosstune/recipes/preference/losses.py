@@ -1,0 +1,184 @@
+"""Preference losses as functions of the log probabilities of answers, for numpy, torch and MLX arrays alike.
+
+Formulas: DPO arXiv:2305.18290, IPO 2310.12036, hinge (SLiC, RSO) 2309.06657, robust 2403.00409, APO 2408.06266, NCA 2402.05369,
+BCO 2404.04656, SPPO 2405.00675, ORPO 2403.07691, SimPO 2405.14734, CPO 2401.08417, KTO 2402.01306.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from crosstune.config.conditions import KTO, LOSSES
+
+
+class Functions(Protocol):
+    """Elementwise functions of an array library."""
+
+    def log_sigmoid(self, x: Any) -> Any: ...
+
+    def log1mexp(self, x: Any) -> Any:
+        """Return log(1 - exp(x)) for negative x."""
+
+    def exp(self, x: Any) -> Any: ...
+
+    def relu(self, x: Any) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairScores:
+    """The log probabilities of answers, summed over their tokens, for a batch of pairs."""
+
+    chosen: Any
+    rejected: Any
+    ref_chosen: Any
+    """By the reference model; zeros for a loss that needs none."""
+    ref_rejected: Any
+    num_chosen: Any
+    """Number of tokens of each chosen answer."""
+    num_rejected: Any
+    mean_chosen: Any = 1.0
+    """Mean of `num_chosen` over the whole optimizer step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    gamma: float = 1.0
+    """The target margin of SimPO."""
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+
+PairLoss = Callable[[PairScores, Settings, Functions], Any]
+
+
+def dpo(s: PairScores, given: Settings, f: Functions) -> Any:
+    return _smoothed(given.beta * _margin(s), given, f)
+
+
+def robust(s: PairScores, given: Settings, f: Functions) -> Any:
+    e, x = given.label_smoothing, given.beta * _margin(s)
+    return (e * f.log_sigmoid(-x) - (1 - e) * f.log_sigmoid(x)) / (1 - 2 * e)
+
+
+def hinge(s: PairScores, given: Settings, f: Functions) -> Any:
+    return f.relu(1 - given.beta * _margin(s))
+
+
+def ipo(s: PairScores, given: Settings, f: Functions) -> Any:
+    """Per token, as in the paper's experiments, so that beta does not depend on the length of answers."""
+    margin = (s.chosen - s.ref_chosen) / s.num_chosen - (s.rejected - s.ref_rejected) / s.num_rejected
+    return (margin - 1 / (2 * given.beta)) ** 2
+
+
+def apo_zero(s: PairScores, given: Settings, f: Functions) -> Any:
+    chosen, rejected = _rewards(s, given)
+    return 1 - _sigmoid(chosen, f) + _sigmoid(rejected, f)
+
+
+def apo_down(s: PairScores, given: Settings, f: Functions) -> Any:
+    chosen, rejected = _rewards(s, given)
+    return _sigmoid(chosen, f) + 1 - _sigmoid(chosen - rejected, f)
+
+
+def nca(s: PairScores, given: Settings, f: Functions) -> Any:
+    chosen, rejected = _rewards(s, given)
+    return -f.log_sigmoid(chosen) - 0.5 * f.log_sigmoid(-chosen) - 0.5 * f.log_sigmoid(-rejected)
+
+
+def bco(s: PairScores, given: Settings, f: Functions) -> Any:
+    """Without the moving mean of the rewards, as in TRL since 1.0: a step depends on its own pairs only."""
+    chosen, rejected = _rewards(s, given)
+    return -f.log_sigmoid(chosen) - f.log_sigmoid(-rejected)
+
+
+def sppo(s: PairScores, given: Settings, f: Functions) -> Any:
+    half = 0.5 / given.beta
+    return (s.chosen - s.ref_chosen - half) ** 2 + (s.rejected - s.ref_rejected + half) ** 2
+
+
+def orpo(s: PairScores, given: Settings, f: Functions) -> Any:
+    """The odds ratio of mean log probabilities; the log likelihood of the chosen answer is the term `sft`."""
+    chosen, rejected = s.chosen / s.num_chosen, s.rejected / s.num_rejected
+    odds = chosen - rejected - f.log1mexp(chosen) + f.log1mexp(rejected)
+    return -given.beta * f.log_sigmoid(odds)
+
+
+def simpo(s: PairScores, given: Settings, f: Functions) -> Any:
+    margin = s.chosen / s.num_chosen - s.rejected / s.num_rejected
+    return _smoothed(given.beta * margin - given.gamma, given, f)
+
+
+def cpo(s: PairScores, given: Settings, f: Functions) -> Any:
+    return _smoothed(given.beta * (s.chosen - s.rejected), given, f)
+
+
+def sft(s: PairScores, given: Settings, f: Functions) -> Any:
+    """The cross entropy of the chosen answers. Its mean over the pairs of a step is the mean over their tokens."""
+    return -s.chosen / s.mean_chosen
+
+
+def kto(ratio: Any, is_desirable: Any, kl: Any, given: Settings, f: Functions) -> Any:
+    """Return the loss of unpaired answers from their log ratios to the reference and the KL estimate of the batch.
+
+    `is_desirable` is 1 or 0.
+    """
+    sign = 2 * is_desirable - 1
+    weight = is_desirable * given.desirable_weight + (1 - is_desirable) * given.undesirable_weight
+    return weight * (1 - _sigmoid(sign * given.beta * (ratio - kl), f))
+
+
+def _smoothed(x: Any, given: Settings, f: Functions) -> Any:
+    e = given.label_smoothing
+    return -f.log_sigmoid(x) if not e else -(1 - e) * f.log_sigmoid(x) - e * f.log_sigmoid(-x)
+
+
+def _margin(s: PairScores) -> Any:
+    return (s.chosen - s.ref_chosen) - (s.rejected - s.ref_rejected)
+
+
+def _rewards(s: PairScores, given: Settings) -> tuple[Any, Any]:
+    return given.beta * (s.chosen - s.ref_chosen), given.beta * (s.rejected - s.ref_rejected)
+
+
+def _sigmoid(x: Any, f: Functions) -> Any:
+    return f.exp(f.log_sigmoid(x))
+
+
+PAIR_LOSSES: Mapping[str, PairLoss] = {
+    loss.__name__: loss
+    for loss in (
+        dpo, ipo, hinge, robust, apo_zero, apo_down, nca, bco, sppo, orpo, simpo, cpo, sft
+    )
+}  # fmt: skip
+assert {*PAIR_LOSSES, KTO} == set(LOSSES)
+WITHOUT_REFERENCE = ("orpo", "simpo", "cpo", "sft")
+WITH_SFT = {"orpo": 1.0, "cpo": 1.0}
+"""Losses that include the cross entropy of the chosen answers -> its default weight."""
+BETAS = {"simpo": 2.0}
+"""Default beta by loss; 0.1 for the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLoss:
+    """A weighted sum of losses."""
+
+    weights: Mapping[str, float]
+    settings: Settings = field(default_factory=Settings)
+
+    @property
+    def is_paired(self) -> bool:
+        return KTO not in self.weights
+
+    @property
+    def needs_reference(self) -> bool:
+        return any(name not in WITHOUT_REFERENCE for name in self.weights)
+
+    def __call__(self, scores: PairScores, f: Functions) -> Any:
+        """Return the loss of each pair."""
+        return sum(
+            weight * PAIR_LOSSES[name](scores, self.settings, f) for name, weight in self.weights.items()
+        )

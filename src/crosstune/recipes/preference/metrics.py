@@ -1,0 +1,64 @@
+"""Metrics of preference training, under the names that users of TRL know, for torch and MLX arrays alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from crosstune.recipes.preference.losses import PairScores, PreferenceLoss
+
+_BOTH = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+    "entropy",
+)
+_PAIRS = ("rewards/margins", "length/chosen", "length/rejected", "sft_loss")
+
+
+def metric_names(loss: PreferenceLoss) -> tuple[str, ...]:
+    """Return the names of the metrics. `sft_loss`: cross entropy of the chosen answers per token; `kl`: an estimate of the
+    divergence from the reference."""
+    return (*_BOTH, *(_PAIRS if loss.is_paired else ()), *(("kl",) if loss.needs_reference else ()))
+
+
+Sums = dict[str, tuple[Any, Any]]
+
+
+def measure_pairs(scores: PairScores, entropy: tuple[Any, Any], loss: PreferenceLoss) -> Sums:
+    """Return the sums of the metrics of pairs."""
+    chosen, rejected = scores.chosen - scores.ref_chosen, scores.rejected - scores.ref_rejected
+    beta, count = loss.settings.beta, len(chosen)
+    sums = {
+        "rewards/chosen": (beta * chosen.sum(), count),
+        "rewards/rejected": (beta * rejected.sum(), count),
+        "rewards/margins": (beta * (chosen - rejected).sum(), count),
+        "rewards/accuracies": ((chosen > rejected).sum(), count),
+        "logps/chosen": (scores.chosen.sum(), count),
+        "logps/rejected": (scores.rejected.sum(), count),
+        "length/chosen": (scores.num_chosen.sum(), count),
+        "length/rejected": (scores.num_rejected.sum(), count),
+        "sft_loss": (-scores.chosen.sum(), scores.num_chosen.sum()),
+        "entropy": entropy,
+        "kl": ((chosen + rejected).sum(), 2 * count),
+    }
+    return {name: sums[name] for name in metric_names(loss)}
+
+
+def measure_singles(
+    log_probs: Any, reference: Any, labels: Any, kl: Any, entropy: tuple[Any, Any], *, beta: float
+) -> Sums:
+    """Return the sums of the metrics of single answers: those with label 1 count as chosen, the others as rejected."""
+    rewards = beta * (log_probs - reference)
+    good, bad = labels, 1 - labels
+    num_good, num_bad = good.sum(), bad.sum()
+    return {
+        "rewards/chosen": ((rewards * good).sum(), num_good),
+        "rewards/rejected": ((rewards * bad).sum(), num_bad),
+        "logps/chosen": ((log_probs * good).sum(), num_good),
+        "logps/rejected": ((log_probs * bad).sum(), num_bad),
+        "rewards/accuracies": ((((rewards > 0) * good) + ((rewards < 0) * bad)).sum(), len(labels)),
+        "entropy": entropy,
+        "kl": (kl * len(labels), len(labels)),
+    }

@@ -1,0 +1,233 @@
+"""Train on preferences with MLX: log probabilities of answers under the model and under the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from crosstune.core.protocols import Array
+from crosstune.data.batches.forked import ForkedBatch, separate_rows, split_forks
+from crosstune.data.batches.token_batch import TokenBatch
+from crosstune.mlx_engine.adapters import canonical_name
+from crosstune.mlx_engine.causal_loss import CausalLoss
+from crosstune.mlx_engine.forks import can_share_prompts, run_branches
+from crosstune.mlx_engine.optimizer import put
+from crosstune.mlx_engine.task import Arrays, MetricSums
+from crosstune.mlx_engine.tasks.causal_lm import CausalLM
+from crosstune.recipes.preference.batch import PreferenceBatch
+from crosstune.recipes.preference.losses import PairScores, PreferenceLoss, kto
+from crosstune.recipes.preference.metrics import measure_pairs, measure_singles, metric_names
+
+_OTHER = "other_"
+
+
+class MlxFunctions:
+    @staticmethod
+    def log_sigmoid(x: mx.array) -> mx.array:
+        return nn.log_sigmoid(x)
+
+    @staticmethod
+    def log1mexp(x: mx.array) -> mx.array:
+        return mx.log(-mx.expm1(x))
+
+    exp = staticmethod(mx.exp)
+
+    @staticmethod
+    def relu(x: mx.array) -> mx.array:
+        return mx.maximum(x, 0)
+
+
+class PreferenceLM(CausalLM):
+    """A language model with a loss over the log probabilities of whole answers."""
+
+    def __init__(self, loss: PreferenceLoss) -> None:
+        self.preference = loss
+        self.metric_names = self.eval_metric_names = metric_names(loss)
+        self._shares_prompts = False
+
+    def prepare_loss(self, model: nn.Module) -> CausalLoss:
+        # A layer that is recomputed in the backward pass does not fill a cache.
+        recomputes = self.opening.plan.config.use_gradient_checkpointing
+        self._shares_prompts = not recomputes and can_share_prompts(model)
+        self.prepared = AnswerLoss(model, self.preference)
+        return self.prepared
+
+    def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
+        arrays: dict[str, Any] = {
+            **self._token_arrays(batch.tokens),
+            "lengths": batch.lengths,
+            "mean_chosen": np.array(batch.mean_chosen, dtype=np.float32),
+            "labels": batch.labels,
+            "reference": batch.reference,
+            "other_reference": batch.other_reference,
+        }
+        if batch.others is not None:
+            arrays |= {f"{_OTHER}{name}": array for name, array in super().arrays(batch.others).items()}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    def answer_log_probs(self, session: Any, batches: Iterable[PreferenceBatch]) -> list[Array]:
+        """Return the log probabilities of the answers of each batch; for single answers, the other answers after them."""
+        loss = self.prepared
+        assert isinstance(loss, AnswerLoss)
+        return session.map_batches(batches, loss.answer_log_probs)
+
+    def _token_arrays(self, tokens: TokenBatch) -> Mapping[str, Array]:
+        if not isinstance(tokens, ForkedBatch):
+            return super().arrays(tokens)
+        if not self._shares_prompts or not (tokens.branches[tokens.segments > 0] == 0).any():
+            return super().arrays(separate_rows(tokens))
+        split = split_forks(tokens)
+        answers = TokenBatch(
+            input_ids=split.branches,
+            targets=split.targets,
+            segments=np.ones_like(split.branches),
+            positions=np.zeros_like(split.branches),
+        )
+        return {
+            **super().arrays(answers),
+            "prompts": split.prompts,
+            "prompt_lengths": split.prompt_lengths,
+            "fork_of": split.fork_of,
+        }
+
+
+class AnswerLoss(CausalLoss):
+    """The preference loss of a model, and of the model before the training as its reference."""
+
+    def __init__(self, model: nn.Module, preference: PreferenceLoss) -> None:
+        super().__init__(model)
+        self.preference = preference
+        self._reference = self._weights()
+
+    def _weights(self) -> dict[str, mx.array]:
+        return {
+            canonical_name(name): array for name, array in tree_flatten(self.model.trainable_parameters())
+        }
+
+    def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        return self._loss(arrays, self._weights())
+
+    def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        return self(arrays)
+
+    def scaled(
+        self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
+    ) -> tuple[mx.array, MetricSums]:
+        total, metrics = self._loss(arrays, dict(weights))
+        return total * scale, metrics
+
+    def _loss(self, arrays: Arrays, weights: dict[str, mx.array]) -> tuple[mx.array, MetricSums]:
+        settings, reference = self.preference.settings, arrays.get("reference")
+        if reference is None and self.preference.needs_reference:
+            reference = self._of_reference(arrays, weights)
+        log_probs, entropy = self._log_probs(arrays, weights)
+        if reference is None:
+            reference = mx.zeros_like(log_probs)
+        if "labels" in arrays:
+            kl = self._estimate_kl(arrays, weights)
+            labels = arrays["labels"]
+            losses = kto(log_probs - reference, labels, kl, settings, MlxFunctions())
+            sums = measure_singles(log_probs, reference, labels, kl, entropy, beta=settings.beta)
+            return losses.sum(), _detached(sums)
+        lengths = arrays["lengths"]
+        scores = PairScores(
+            chosen=log_probs[::2],
+            rejected=log_probs[1::2],
+            ref_chosen=reference[::2],
+            ref_rejected=reference[1::2],
+            num_chosen=lengths[::2],
+            num_rejected=lengths[1::2],
+            mean_chosen=arrays["mean_chosen"],
+        )
+        losses = self.preference(scores, MlxFunctions())
+        return losses.sum(), _detached(measure_pairs(scores, entropy, self.preference))
+
+    def answer_log_probs(self, arrays: Arrays) -> mx.array:
+        weights = self._weights()
+        found = [self._log_probs(arrays, weights)[0]]
+        if f"{_OTHER}input_ids" in arrays:
+            found.append(self._log_probs(arrays, weights, prefix=_OTHER)[0])
+        return mx.concatenate(found)
+
+    def _of_reference(self, arrays: Arrays, weights: dict[str, mx.array], *, prefix: str = "") -> mx.array:
+        """Return the log probabilities of the model before the training, without dropout."""
+        was_training = self.model.training
+        put(self.model, self._reference)
+        self.model.eval()
+        try:
+            return mx.stop_gradient(self._log_probs(arrays, self._reference, prefix=prefix)[0])
+        finally:
+            self.model.train(was_training)
+            put(self.model, weights)
+
+    def _estimate_kl(self, arrays: Arrays, weights: dict[str, mx.array]) -> mx.array:
+        """Return the mean log ratio of answers to other prompts, at least 0."""
+        found = mx.stop_gradient(self._log_probs(arrays, weights, prefix=_OTHER)[0])
+        reference = arrays.get("other_reference")
+        if reference is None:
+            reference = self._of_reference(arrays, weights, prefix=_OTHER)
+        return mx.maximum((found - reference).mean(), 0)
+
+    def _log_probs(
+        self, arrays: Arrays, weights: Mapping[str, mx.array], *, prefix: str = ""
+    ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
+        """Return the log probability of each answer, and the entropy summed over tokens with their number."""
+        feed = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+        head = {name: weights[name] for name in self._head_weights}
+        split = self._split
+
+        def measure(targets: mx.array) -> Callable[..., tuple[mx.array, mx.array]]:
+            def run(hidden: mx.array, head: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
+                put(self.model, head)
+                logits = split.logits(hidden) if split is not None else hidden
+                log_probs = nn.log_softmax(logits.astype(mx.float32), axis=-1)
+                entropy = -(mx.exp(log_probs) * log_probs).sum(axis=-1)
+                return mx.take_along_axis(log_probs, targets[:, None], axis=-1)[:, 0], entropy
+
+            return run
+
+        found, entropies = list[mx.array](), list[mx.array]()
+        hidden = self._answers_hidden(feed)
+        for chunk in self._chunks(hidden if split is not None else None):
+            # Recomputed in the backward pass, so that only one chunk of logits is in memory.
+            part = mx.depends(hidden[chunk], found[-1:]) if found else hidden[chunk]
+            log_probs, entropy = mx.checkpoint(measure(feed["targets"][chunk]))(part, head)
+            found.append(log_probs)
+            entropies.append(mx.stop_gradient(entropy))
+        put(self.model, dict(head))
+        counted = feed["counted"]
+        total = mx.zeros(arrays["lengths"].shape).at[feed["answers"]].add(mx.concatenate(found) * counted)
+        return total, ((mx.concatenate(entropies) * counted).sum(), counted.sum())
+
+    def _answers_hidden(self, feed: Arrays) -> mx.array:
+        """Return the hidden states, or for a model that cannot be split the logits, of the supervised tokens."""
+
+        def run(ids: mx.array, **options: Any) -> mx.array:
+            if self._split is not None:
+                return self._split.hidden(ids, **options)
+            logits = self.model(ids, **options)
+            return logits.reshape(-1, logits.shape[-1])
+
+        if "prompts" not in feed:
+            return run(feed["input_ids"], **self._caches(feed))[feed["places"]]
+        found = run_branches(
+            run,
+            self.model,
+            prompts=feed["prompts"],
+            prompt_lengths=feed["prompt_lengths"],
+            branches=feed["input_ids"],
+            fork_of=feed["fork_of"],
+        )
+        return found[feed["places"]]
+
+
+def _detached(sums: Mapping[str, tuple[Any, Any]]) -> MetricSums:
+    def cut(value: Any) -> Any:
+        return mx.stop_gradient(value) if isinstance(value, mx.array) else value
+
+    return {name: (cut(total), cut(weight)) for name, (total, weight) in sums.items()}

@@ -1,0 +1,143 @@
+"""Train on preferences with torch: log probabilities of answers under the model and under the reference."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from crosstune.core.protocols import Array
+from crosstune.recipes.preference.batch import PreferenceBatch
+from crosstune.recipes.preference.losses import PairScores, PreferenceLoss, kto
+from crosstune.recipes.preference.metrics import measure_pairs, measure_singles, metric_names
+from crosstune.torch_engine.device import evaluating
+from crosstune.torch_engine.task import MetricSums, Tensors
+from crosstune.torch_engine.tasks.causal_lm import CausalLM, ModelInput, can_share_prompts
+
+_OTHER = "other_"
+
+
+class TorchFunctions:
+    @staticmethod
+    def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
+        return F.logsigmoid(x)
+
+    @staticmethod
+    def log1mexp(x: torch.Tensor) -> torch.Tensor:
+        return torch.log(-torch.expm1(x))
+
+    exp = staticmethod(torch.exp)
+    relu = staticmethod(torch.relu)
+
+
+class PreferenceLM(CausalLM):
+    """A language model with a loss over the log probabilities of whole answers."""
+
+    def __init__(self, loss: PreferenceLoss) -> None:
+        super().__init__()
+        self.preference = loss
+        self.metric_names = self.eval_metric_names = metric_names(loss)
+        self._reference: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+
+    def keep_reference(self, model: nn.Module, trained: Mapping[str, torch.nn.Parameter]) -> None:
+        """Keep the weights from before the training: with them, the model is the reference."""
+        self._reference = [(parameter, parameter.detach().clone()) for parameter in trained.values()]
+        if self.decoder is None:
+            self.shares_prompts = can_share_prompts(model, device=self.context.device)
+
+    def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
+        arrays = {
+            **super().arrays(batch.tokens),
+            "lengths": batch.lengths,
+            "mean_chosen": np.array(batch.mean_chosen, dtype=np.float32),
+            "labels": batch.labels,
+            "reference": batch.reference,
+            "other_reference": batch.other_reference,
+        }
+        if batch.others is not None:
+            arrays |= {f"{_OTHER}{name}": array for name, array in super().arrays(batch.others).items()}
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
+        """Return the loss, summed over the pairs or single answers."""
+        reference = tensors.get("reference")
+        kl = self._estimate_kl(model, tensors) if "labels" in tensors else None
+        if reference is None and self.preference.needs_reference:
+            with self._as_reference(model):
+                reference = self._log_probs(model, tensors)[0]
+        log_probs, entropy = self._log_probs(model, tensors)
+        if reference is None:
+            reference = torch.zeros_like(log_probs)
+        if kl is not None:
+            labels = tensors["labels"]
+            ratio = log_probs - reference
+            losses = kto(ratio, labels, kl, self.preference.settings, TorchFunctions())
+            return losses.sum(), measure_singles(
+                log_probs, reference, labels, kl, entropy, beta=self.preference.settings.beta
+            )
+        lengths = tensors["lengths"]
+        scores = PairScores(
+            chosen=log_probs[::2],
+            rejected=log_probs[1::2],
+            ref_chosen=reference[::2],
+            ref_rejected=reference[1::2],
+            num_chosen=lengths[::2],
+            num_rejected=lengths[1::2],
+            mean_chosen=tensors["mean_chosen"],
+        )
+        losses = self.preference(scores, TorchFunctions())
+        return losses.sum(), measure_pairs(scores, entropy, self.preference)
+
+    def answer_log_probs(self, session: Any, batches: Iterable[PreferenceBatch]) -> list[Array]:
+        """Return the log probabilities of the answers of each batch; for single answers, the other answers after them."""
+
+        def compute(model: nn.Module, tensors: Tensors) -> torch.Tensor:
+            found = [self._log_probs(model, tensors)[0]]
+            if f"{_OTHER}input_ids" in tensors:
+                found.append(self._log_probs(model, tensors, prefix=_OTHER)[0])
+            return torch.cat(found)
+
+        return session.map_batches(batches, compute)
+
+    def evaluate(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
+        return self.loss(model, tensors)
+
+    def _log_probs(
+        self, model: nn.Module, tensors: Tensors, *, prefix: str = ""
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, int]]:
+        """Return the log probability of each answer, and the entropy summed over tokens with their number."""
+        given = ModelInput.of(
+            {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        )
+        losses, entropies = self.token_losses(model, given)
+        total = losses.new_zeros(len(tensors["lengths"])).index_add(0, given.answers, losses)
+        return -total, (entropies.detach().sum(), len(entropies))
+
+    @torch.no_grad()
+    def _estimate_kl(self, model: nn.Module, tensors: Tensors) -> torch.Tensor:
+        """Return the mean log ratio of answers to other prompts, at least 0."""
+        found = self._log_probs(model, tensors, prefix=_OTHER)[0]
+        reference = tensors.get("other_reference")
+        if reference is None:
+            with self._as_reference(model):
+                reference = self._log_probs(model, tensors, prefix=_OTHER)[0]
+        return (found - reference).mean().clamp(min=0)
+
+    @contextlib.contextmanager
+    def _as_reference(self, model: Any) -> Iterator[None]:
+        """Turn the model into the reference in the `with` block, without gradients and dropout."""
+        assert self._reference, "the weights from before the training are kept"
+        with evaluating(model), torch.no_grad():
+            trained = [parameter.detach().clone() for parameter, _ in self._reference]
+            for parameter, before in self._reference:
+                parameter.copy_(before)
+            try:
+                yield
+            finally:
+                for (parameter, _), after in zip(self._reference, trained, strict=True):
+                    parameter.copy_(after)

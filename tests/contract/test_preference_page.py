@@ -1,0 +1,32 @@
+"""The command of docs/guide/preference.md runs as it stands."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pages import Followed, Page, Workshop
+
+pytestmark = pytest.mark.slow  # the bundled model
+PAGE = Page("preference.md")
+
+
+@pytest.fixture(scope="module")
+def followed(shop: Workshop) -> Followed:
+    rows = [
+        {
+            "prompt": f"Is {number} even?",
+            "chosen": "Yes." if number % 2 == 0 else "No.",
+            "rejected": "I do not know.",
+        }
+        for number in range(24)
+    ]
+    (shop.home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Followed(shop, PAGE)
+
+
+def test_a_model_is_trained_on_pairs(followed: Followed) -> None:
+    assert "rewards/accuracies" in followed[0]
+    lines = (followed.workshop.home / "runs/liked/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3) and losses[-1] < losses[0]

@@ -1,0 +1,160 @@
+"""Runs of the preference recipe: the reference is the model before the training, also after a resume and on another engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import crosstune
+from crosstune.checkpoint.tensors import read_tensors, write_tensors
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.core.events import Observers
+from crosstune.planner.gather import make_plan
+from crosstune.runs.open_parts import find_model, open_recipe, open_session
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    rows = [
+        {
+            "prompt": f"What is {number} plus one?",
+            "chosen": f"It is {number + 1}.",
+            "rejected": f"{number} is a number that I like, but I do not know.",
+        }
+        for number in range(30)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def train(pairs: Path, home: Path, **options: Any) -> list[float]:
+    """Train, and return the losses of all steps."""
+    asked = {
+        "recipe": "preference", "model_name": "tiny-random", "dataset": str(pairs), "batch_size": 2, "lr": 1e-3,
+        "gradient_accumulation_steps": 1, "lora_rank": 4, "backend": "cpu", "precision": "fp32", "skip_eval": True,
+        "max_steps": 4, "output_dir": str(home), "name": "run",
+    }  # fmt: skip
+    run = crosstune.train(**{**asked, **options})
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def tuned(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of supervised fine-tuning."""
+    home = tmp_path_factory.mktemp("sft")
+    train(pairs, home, recipe="sft", columns="chosen=completion", lr=1e-2)
+    return home / "run" / "adapter"
+
+
+@pytest.mark.parametrize("backend", ["cpu", "mlx"])
+def test_after_supervised_fine_tuning_the_reference_is_the_tuned_model(
+    pairs: Path, tuned: Path, tmp_path: Path, backend: str
+) -> None:
+    options: dict[str, Any] = {"base_adapter": str(tuned), "backend": backend, "max_steps": 3}
+    losses = train(pairs, tmp_path, save_steps=1, **options)
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[2] < losses[0]
+    # A resumed run has the adapter from its own folder, whatever became of the original.
+    moved = tuned.rename(tuned.with_name("gone"))
+    try:
+        resumed = train(
+            pairs, tmp_path, resume=str(tmp_path / "run" / "checkpoints" / "step-00000001"), name="again", max_steps=3,
+            recipe="preference", backend=backend,
+        )  # fmt: skip
+    finally:
+        moved.rename(tuned)
+    assert resumed == losses
+
+
+def test_with_the_bare_base_as_reference_the_first_loss_is_another(pairs: Path, tuned: Path) -> None:
+    def open_both(**more: Any) -> tuple[Any, Any]:
+        config = make_config(
+            recipe="preference", model_name="tiny-random", dataset=str(pairs), lora_rank=4, backend="cpu", precision="fp32",
+            batch_size=4, skip_eval=True, **more,
+        )  # fmt: skip
+        plan = make_plan(config)
+        model = find_model(config, Observers())
+        recipe = open_recipe(plan.config, model, Observers())
+        recipe.configure(plan.config)
+        return recipe, open_session(plan, model, task=recipe.task("torch"))
+
+    recipe, bare = open_both()
+    [batch] = recipe.micro_batches(0)
+    [of_base] = bare.task.answer_log_probs(bare, [batch])
+    _, session = open_both(base_adapter=str(tuned))
+    assert session.evaluate([batch]).loss == pytest.approx(math.log(2), abs=1e-6)
+    wrong = session.evaluate([replace(batch, reference=of_base)])
+    assert abs(wrong.loss - math.log(2)) > 0.01 and abs(wrong.metrics["rewards/margins"]) > 0.01
+
+
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_a_precomputed_reference_is_the_same(pairs: Path, tmp_path: Path, loss: str) -> None:
+    online = train(pairs, tmp_path, preference_loss=loss)
+    stored = train(pairs, tmp_path, preference_loss=loss, reference="precomputed", name="stored")
+    np.testing.assert_allclose(stored, online, rtol=1e-5)
+    assert (tmp_path / "stored" / "reference.safetensors").is_file()
+    resumed = train(
+        pairs,
+        tmp_path,
+        preference_loss=loss,
+        reference="precomputed",
+        name="stored",
+        resume="auto",
+        max_steps=6,
+    )
+    assert resumed[:4] == stored and len(resumed) == 6
+
+
+def test_a_reference_of_other_data_is_rejected(pairs: Path, tmp_path: Path) -> None:
+    train(pairs, tmp_path, reference="precomputed", max_steps=2, save_steps=1)
+    stored = tmp_path / "run" / "reference.safetensors"
+    arrays = {name: np.array(array) for name, array in read_tensors(stored).items()}
+    stored.unlink()
+    write_tensors(stored, arrays | {"train.identity": np.zeros_like(arrays["train.identity"])})
+    with pytest.raises(UserError, match="does not belong to this run"):
+        train(pairs, tmp_path, reference="precomputed", resume="auto", max_steps=4)
+
+
+def test_full_fine_tuning_precomputes(pairs: Path, tmp_path: Path) -> None:
+    losses = train(pairs, tmp_path, train_type="full", lr=1e-4)
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5) and losses[-1] < losses[0]
+    assert (tmp_path / "run" / "reference.safetensors").is_file()
+
+
+def test_both_engines_and_both_layouts_agree(pairs: Path, tmp_path: Path) -> None:
+    found = [
+        train(pairs, tmp_path, name=f"run{number}", **options)
+        for number, options in enumerate(
+            ({}, {"share_prompts": False}, {"backend": "mlx"}, {"kernels": "fast"}), start=1
+        )
+    ]
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], atol=1e-5)
+
+
+def test_evaluation_has_the_metrics_of_pairs(pairs: Path, tmp_path: Path) -> None:
+    train(
+        pairs,
+        tmp_path,
+        skip_eval=False,
+        eval_samples=3,
+        num_samples=1,
+        max_new_tokens=2,
+        lr=5e-3,
+        max_steps=6,
+    )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    metrics = summary["last"]["metrics"]
+    assert metrics["rewards/accuracies"] == 1.0 and metrics["rewards/margins"] > 0
+    assert metrics["rewards/margins"] == pytest.approx(
+        metrics["rewards/chosen"] - metrics["rewards/rejected"], abs=1e-5
+    )
+    assert (tmp_path / "run" / "report.html").is_file()

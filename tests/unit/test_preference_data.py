@@ -1,0 +1,133 @@
+"""Preferences are read from the layouts that people have; a bad row is named with its line and reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crosstune.config.load import make_config
+from crosstune.core.errors import UserError
+from crosstune.recipes.preference.open_pairs import open_preferences
+from crosstune.recipes.preference.read_pairs import read_preferences
+
+USER = {"role": "user", "content": "Hi"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("Hello!", "No."))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Hi", "chosen": "Hello!", "rejected": "No."},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "Hi", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello!", "rejected": "\n\nHuman: Hi\n\nAssistant: No."},
+        {"prompt": "\n\nHuman: Hi\n\nAssistant:", "chosen": "Hello!", "rejected": "No."},
+        {"instruction": "Hi", "input": "", "chosen": "Hello!", "rejected": "No."},
+        {"instruction": "Hi", "chosen_response": "Hello!", "rejected_response": "No."},
+        {
+            "conversations": [{"from": "human", "value": "Hi"}],
+            "chosen": {"from": "gpt", "value": "Hello!"},
+            "rejected": {"from": "gpt", "value": "No."},
+        },
+        {"prompt": json.dumps([USER]), "chosen": json.dumps([GOOD]), "rejected": json.dumps([BAD])},
+    ],
+)
+def test_pairs(row: dict[str, Any]) -> None:
+    [found] = read_preferences(row, paired=True)
+    assert list(found.prompt) == [USER]
+    assert [list(answer) for answer in found.answers] == [[GOOD], [BAD]]
+
+
+def test_a_system_prompt_and_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    row = {"system": "Be kind.", "prompt": "Hi", "chosen": "Hello!", "rejected": "No.", "tools": tools}
+    [found] = read_preferences(row, paired=True)
+    assert found.prompt[0] == {"role": "system", "content": "Be kind."} and found.tools == tools
+
+
+def test_earlier_answers_of_a_conversation_carry_no_loss() -> None:
+    earlier = [USER, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Bye"}]
+    [found] = read_preferences({"chosen": [*earlier, GOOD], "rejected": [*earlier, BAD]}, paired=True)
+    assert list(found.prompt) == earlier
+    rows = found.conversations()
+    assert [turn.get("no_loss", False) for turn in rows[0]["messages"]] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("label", "meaning"), [(True, True), ("false", False), (1, True), (0.0, False), ("1", True)]
+)
+def test_labels(label: Any, meaning: bool) -> None:
+    for row in (
+        {"prompt": "Hi", "completion": "Hello!", "label": label},
+        {"messages": [USER, GOOD], "kto_tag": label},
+    ):
+        [found] = read_preferences(row, paired=False)
+        assert found.is_desirable is meaning and list(found.answers[0]) == [GOOD]
+
+
+def test_a_pair_is_two_labelled_answers_for_kto() -> None:
+    found = read_preferences({"prompt": "Hi", "chosen": "Hello!", "rejected": "No."}, paired=False)
+    assert [one.is_desirable for one in found] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("row", "paired", "said"),
+    [
+        ({"prompt": "Hi", "chosen": "Hello!"}, True, "rejected answer is missing"),
+        ({"prompt": "Hi", "chosen": "Hello!", "rejected": ""}, True, "rejected answer is missing"),
+        ({"prompt": "Hi", "chosen": "Hello!", "rejected": "  "}, True, "answer is empty"),
+        ({"prompt": "Hi", "chosen": 3, "rejected": "No."}, True, "must be text"),
+        ({"chosen": "Hello!", "rejected": "No."}, True, "no prompt"),
+        ({"prompt": "Hi", "completion": "Hello!", "label": True}, True, "not a pair"),
+        ({"prompt": "Hi", "completion": "Hello!"}, False, "no label"),
+        ({"prompt": "Hi", "completion": "Hello!", "label": "good"}, False, "label is"),
+        ({"prompt": "Hi", "completion": "Hello!", "label": 0.5}, False, "label is"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, True, "are the same"),
+    ],
+)
+def test_a_bad_row(row: dict[str, Any], paired: bool, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read_preferences(row, paired=paired)
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_rows_of_one_prompt_are_not_split(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"Question {number // 4}", "chosen": f"yes {number}", "rejected": "no"}
+        for number in range(80)
+    ]
+    data = open_preferences(make_config(recipe="preference", dataset=write(tmp_path, rows)), paired=True)
+    asked = [{one.prompt[0]["content"] for one in part} for part in (data.train, data.held_out)]
+    assert len(data.held_out) == 8 and len(data.train) == 72 and not asked[0] & asked[1]
+
+
+def test_bad_rows_are_located_or_skipped(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b"}]
+    name = write(tmp_path, rows)
+    with pytest.raises(UserError, match=r"rows.jsonl.*2.*rejected answer is missing"):
+        open_preferences(make_config(recipe="preference", dataset=name), paired=True)
+    data = open_preferences(make_config(recipe="preference", dataset=name, skip_bad_rows=True), paired=True)
+    assert len(data.train) == 1 and len(data.skipped) == 1
+
+
+def test_one_class_only(tmp_path: Path) -> None:
+    rows = [{"prompt": str(number), "completion": "b", "label": True} for number in range(5)]
+    with pytest.raises(UserError, match=r"Every answer .* is desirable"):
+        open_preferences(make_config(recipe="preference", dataset=write(tmp_path, rows)), paired=False)
+
+
+def test_equal_answers_are_counted_and_left_out(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "d", "chosen": "b", "rejected": "b"}]
+    data = open_preferences(make_config(recipe="preference", dataset=write(tmp_path, rows)), paired=True)
+    assert len(data.train) == 1 and data.num_same == 1
+    with pytest.raises(UserError, match="no preference to learn from"):
+        open_preferences(make_config(recipe="preference", dataset=write(tmp_path, rows[1:])), paired=True)
