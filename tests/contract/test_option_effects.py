@@ -20,6 +20,7 @@ from crosstune import Run
 from crosstune.config.load import make_config
 from crosstune.config.option import Option
 from crosstune.config.options.training import OPTIMIZERS
+from crosstune.config.recipe_spec import recipe_names
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.schema import option_list, options_by_name
 from crosstune.core.errors import UserError
@@ -55,6 +56,7 @@ WITHOUT_NUMBERS = {
     "matters only if rows of two splits are the same": "leaks",
     "matters only for bad or repeated rows": "dedup skip_bad_rows data_rules",
     "matters only when a finished run is extended": "on_extend",
+    "computes the same numbers in another way": "reference share_prompts",
     "is the context itself": "recipe train_type backend model_name dataset optimizer llama_pro_path mlx_config",
 }
 """Why options do not change numbers -> those options."""
@@ -71,12 +73,15 @@ VALUES: Mapping[str, Any] = {
     "mode_weights": "l2t:0.5,t2l:0.5", "sequential_schedule": "l2t:1,unconditional:1", "cfg_dropout_prob": 0.9,
     "latent_noise": 0.5, "text_loss_weight": 3.0, "latent_loss_weight": 3.0, "hidden_size": 48, "n_blocks": 1,
     "n_heads": 4, "cond_dim": 16, "latent_tokens": 2, "latent_dim": 96, "dropout": 0.5, "decode_steps": 1,
+    "preference_loss": "ipo", "beta": 0.7, "label_smoothing": 0.2, "simpo_gamma": 3.0, "desirable_weight": 2.0,
+    "undesirable_weight": 2.0, "sft_weight": 0.5,
     "guidance": 3.0, "columns": "prompt=text", "chat_template": "alpaca",
 }  # fmt: skip
 """Values of options that are neither flags nor choices."""
 
 VALUES_OF_RECIPE: Mapping[tuple[str, str], Any] = {
     ("judge", "columns"): "letter=rubric",
+    ("preference", "eval_fraction"): 0.05,
     ("judge", "context_length"): 30,
     ("latent_diffusion", "context_length"): 2,
 }
@@ -178,6 +183,7 @@ CONTEXTS = (
     ),
     Context("latent_diffusion", "full", "adamw", "cpu", {"skip_eval": True}),
     Context("judge", "lora", "adamw", "cpu", {"skip_eval": True}),
+    Context("preference", "lora", "adamw", "cpu"),
 )
 
 
@@ -254,6 +260,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for number, word in enumerate(words * 2)
         ],
     }
+    rows["preference"] = [
+        {"prompt": f"Say {word}.", "chosen": word * 3, "rejected": "no " + word, "text": word}
+        for word in words * 2
+    ]
     for name, each in rows.items():
         (home / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in each))
     return home
@@ -376,7 +386,7 @@ def test_every_option_is_declared_once_and_can_be_tried() -> None:
 @pytest.mark.slow
 def test_contexts_cover_recipes_methods_optimizers_and_engines(sweep: Sweep, home: Path) -> None:
     plans = [sweep.plan(context.asked(home)) for context in CONTEXTS]
-    assert {plan.config.recipe for plan in plans} == {"sft", "judge", "latent_diffusion"}
+    assert {plan.config.recipe for plan in plans} == set(recipe_names())
     assert {plan.method for plan in plans} == {"full", "lora", "dora", "llama_pro"}
     assert {plan.quantizer for plan in plans} >= {"none", "bnb", "hqq", "mlx"}
     assert {plan.engine for plan in plans} == {"torch", "mlx"}

@@ -240,6 +240,11 @@ PREFERENCE = _with_recipe("preference")
 SMOOTHED_LOSS, SIMPO, KTO_LOSS = (
     _with_losses(*names) for names in (("dpo", "robust", "simpo", "cpo"), ("simpo",), (KTO,))
 )
+SFT_OR_PREFERENCE = Condition(
+    "`--recipe sft` or `--recipe preference`",
+    lambda now: now["recipe"] in ("sft", "preference"),
+    "with the {recipe} recipe",
+)
 SFT = Condition("`--recipe sft`", lambda now: now["recipe"] == "sft", "with the {recipe} recipe")
 ANSWERS_COMPARED = Condition(
     "`--recipe sft`",
@@ -248,7 +253,7 @@ ANSWERS_COMPARED = Condition(
 )
 ROWS_WITH_FORMATS = Condition(
     "",
-    lambda now: now["recipe"] not in ("judge", "latent_diffusion"),
+    lambda now: now["recipe"] == "sft",
     "with the {recipe} recipe, whose rows have one format",
 )
 LABELS = Condition("", lambda now: now["head"] != "scalar", "with --head scalar, which predicts a number")

@@ -11,6 +11,7 @@ from crosstune.config.conditions import (
     NO_SKIP_EVAL,
     ROWS_WITH_FORMATS,
     SFT,
+    SFT_OR_PREFERENCE,
     STREAMED_LOADING,
     TORCH_ENGINE,
 )
@@ -42,7 +43,7 @@ class DataOptions:
         "eval_samples unless that is set; unset: a tenth",
         low=0.0001,
         high=0.9,
-        needs=(EVALUATION, SFT),
+        needs=(EVALUATION, SFT_OR_PREFERENCE),
     )
     dedup: bool = _option(
         False, "Drop duplicate rows, and training rows that are also held out", needs=(SFT,)
@@ -50,7 +51,7 @@ class DataOptions:
     skip_bad_rows: bool = _option(
         False,
         "Skip rows that cannot be read instead of stopping; they are counted and listed in skipped_rows.jsonl of the run",
-        needs=(SFT,),
+        needs=(SFT_OR_PREFERENCE,),
     )
     dataset_format: str = _option(
         "auto",

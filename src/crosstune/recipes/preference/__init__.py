@@ -13,7 +13,7 @@ from crosstune.config.schema import Config
 from crosstune.estimate.machine import BackendReport
 from crosstune.recipes.preference.open_pairs import open_preferences
 from crosstune.recipes.preference.read_pairs import TARGETS
-from crosstune.recipes.preference.recipe import PreferenceRecipe, check_options, make_loss
+from crosstune.recipes.preference.recipe import PreferenceRecipe, make_loss
 
 
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
@@ -51,6 +51,5 @@ SPEC = RecipeSpec(
     preset_options=("lr",),
     choose_preset=choose_preset,
     check_data=check_data,
-    check_options=check_options,
     next_commands=next_commands,
 )

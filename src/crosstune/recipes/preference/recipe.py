@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from crosstune.config.conditions import ADAPTER_METHODS, KTO, TRAIN_TYPE_PARTS, parse_losses
 from crosstune.config.schema import Config
-from crosstune.core.errors import UserError
+from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.core.weights import averaged
@@ -65,6 +65,7 @@ class PreferenceRecipe(TokenRecipe):
 
     def __init__(self, config: Config, *, model_folder: Path, observer: Observer | None = None) -> None:
         self.config, self.observer = config, observer or Observers()
+        raise_all(check_options(config))
         self.loss = make_loss(config)
         self.weight_name = "pairs" if self.loss.is_paired else "answers"
         self.tokenizer = open_tokenizer(config, model_folder)
