@@ -38,7 +38,7 @@ test: setup
 
 # Tests of more than a minute; CI runs them besides.
 slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n auto --dist loadfile
 
 # Ray is 75 MB and serves these tests alone; SLURM and sshd come from the system.
 clusters: setup

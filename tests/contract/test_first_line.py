@@ -48,6 +48,7 @@ def test_train_and_generate_say_what_they_do_first(tmp_path: Path) -> None:
     assert json.loads(out)["prompt"] == "hi"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "line"),
     [

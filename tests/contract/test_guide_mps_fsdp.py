@@ -214,6 +214,7 @@ def losses_in(folder: Path) -> list[float]:
     return json.loads((folder / "result.json").read_text())["losses"]
 
 
+@pytest.mark.slow
 def test_two_processes_and_one_continue_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     whole.mkdir()

@@ -30,6 +30,7 @@ def test_the_commands_of_the_page(shop: Workshop) -> None:
     assert summary["steps"] == 40 and summary["eval_after"]["loss"] < summary["eval_before"]["loss"]
 
 
+@pytest.mark.slow
 def test_the_guides_commands_find_loss_and_speed(shop: Workshop) -> None:
     shop.shell("crosstune adopt .")
     script = shop.home / PATH

@@ -35,6 +35,7 @@ def bits(run: RunResult) -> list[Any]:
     return [*found, newest.manifest.files["weights.safetensors"]["sha256"]]
 
 
+@pytest.mark.slow
 def test_a_run_finds_its_size_and_is_bit_equal_to_one_that_asked_for_it(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

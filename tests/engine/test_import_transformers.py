@@ -29,6 +29,7 @@ def test_packages_that_a_model_does_not_need_are_not_imported():
     assert found.strip() == "[] True"
 
 
+@pytest.mark.slow
 def test_what_was_put_off_works_in_transformers():
     pytest.importorskip("hqq")
     found = run(
@@ -66,6 +67,7 @@ def test_a_package_that_is_imported_already_is_used_as_it_is():
     assert found.split() == ["True", "True", "True"]
 
 
+@pytest.mark.slow
 def test_transformers_finds_the_same_classes_and_packages():
     show = (
         "import transformers, transformers.models\n"

@@ -60,6 +60,7 @@ def run_without_torch(*commands: list[str]) -> list[Done]:
     return [Done(code=code, out=out, err=err) for code, out, err in texts]
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_torch(tiny_model: Path, tmp_path: Path) -> None:
     folder, bits = tmp_path / "alone", tmp_path / "bits"
     amount = ["--max_steps", "2", "--dataset_samples", "8", "--eval_samples", "2", "--max_new_tokens", "4"]

@@ -161,6 +161,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code", [BEST + DISK, RECOVERS + ALONE], ids=["slow or failing disk", "out of memory"]
 )

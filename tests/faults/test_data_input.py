@@ -120,6 +120,7 @@ def test_escape_sequences_in_data_do_not_reach_the_terminal(
     assert "\\x1b" in answer
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="the peak of a process is read from Linux's /proc"
 )

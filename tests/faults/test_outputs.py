@@ -437,6 +437,7 @@ def kill_when_kept(command: list[object], partial: Path, *, num_lines: int) -> N
     assert code == -signal.SIGKILL, said
 
 
+@pytest.mark.slow
 def test_answers_continue_after_a_kill(tiny_model: Path, tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "prompts.txt").write_text("".join(f"Say {number}.\n" for number in range(30)))
     output, whole = tmp_path / "answers.jsonl", tmp_path / "whole.jsonl"

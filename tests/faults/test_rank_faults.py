@@ -47,6 +47,7 @@ def test_a_run_recovers_from_a_killed_rank_bit_for_bit(bench: Bench, tmp_path: P
     assert [event["kind"] for event in read_jsonl(run.folder / "events.jsonl")].count("resumed") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_in_parts_survives_a_kill(bench: Bench, rank: int) -> None:
     """The first rank dies between the new folder and `latest`, the second while it writes its part."""

@@ -148,6 +148,7 @@ def test_layers_to_transform_is_that_of_peft(
         check_resume(tmp_path / "resumed", asked, run, backend="cpu")
 
 
+@pytest.mark.slow
 def test_layers_to_transform_on_mlx_and_on_the_fast_layers(
     models: dict[bool, Path], data_file: Path, tmp_path: Path
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_layer_that_the_model_lacks_is_refused(
     assert "layers_to_transform and num_layers" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("listed", "tied", "settings"),
     [
@@ -306,6 +308,7 @@ def test_pissa_is_that_of_peft(
         check_resume(tmp_path / "resumed", asked, run, backend="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"train_type": "bnb_dora"}, {"lora_alpha": 32}])
 def test_loftq_is_that_of_peft(
     models: dict[bool, Path], data_file: Path, tmp_path: Path, options: dict[str, Any]

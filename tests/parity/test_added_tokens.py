@@ -50,6 +50,7 @@ def resized(models: dict[bool, Path], tmp_path_factory: pytest.TempPathFactory) 
     return {tied: home / str(tied) for tied in models}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_added_tokens_are_those_of_transformers_and_peft(
     models: dict[bool, Path], resized: dict[bool, Path], data_file: Path, tmp_path: Path, tied: bool

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from ranks import run_ranks
 from support import assert_close_after_adam
 
@@ -33,6 +34,7 @@ def options(folder: Path, *, world: int, name: str, mode: str, strategy: str = "
     )
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_decode_as_one(tmp_path: Path) -> None:
     build(
         BuildRequest(

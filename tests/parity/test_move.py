@@ -113,6 +113,7 @@ def test_an_archive_continues_in_another_place(moved: dict[str, Any], tmp_path: 
     assert main(words) == 0, "the same command again finds a finished run and unpacks nothing"
 
 
+@pytest.mark.slow
 def test_a_quantized_base_changes_its_bits_and_8_bit_moments_become_plain(
     tiny_model: Path, data: Path, tmp_path: Path
 ) -> None:

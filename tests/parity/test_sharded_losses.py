@@ -99,6 +99,7 @@ def check_runs(
             np.testing.assert_allclose(found, expected, rtol=CLOSE, err_msg=f"{name} at world {world}")
 
 
+@pytest.mark.slow
 def test_three_processes_are_one(folder: Path) -> None:
     """The quick part: uneven shards, a quantized base, replicas, offloading and a rank with fewer micro-batches."""
     runs = {
@@ -163,6 +164,7 @@ IN_PARTS = "import crosstune.torch_engine.session.session as session; session.LA
 EVALUATED = {"skip_eval": False, "eval_samples": 5, "num_samples": 2, "max_new_tokens": 4}
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_continues(folder: Path) -> None:
     """Save at 2 with evaluation and generation, resume at 1 and 3: 3 does not divide the 8 rows per step. The state is
     written in parts, like a large one."""

@@ -79,6 +79,7 @@ while attempt == "0":
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_gone_ends_the_run(tmp_path: Path) -> None:
     code = "(folder / str(rank)).touch(); time.sleep(3600)"
     [port] = free_ports(1)

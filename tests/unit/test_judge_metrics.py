@@ -158,6 +158,7 @@ def test_the_interval_covers_and_widens_for_dependent_items() -> None:
         assert bool(intervals(each, np.array(column)[:, None])) == is_defined
 
 
+@pytest.mark.slow
 def test_ten_thousand_items_need_little_memory() -> None:
     draw = np.random.default_rng(0)
     items, found = [], []

@@ -27,7 +27,7 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_a_name_that_means_the_same_is_the_option(tmp_path: Path) -> None:
     for name, target in SAME.items():
         option = options_by_name()[target]
-        value: Any = {bool: "true", int: 3, float: 0.5, str: "word"}[option.type]
+        value: Any = {bool: "true", int: 3, float: 0.25, str: "word"}[option.type]
         value = (
             option.choices[0]
             if option.choices

@@ -9,11 +9,10 @@ import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
-from crosstune.core.protocols import Array
+if TYPE_CHECKING:
+    from crosstune.core.protocols import Array
 
 
 class Activity:
@@ -169,6 +168,8 @@ class Group:
 
     def gather_vectors(self, own: Mapping[int, Array]) -> list[Array]:
         """Return the float32 vectors of all ranks in the order of their numbers."""
+        import numpy as np  # not for `crosstune --help`
+
         data = b"".join(
             struct.pack("<qq", number, len(vector)) + vector.astype("<f4").tobytes()
             for number, vector in own.items()

@@ -18,6 +18,7 @@ class PreferenceOptions:
         "Loss, or losses with weights as in dpo:0.8,bco:0.2,sft:1: dpo, ipo, hinge, robust, apo_zero, apo_down, nca, bco, sppo, "
         "orpo, simpo, cpo, sft; kto for single answers with a label",
         check=check_losses,
+        joins_items=":",
     )
     beta: float | None = _option(
         None,
