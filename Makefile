@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make demo    fine-tune the bundled model and show that it learned (minutes on a CPU)"
 	@echo "make test    run the tests"
-	@echo "make slow    run the tests that take more than a minute each"
+	@echo "make slow    run the longer tests"
 	@echo "make clusters  train on a real Ray, SLURM and sshd of this machine, as far as they are installed (about 10 minutes)"
 	@echo "make trackers  the tests of all trackers, Weave too, which brings 35 packages along"
 	@echo "make faults  500 kills, 2,000 corruptions, full disks, payloads, signals (about 20 minutes)"
@@ -36,7 +36,7 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
-# Tests of more than a minute; CI runs them besides.
+# The longer tests; CI runs them too.
 slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n auto --dist loadfile
 
