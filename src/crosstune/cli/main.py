@@ -38,6 +38,7 @@ COMMANDS = {
     "report": "write the HTML page of a run",
     "runs": "list runs with their status and metrics",
     "compare": "compare the options, results and curves of runs",
+    "import": "turn a configuration of axolotl, LLaMA-Factory, TRL, Unsloth, mlx-lm or torchtune into YAML",
     "adopt": "write entry scripts at the original paths, so that old commands keep working",
     "models": "list, download and remove models in the cache",
     "options": "list every option of train, or explain one",
@@ -52,6 +53,7 @@ _FAMILIES = {
     "compare": "runs",
     "report": "runs",
     "chat": "generate",
+    "import": "import_config",
     "adopt": "crosstune.cli.adopt",  # the files it writes import it from there
 }
 """Subcommand -> module, if not _PACKAGE.NAME."""

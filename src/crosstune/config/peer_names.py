@@ -63,7 +63,7 @@ SAME: Mapping[str, str] = _by_name(
 )
 """Their name -> option with the same meaning."""
 
-_PREFERENCE_LOSSES = {
+PREFERENCE_LOSSES = {
     "sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "nca_pair": "nca", "bco_pair": "bco",
     "sppo_hard": "sppo", "apo_zero": "apo_zero", "apo_down": "apo_down", "orpo": "orpo", "simpo": "simpo", "kto": "kto",
     "cpo": "cpo",
@@ -102,7 +102,7 @@ SAME_FOR_VALUES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
         ("pref_loss", "dpo_loss_type"),
         (
             "preference_loss",
-            _PREFERENCE_LOSSES,
+            PREFERENCE_LOSSES,
             "--preference_loss; a list with weights as in dpo:0.8,bco:0.2,sft:1",
         ),
     ),

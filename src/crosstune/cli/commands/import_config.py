@@ -1,0 +1,89 @@
+"""`crosstune import`: turn another trainer's configuration into a file for `crosstune train --config`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from crosstune.cli.arguments import Line, Parser, print_result, read_path
+from crosstune.config.load import load_config
+from crosstune.core.errors import UserError
+from crosstune.files.outputs import write_output
+
+EXAMPLES = """examples:
+  crosstune import axolotl.yml
+  crosstune import llama3_lora_sft.yaml --from llamafactory --dataset chats.jsonl --out run.yaml
+  crosstune import notebook.ipynb --lenient
+  crosstune plan --config run.yaml
+
+Reads YAML, JSON, a shell script or command line, and the Python code of a script or notebook, which is not executed. Options of
+crosstune in the command replace what the file says. Each key is listed: mapped, the default already, without effect, or without
+a counterpart. A key without a counterpart is an error, unless --lenient leaves it out."""
+
+
+def make_parser() -> Parser:
+    from crosstune.importing.tools import TOOLS
+
+    parser = Parser("import", description="Turn another trainer's configuration into YAML.", epilog=EXAMPLES)
+    add = parser.add_argument
+    add("file", type=read_path, metavar="FILE")
+    add(
+        "--from",
+        dest="tool",
+        choices=("auto", *TOOLS),
+        default="auto",
+        help="the trainer (default: recognized by its keys)",
+    )
+    add("--out", type=read_path, help="the file to write (default: crosstune.yaml beside FILE)")
+    add("--overwrite", action="store_true", help="replace an existing file")
+    add("--lenient", action="store_true", help="leave out keys without a counterpart")
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own, rest = make_parser().parse_known_args(list(words))
+
+    from crosstune.importing.translate import import_file
+
+    overrides = load_config(rest, environment={}).options_asked() if rest else {}
+    found = import_file(own.file, tool=own.tool, overrides=overrides)
+    if found.missing and not own.lenient:
+        lines = [f"{_place(own.file, note.line)}{note.key}: {note.text}" for note in found.missing]
+        raise UserError(
+            f"{len(lines)} of {len(found.notes)} keys have no counterpart.",
+            why="\n  ".join(["", *lines]),
+            do="change them, pass the options named above to this command, or leave them out with --lenient",
+        )
+    out = own.out or own.file.with_name("crosstune.yaml")
+    if out.exists() and not own.overwrite:
+        raise UserError(f"{out} already exists.", do="pass --out FILE or --overwrite")
+    write_output(out, found.to_yaml().encode())
+    report = {
+        "from": found.tool.title,
+        "out": str(out),
+        "options": found.options,
+        "added_defaults": found.added,
+        "keys": [asdict(note) for note in found.notes],
+    }
+    return print_result(report, _lines(report, own.file), as_json=own.json)
+
+
+def _place(file: Path, line: int | None) -> str:
+    return f"{file.name}:{line} " if line is not None else ""
+
+
+def _lines(report: dict[str, Any], file: Path) -> Iterator[Line]:
+    from crosstune.importing.read import shown_value
+
+    yield f"from     {report['from']}, {len(report['keys'])} keys"
+    words = {"mapped": "mapped", "default": "default", "nothing": "no need", "missing": "left out"}
+    for note in report["keys"]:
+        line = f"{note['line']:>4} " if note["line"] is not None else ""
+        yield f"{words[note['kind']]:<8} {line}{note['key']}: {shown_value(note['value'])} -> {note['text']}"
+    for name, value in report["added_defaults"].items():
+        yield f"added    {name}: {value} (the default of {report['from']})"
+    yield f"written  {report['out']}"
+    yield f"next     crosstune plan --config {shlex.quote(report['out'])}"

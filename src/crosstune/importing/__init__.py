@@ -1,0 +1,1 @@
+"""Turn other trainers' configurations into options of crosstune."""

@@ -1,0 +1,198 @@
+"""Convert the datasets, templates and special tokens of other trainers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from crosstune.data.render.built_in_templates import TEMPLATES
+from crosstune.importing.values import (
+    FILE_FOLDER,
+    Convert,
+    Found,
+    Missing,
+    Nothing,
+    Options,
+    is_off,
+    last_part,
+)
+
+
+def held_out(value: Any, given: Mapping[str, Any]) -> Found:
+    if is_off(value):
+        return {"skip_eval": True} if not (given.get("eval_dataset") or given.get("test_datasets")) else {}
+    number = float(value)
+    chosen: Options = {"eval_fraction": number} if number < 1 else {"eval_samples": int(number)}
+    return {"skip_eval": False, **chosen}
+
+
+def text_field(value: Any, given: Mapping[str, Any]) -> Found:
+    return {} if value in (None, "text") else {"columns": f"{value}=text"}
+
+
+def dataset_part(value: Any, given: Mapping[str, Any]) -> Found:
+    if is_off(value) or value == "train":
+        return {}
+    return Missing("--dataset reads the training split; save the part as a file and pass it")
+
+
+def axolotl_data(option: str) -> Convert:
+    def convert(value: Any, given: Mapping[str, Any]) -> Found:
+        items = value if isinstance(value, list) else [value]
+        paths, formats, columns = list[str](), set[str](), dict[str, str]()
+        for item in items:
+            if not isinstance(item, Mapping) or not isinstance(item.get("path"), str):
+                return Missing("list a path for each dataset")
+            name = next(
+                (str(item[key]) for key in ("data_files",) if isinstance(item.get(key), str)), item["path"]
+            )
+            if isinstance(item.get("data_files"), list):
+                paths += map(str, item["data_files"])
+            else:
+                paths.append(name)
+            split = str(item.get("split") or "train")
+            if split != "train" and option == "dataset" and not split.startswith("train"):
+                return Missing(
+                    f"--dataset reads the training split, not {split}; save it as a file and pass it"
+                )
+            kind = item.get("type")
+            formats.add("text" if kind == "completion" or option == "pretraining" else "auto")
+            renames = {"field_messages": "messages", "field_instruction": "instruction", "field_input": "input",
+                       "field_output": "output", "field_chosen": "chosen", "field_rejected": "rejected",
+                       "field_prompt": "prompt", "field": "text"}  # fmt: skip
+            for source in (item, kind if isinstance(kind, Mapping) else {}):
+                columns |= {str(source[key]): ours for key, ours in renames.items()
+                            if isinstance(source.get(key), str) and source[key] != ours}  # fmt: skip
+        found: dict[str, Any] = {option: ",".join(paths)}
+        if option == "dataset":
+            found |= {"dataset_format": "text"} if formats == {"text"} else {}
+            found |= (
+                {"columns": ",".join(f"{theirs}={ours}" for theirs, ours in columns.items())}
+                if columns
+                else {}
+            )
+        return found | ({"skip_eval": False} if option == "eval_dataset" else {})
+
+    return convert
+
+
+def axolotl_template(value: Any, given: Mapping[str, Any]) -> Found:
+    if is_off(value) or value in ("tokenizer_default", "jinja"):
+        return {}
+    name = str(value).removeprefix("tokenizer_default_fallback_")
+    if name in TEMPLATES:
+        return {"chat_template": name}
+    return Nothing("the model's own template is used; set --chat_template FILE if it is another")
+
+
+def factory_template(value: Any, given: Mapping[str, Any]) -> Found:
+    return Nothing("the model's own template is used; set --chat_template if it has none")
+
+
+def template_text(value: Any, given: Mapping[str, Any]) -> Found:
+    if is_off(value):
+        return {}
+    return (
+        {"chat_template": value}
+        if Path(str(value)).suffix
+        else Missing("save the template as FILE: --chat_template FILE")
+    )
+
+
+def special_tokens(value: Any, given: Mapping[str, Any]) -> Found:
+    if is_off(value):
+        return {}
+    if isinstance(value, list):
+        return {"add_tokens": ",".join(map(str, value))}
+    more = value.get("additional_special_tokens")
+    if not set(value) <= {"bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens"}:
+        return Missing("the model's special tokens stay as they are; use --add_tokens for new ones")
+    return (
+        {"add_tokens": ",".join(map(str, more))}
+        if more
+        else Nothing("the tokenizer's own special tokens are used")
+    )
+
+
+def factory_data(option: str) -> Convert:
+    """Return a rule for names in LLaMA-Factory's dataset_info.json, which is looked for beside the file."""
+
+    def convert(value: Any, given: Mapping[str, Any]) -> Found:
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else list(value)
+        known, folder = _dataset_info(given)
+        paths, columns = list[str](), dict[str, str]()
+        for name in names:
+            entry = known.get(name)
+            if entry is None and Path(str(name)).suffix:
+                paths.append(str(name))
+            elif not isinstance(entry, Mapping):
+                return Missing(
+                    f"{name} is a name in dataset_info.json, which is not in dataset_dir; pass --{option} FILE to this command"
+                )
+            else:
+                path = entry.get("hf_hub_url") or entry.get("file_name")
+                if not isinstance(path, str):
+                    return Missing(
+                        f"{name} in dataset_info.json has no file_name or hf_hub_url; pass --{option} FILE"
+                    )
+                paths.append(path if "hf_hub_url" in entry else str(folder / path))
+                ours = {"prompt": "instruction", "query": "input", "response": "output", "messages": "messages",
+                        "system": "system", "tools": "tools", "chosen": "chosen", "rejected": "rejected",
+                        "kto_tag": "kto_tag"}  # fmt: skip
+                for key, theirs in (entry.get("columns") or {}).items():
+                    if (
+                        key in ours
+                        and theirs != ours[key]
+                        and theirs not in ("conversations", "prompt", "response")
+                    ):
+                        columns[str(theirs)] = ours[key]
+        found: dict[str, Any] = {option: ",".join(paths)}
+        if columns and option == "dataset":
+            found["columns"] = ",".join(f"{theirs}={mine}" for theirs, mine in columns.items())
+        return found | ({"skip_eval": False} if option == "eval_dataset" else {})
+
+    return convert
+
+
+def _dataset_info(given: Mapping[str, Any]) -> tuple[Mapping[str, Any], Path]:
+    beside = Path(str(given.get(FILE_FOLDER, ".")))
+    wanted = Path(str(given.get("dataset_dir") or "data"))
+    for folder in (wanted, beside / wanted, beside):
+        path = folder / "dataset_info.json"
+        if path.is_file() and path.stat().st_size < 1 << 22:
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError:
+                continue
+            return (found if isinstance(found, dict) else {}), folder
+    return {}, beside
+
+
+def mlx_hub_data(value: Any, given: Mapping[str, Any]) -> Found:
+    if isinstance(value, Mapping) and isinstance(value.get("path"), str):
+        return {"dataset": value["path"]}
+    return Missing("use --dataset HUB_ID")
+
+
+def tune_dataset(option: str) -> Convert:
+    section = "dataset" if option == "dataset" else "dataset_val"
+
+    def convert(value: Any, given: Mapping[str, Any]) -> Found:
+        names = {"alpaca_dataset": "tatsu-lab/alpaca", "alpaca_cleaned_dataset": "yahma/alpaca-cleaned",
+                 "slimorca_dataset": "Open-Orca/SlimOrca-Dedup", "samsum_dataset": "Samsung/samsum",
+                 "stack_exchange_paired_dataset": "lvwerra/stack-exchange-paired", "grammar_dataset": "liweili/c4_200m",
+                 "hh_rlhf_helpful_dataset": "RLHFlow/HH-RLHF-Helpful-standard"}  # fmt: skip
+        files = given.get(f"{section}.data_files")
+        source = (
+            files if isinstance(files, str) else given.get(f"{section}.source") or names.get(last_part(value))
+        )
+        if not isinstance(source, str) or source in ("json", "csv", "text", "parquet"):
+            return Missing(f"pass --{option} FILE to this command")
+        found: dict[str, Any] = {option: source}
+        if last_part(value) == "text_completion_dataset":
+            found["dataset_format"] = "text"
+        return found | ({"skip_eval": False} if option == "eval_dataset" else {})
+
+    return convert

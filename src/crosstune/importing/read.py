@@ -1,0 +1,214 @@
+"""Read another trainer's configuration: YAML, JSON, a command line, or the Python code of a script or notebook."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from crosstune.core.errors import UserError, shown
+from crosstune.files.plain_files import read_plain_text
+from crosstune.files.yaml_files import YAML_LIMIT, read_yaml
+
+NOTEBOOK_LIMIT = 1 << 24
+_CALLS = re.compile(
+    r"from_pretrained|get_peft_model|\w*Config|\w*Arguments|\w*Trainer|load_dataset|get_chat_template"
+)
+"""The calls in Python code whose keywords are options."""
+_OBJECTS = frozenset(
+    [
+        "model",
+        "tokenizer",
+        "processing_class",
+        "train_dataset",
+        "eval_dataset",
+        "args",
+        "data_collator",
+        "peft_config",
+        "quantization_config",
+        "callbacks",
+        "config",
+        "formatting_func",
+        "compute_metrics",
+        "ref_model",
+    ]
+)
+"""Keywords that pass objects, not options."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A key of a configuration."""
+
+    key: str
+    value: Any
+    line: int | None = None
+    expression: str = ""
+    """The Python code of a value that only running it would compute."""
+
+
+def read_given(path: Path, *, sections: Iterable[str]) -> list[Given]:
+    """Return the keys of a file; those in a section as `section.key`."""
+    if path.suffix in (".yaml", ".yml"):
+        return list(_flat(read_yaml(path), _lines(path), sections=frozenset(sections)))
+    text = read_plain_text(path, limit=NOTEBOOK_LIMIT if path.suffix == ".ipynb" else YAML_LIMIT)
+    if path.suffix == ".ipynb":
+        return _from_python(_notebook_code(text, path), path)
+    if path.suffix == ".py":
+        return _from_python(text, path)
+    if path.suffix == ".json":
+        return list(_flat(_json(text, path), {}, sections=frozenset(sections)))
+    found = _from_words(text, path)
+    if not found:
+        raise UserError(
+            f"{path} contains no options.",
+            why="it is not YAML, JSON, Python, a notebook, or a command with --options.",
+            do="pass the configuration file of the other trainer",
+        )
+    return found
+
+
+def _json(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON.", why=f"{error}.", do="correct the file") from error
+
+
+def _flat(
+    data: Any, lines: Mapping[str, int], *, sections: frozenset[str], prefix: str = ""
+) -> Iterator[Given]:
+    if not isinstance(data, dict):
+        raise UserError("The file contains no options.", why="it must be a list of `option: value` lines.")
+    for name, value in data.items():
+        key = f"{prefix}{name}".replace("-", "_")
+        if isinstance(value, dict) and str(name) in sections:
+            yield from _flat(value, lines, sections=sections, prefix=f"{key}.")
+        else:
+            yield Given(key, value, lines.get(f"{prefix}{name}"))
+
+
+def _lines(path: Path) -> dict[str, int]:
+    """Return the line of each key of a YAML file that `read_yaml` accepts."""
+    found: dict[str, int] = {}
+
+    def walk(node: Any, prefix: str) -> None:
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            found[f"{prefix}{key.value}"] = key.start_mark.line + 1
+            walk(value, f"{prefix}{key.value}.")
+
+    walk(yaml.compose(read_plain_text(path, limit=YAML_LIMIT), yaml.SafeLoader), "")
+    return found
+
+
+def _from_words(text: str, path: Path) -> list[Given]:
+    """Return the `--key value` and `key=value` arguments of a command or shell script."""
+    try:
+        words = shlex.split(re.sub(r"\\\r?\n", " ", text), comments=True)
+    except ValueError as error:
+        raise UserError(
+            f"{path} cannot be read as a command.", why=f"{error}.", do="close its quotes"
+        ) from error
+    found: list[Given] = []
+    place = 0
+    while place < len(words):
+        word = words[place]
+        place += 1
+        key, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("--") and key:
+            values = [value] if equals else []
+            while not equals and place < len(words) and not words[place].startswith("--"):
+                values.append(words[place])
+                place += 1
+            found.append(Given(key.replace("-", "_"), _scalar(values)))
+        elif equals and re.fullmatch(r"[a-z_][\w.]*", key) and not word.startswith("-"):
+            found.append(Given(key, _scalar([value])))
+    return found
+
+
+def _scalar(words: list[str]) -> Any:
+    if not words:
+        return True
+    values = [yaml.safe_load(word) if re.fullmatch(r"[\w.+\-]+", word) else word for word in words]
+    found = [float(value) if _is_float(value) else value for value in values]
+    return found[0] if len(found) == 1 else found
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, str) and bool(re.fullmatch(r"[-+]?\d+(\.\d*)?e[-+]?\d+", value, re.IGNORECASE))
+
+
+def _notebook_code(text: str, path: Path) -> str:
+    cells = _json(text, path).get("cells", [])
+    code = ["".join(cell.get("source", [])) for cell in cells if cell.get("cell_type") == "code"]
+    lines = "\n".join(code).splitlines()
+    return "\n".join("" if line.lstrip().startswith(("!", "%")) else line for line in lines)
+
+
+def _from_python(text: str, path: Path) -> list[Given]:
+    """Return the keywords of the calls that configure a run; nothing is executed."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not Python code.", why=f"{error}.", do="correct the file") from error
+    known: dict[str, Any] = {}
+    found: list[Given] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            value = _literal(node.value, known)
+            if value is not _UNKNOWN:
+                known[node.targets[0].id] = value
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not _CALLS.fullmatch(_name(node.func)):
+            continue
+        if _name(node.func) == "load_dataset" and node.args:
+            value = _literal(node.args[0], known)
+            if value is not _UNKNOWN:
+                found.append(Given("dataset", value, node.lineno))
+            continue
+        if _name(node.func) == "from_pretrained" and node.args and "Tokenizer" not in ast.unparse(node.func):
+            found.append(Given("model_name", _literal(node.args[0], known), node.lineno))
+        for keyword in node.keywords:
+            if keyword.arg is None or keyword.arg in _OBJECTS:
+                continue
+            value = _literal(keyword.value, known)
+            code = ast.unparse(keyword.value) if value is _UNKNOWN else ""
+            found.append(Given(keyword.arg, None if code else value, keyword.value.lineno, code))
+    if not found:
+        raise UserError(
+            f"{path} configures no training.",
+            why="it has no call of from_pretrained, get_peft_model, a Config, Arguments or Trainer class.",
+            do="pass the script or notebook that trains",
+        )
+    return found
+
+
+_UNKNOWN = object()
+
+
+def _literal(node: ast.expr, known: Mapping[str, Any]) -> Any:
+    if isinstance(node, ast.Name):
+        return known.get(node.id, _UNKNOWN)
+    if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+        return ast.unparse(node)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return _UNKNOWN
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def shown_value(value: Any) -> str:
+    """Return a value in one short line."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return shown(text)[1:-1] if len(text) <= 60 else f"{shown(text[:57])[1:-1]}..."

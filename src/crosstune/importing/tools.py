@@ -1,0 +1,88 @@
+"""The trainers whose configurations can be imported: their keys and the defaults that differ from crosstune's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from crosstune.importing import values
+from crosstune.importing.axolotl_keys import AXOLOTL
+from crosstune.importing.huggingface_keys import TRL, UNSLOTH
+from crosstune.importing.llamafactory_keys import FACTORY
+from crosstune.importing.rules import Rule
+from crosstune.importing.torchtune_keys import MLX, TORCHTUNE
+from crosstune.importing.values import Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tool:
+    """A trainer: its keys, the defaults that differ from crosstune's, and the keys that identify its files."""
+
+    title: str
+    rules: Mapping[str, Rule]
+    defaults: Options
+    marks: frozenset[str]
+    """Keys that only this trainer has."""
+    sections: frozenset[str] = field(default_factory=frozenset)
+    """Sections of options; a nested mapping under any other key is a value."""
+
+
+HF_DEFAULTS = {
+    "lr": 5e-5,
+    "wd": 0.0,
+    "lr_scheduler": "linear",
+    "num_epochs": 3,
+    "cosine_min_lr_ratio": 0.0,
+    "skip_eval": True,
+}
+
+TOOLS: Mapping[str, Tool] = {
+    "axolotl": Tool(
+        title="axolotl",
+        rules=AXOLOTL,
+        defaults={"lr_scheduler": "cosine", "wd": 0.0, "num_epochs": 1, "cosine_min_lr_ratio": 0.0, "skip_eval": True,
+                  "optimizer": "fused_adamw", "context_length": 512, "truncation": "drop", "train_type": "full"},
+        marks=frozenset({"base_model", "micro_batch_size", "sequence_len", "datasets"}),
+        sections=frozenset({"liger"}),
+    ),
+    "llamafactory": Tool(
+        title="LLaMA-Factory",
+        rules=FACTORY,
+        defaults=HF_DEFAULTS | {"lora_rank": 8, "lora_alpha": values.TWICE_THE_RANK, "truncation": "cut"},
+        marks=frozenset({"stage", "finetuning_type", "cutoff_len", "lora_target", "template", "dataset_dir"}),
+    ),
+    "trl": Tool(
+        title="TRL",
+        rules=TRL,
+        defaults=HF_DEFAULTS | {"lr": 2e-5, "context_length": 1024, "truncation": "cut", "train_type": "full",
+                                 "use_gradient_checkpointing": True, "optimizer": "fused_adamw"},
+        marks=frozenset({"dataset_name", "use_peft", "lora_r", "dataset_text_field", "max_length"}),
+    ),
+    "unsloth": Tool(
+        title="Unsloth",
+        rules=UNSLOTH,
+        defaults=HF_DEFAULTS | {"truncation": "cut", "lora_rank": 16, "lora_alpha": 16},
+        marks=frozenset({"random_state", "max_seq_length", "model_name"}),
+    ),
+    "mlx-lm": Tool(
+        title="mlx-lm",
+        rules=MLX,
+        defaults={"batch_size": 4, "max_steps": 1000, "lr": 1e-5, "wd": 0.0, "lr_scheduler": "constant", "lora_rank": 8,
+                  "lora_alpha": values.SCALE_OF_20, "seed": 0, "apply_gradient_clipping": False, "truncation": "cut",
+                  "train_on_prompt": True, "backend": "mlx", "eval_steps": 200, "save_steps": 100},
+        marks=frozenset({"fine_tune_type", "iters", "adapter_path", "steps_per_eval", "lora_parameters.rank"}),
+        sections=frozenset({"lora_parameters"}),
+    ),
+    "torchtune": Tool(
+        title="torchtune",
+        rules=TORCHTUNE,
+        defaults={"wd": 0.01, "cosine_min_lr_ratio": 0.0, "skip_eval": True, "apply_gradient_clipping": False,
+                  "lr_scheduler": "constant"},
+        marks=frozenset({"model._component_", "tokenizer._component_", "checkpointer._component_"}),
+        sections=frozenset({"model", "tokenizer", "checkpointer", "dataset", "dataset_val", "optimizer", "lr_scheduler",
+                            "loss", "metric_logger", "profiler", "dataloader", "compile", "fsdp", "quantizer",
+                            "teacher_model", "kd_loss", "teacher_checkpointer", "reward_checkpointer", "checkpoint_files",
+                            "value_checkpointer", "ref_checkpointer", "tensor_parallel_plan"}),
+    ),
+}  # fmt: skip
+"""Name for --from -> trainer."""

@@ -1,0 +1,145 @@
+"""Convert values of torchtune and mlx-lm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.schedule import SCHEDULES
+from crosstune.importing.values import Found, Missing, Nothing, is_off, last_part, optimizer, schedule
+
+
+def steps_per_epoch(value: Any, given: Mapping[str, Any]) -> Found:
+    if is_off(value):
+        return {}
+    return {
+        "max_steps": int(value) * int(given.get("epochs") or 1),
+        "num_epochs": int(given.get("epochs") or 1),
+    }
+
+
+def mlx_steps(value: Any, given: Mapping[str, Any]) -> Found:
+    return {"max_steps": max(1, int(value) // max(1, int(given.get("grad_accumulation_steps") or 1)))}
+
+
+def mlx_val_batches(value: Any, given: Mapping[str, Any]) -> Found:
+    if int(value) == 0:
+        return {"skip_eval": True}
+    return (
+        {"eval_samples": int(value) * int(given.get("batch_size") or 4)}
+        if int(value) > 0
+        else {"eval_samples": 10**6}
+    )
+
+
+def mlx_schedule(value: Any, given: Mapping[str, Any]) -> Found:
+    if is_off(value):
+        return {}
+    if not isinstance(value, Mapping) or value.get("name") not in (
+        "cosine_decay",
+        "linear_schedule",
+        "step_decay",
+    ):
+        return Missing(f"use --lr_scheduler {', '.join(SCHEDULES)}")
+    arguments = value.get("arguments") or []
+    found: dict[str, Any] = {"warmup_steps": int(value.get("warmup") or 0)}
+    if value["name"] == "cosine_decay" and arguments:
+        peak, end = float(arguments[0]), float(arguments[2]) if len(arguments) > 2 else 0.0
+        return found | {"lr_scheduler": "cosine", "lr": peak, "cosine_min_lr_ratio": end / peak}
+    if value["name"] == "linear_schedule" and len(arguments) > 1 and float(arguments[1]) == 0:
+        return found | {"lr_scheduler": "linear", "lr": float(arguments[0])}
+    return Missing(f"use --lr_scheduler {', '.join(SCHEDULES)}")
+
+
+def mlx_optimizer(value: Any, given: Mapping[str, Any]) -> Found:
+    name = str(given.get("optimizer") or "adam")
+    settings = value.get(name) if isinstance(value, Mapping) else None
+    if not isinstance(settings, Mapping) or not settings:
+        return {}
+    ours = {"weight_decay": "wd", "eps": "adam_epsilon"}
+    found: dict[str, Any] = {ours[key]: number for key, number in settings.items() if key in ours}
+    if isinstance(pair := settings.get("betas"), list):
+        found |= dict(betas(pair, given))  # type: ignore[arg-type]
+    other = set(settings) - {*ours, "betas", "bias_correction"}
+    return Missing(f"no option for {sorted(other)[0]}") if other else found
+
+
+def mlx_scale(value: Any, given: Mapping[str, Any]) -> Found:
+    return {"lora_alpha": float(value) * float(given.get("lora_parameters.rank") or 8)}
+
+
+def last_layers(value: Any, given: Mapping[str, Any]) -> Found:
+    if int(value) < 0:
+        return {}
+    return Missing(
+        f"--layers_to_transform lists the layers; mlx-lm trains the last {int(value)}: with 28 layers, {28 - int(value)}-27"
+    )
+
+
+def adapter_file(value: Any, given: Mapping[str, Any]) -> Found:
+    return {} if is_off(value) else Missing("crosstune convert ADAPTER --to peft, then --base_adapter FOLDER")
+
+
+def adapter_folder(value: Any, given: Mapping[str, Any]) -> Found:
+    path = Path(str(value))
+    return (
+        {"output_dir": str(path.parent), "name": path.name} if path.parent != Path() else {"name": path.name}
+    )
+
+
+def betas(value: Any, given: Mapping[str, Any]) -> Found:
+    if isinstance(value, (list, tuple)) and len(value) == 2:
+        return {"adam_beta1": value[0], "adam_beta2": value[1]}
+    return Missing("use --adam_beta1 and --adam_beta2")
+
+
+def tune_model(value: Any, given: Mapping[str, Any]) -> Found:
+    name = last_part(value)
+    kind = "qlora" if name.startswith("qlora") else "lora" if name.startswith("lora") else "full"
+    return {"train_type": kind}
+
+
+def tune_targets(value: Any, given: Mapping[str, Any]) -> Found:
+    ours = {"output_proj": "o_proj"}
+    names = [ours.get(str(name), str(name)) for name in value]
+    if given.get("model.apply_lora_to_mlp"):
+        names += ["gate_proj", "up_proj", "down_proj"]
+    if given.get("model.apply_lora_to_output"):
+        names.append("lm_head")
+    every = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    return {"lora_target_modules": "all" if set(names) == every else ",".join(names)}
+
+
+def tune_optimizer(value: Any, given: Mapping[str, Any]) -> Found:
+    name = last_part(value)
+    if name == "AdamW" and given.get("optimizer.fused"):
+        return {"optimizer": "fused_adamw"}
+    return optimizer(name, given)
+
+
+def tune_schedule(value: Any, given: Mapping[str, Any]) -> Found:
+    return schedule(last_part(value), given)
+
+
+def tune_loss(value: Any, given: Mapping[str, Any]) -> Found:
+    losses = {"DPOLoss": "dpo", "RSOLoss": "hinge", "SimPOLoss": "simpo"}
+    if last_part(value) in losses:
+        return {"recipe": "preference", "preference_loss": losses[last_part(value)]}
+    if "CrossEntropy" in str(value):
+        return Nothing("crosstune has its own memory-saving loss")
+    return Missing("use a loss of --preference_loss")
+
+
+def tune_logger(value: Any, given: Mapping[str, Any]) -> Found:
+    names = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}
+    chosen = names.get(last_part(value))
+    return (
+        {"log_to": f"tqdm,{chosen}"}
+        if chosen
+        else Nothing("every step is in metrics.jsonl of the run folder")
+    )
+
+
+def compiled(value: Any, given: Mapping[str, Any]) -> Found:
+    return {"torch_compile": not is_off(value)}

@@ -1,0 +1,205 @@
+"""Translate another trainer's configuration into options of crosstune, with a note for each key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from crosstune.config.load import make_config
+from crosstune.config.schema import options_by_name
+from crosstune.core.errors import UserError
+from crosstune.core.names import did_you_mean
+from crosstune.importing.read import Given, read_given, shown_value
+from crosstune.importing.rules import Rule
+from crosstune.importing.tools import TOOLS, Tool
+from crosstune.importing.values import (
+    FILE_FOLDER,
+    SCALE_OF_20,
+    TWICE_THE_RANK,
+    Missing,
+    Nothing,
+    is_off,
+    resolve_references,
+)
+
+Kind = Literal["mapped", "default", "nothing", "missing"]
+"""A key that sets options, sets them to their defaults, changes nothing, or has no counterpart."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """A key of the other trainer, and what became of it."""
+
+    key: str
+    value: Any
+    line: int | None
+    kind: Kind
+    text: str
+
+
+@dataclass(kw_only=True)
+class Imported:
+    """The options of an imported configuration."""
+
+    tool: Tool
+    options: dict[str, Any] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    added: dict[str, Any] = field(default_factory=dict)
+    """Defaults of the other trainer that differ from crosstune's."""
+
+    @property
+    def missing(self) -> list[Note]:
+        return [note for note in self.notes if note.kind == "missing"]
+
+    def to_yaml(self) -> str:
+        head = f"# Imported from {self.tool.title}. Options under the second comment are its defaults.\n"
+        text = yaml.safe_dump(self.options, sort_keys=False, allow_unicode=True) if self.options else ""
+        if self.added:
+            text += f"# Defaults of {self.tool.title} that differ from crosstune's.\n"
+            text += yaml.safe_dump(self.added, sort_keys=False, allow_unicode=True)
+        return head + text
+
+
+def import_file(path: Path, *, tool: str = "auto", overrides: Mapping[str, Any] | None = None) -> Imported:
+    """Translate a file; `overrides` are options of crosstune that replace what the file says."""
+    every = [section for each in TOOLS.values() for section in each.sections]
+    name = tool if tool != "auto" else _recognize(read_given(path, sections=every), path)
+    chosen = TOOLS[name]
+    given = read_given(path, sections=chosen.sections)
+    return _translate(given, chosen, folder=path.parent, overrides=overrides or {})
+
+
+def _recognize(given: Sequence[Given], path: Path) -> str:
+    """Return the trainer of which the file has the most keys."""
+    keys = {entry.key for entry in given}
+    scores = {name: (len(keys & tool.marks), len(keys & set(tool.rules))) for name, tool in TOOLS.items()}
+    best = max(scores, key=lambda name: scores[name])
+    if not scores[best][0]:
+        raise UserError(
+            f"Cannot tell which trainer {path} is for.",
+            why="it has none of the keys that identify one.",
+            do=f"pass --from {', '.join(TOOLS)}",
+        )
+    if path.suffix in (".py", ".ipynb"):
+        return "unsloth" if "random_state" in keys or "max_seq_length" in keys else "trl"
+    return best
+
+
+def _translate(given: Sequence[Given], tool: Tool, *, folder: Path, overrides: Mapping[str, Any]) -> Imported:
+    everything = {entry.key: entry.value for entry in given}
+    everything |= {
+        key: resolve_references(value, everything)
+        for key, value in everything.items()
+        if isinstance(value, str)
+    }
+    everything[FILE_FOLDER] = str(folder)
+    result = Imported(tool=tool)
+    set_by: dict[str, str] = {}
+    for entry in given:
+        found = _apply(tool.rules, entry, everything)
+        if isinstance(found, Missing):
+            instead = {name for name in overrides if f"--{name}" in found}
+            kind: Kind = "mapped" if instead else "missing"
+            text = f"replaced by --{next(iter(instead))}" if instead else str(found)
+            result.notes.append(Note(entry.key, entry.value, entry.line, kind, text))
+        elif isinstance(found, Nothing) or not found:
+            text = str(found) if isinstance(found, Nothing) else "off, as in crosstune"
+            result.notes.append(Note(entry.key, entry.value, entry.line, "nothing", text))
+        else:
+            _keep(result, entry, found, set_by)
+    _add_defaults(result, everything)
+    for name, value in overrides.items():
+        result.options[name] = value
+        result.added.pop(name, None)
+    _check(result)
+    return result
+
+
+def _apply(rules: Mapping[str, Rule], entry: Given, everything: Mapping[str, Any]) -> Any:
+    rule = rules.get(entry.key) or next(
+        (rules[name] for name in rules if name.endswith("*") and entry.key.startswith(name[:-1])), None
+    )
+    if rule is None:
+        if is_off(entry.value) and not entry.expression:
+            return Nothing("not set")
+        return Missing(f"unknown key. {did_you_mean(entry.key, list(rules))}".strip())
+    if isinstance(rule, Nothing):
+        return rule
+    if entry.expression:
+        return Missing(f"{entry.expression} is computed by the program; set the option in the written file")
+    value = everything[entry.key]
+    if isinstance(rule, Missing):
+        return Nothing("off") if is_off(value) else rule
+    if isinstance(rule, str):
+        return {} if value is None else {rule: value}
+    if isinstance(rule, Mapping):
+        text = "" if value is None else str(value).lower()
+        if text not in rule and is_off(value):
+            return {}
+        return rule.get(text, Missing(f"known values: {', '.join(name or 'empty' for name in rule)}"))
+    try:
+        return rule(value, everything)
+    except (TypeError, ValueError, KeyError, IndexError, ZeroDivisionError):
+        return Missing(f"the value {shown_value(value)} cannot be read")
+
+
+def _keep(result: Imported, entry: Given, found: Mapping[str, Any], set_by: dict[str, str]) -> None:
+    """Keep the options of a key. A later key does not undo what an earlier one chose, unless it is more specific."""
+    options = options_by_name()
+    texts, is_default = [], True
+    for name, value in found.items():
+        if name not in options:
+            raise AssertionError(f"{entry.key} sets {name}, which is not an option")
+        if (
+            name == "train_type"
+            and result.options.get(name) in ("qlora", "dora")
+            and value in ("lora", "full")
+        ):
+            continue
+        result.options[name] = value
+        set_by[name] = entry.key
+        texts.append(f"{name}: {shown_value(value)}")
+        is_default = is_default and value == options[name].default
+    kind: Kind = "default" if is_default else "mapped"
+    result.notes.append(Note(entry.key, entry.value, entry.line, kind, ", ".join(texts) or "already set"))
+
+
+def _add_defaults(result: Imported, everything: Mapping[str, Any]) -> None:
+    options, known = result.options, options_by_name()
+    if result.options.get("train_type") in (None, "full") and "train_type" not in result.tool.defaults:
+        has_adapter = options.get("train_type") != "full"
+    else:
+        has_adapter = options.get("train_type", result.tool.defaults.get("train_type")) != "full"
+    rank: Any = options.get("lora_rank", result.tool.defaults.get("lora_rank", known["lora_rank"].default))
+    for name, value in result.tool.defaults.items():
+        if name in options or (name.startswith("lora_") and not has_adapter):
+            continue
+        if (name == "max_steps" and "num_epochs" in options) or (
+            name == "num_epochs" and "max_steps" in options
+        ):
+            continue
+        if name == "cosine_min_lr_ratio" and not str(
+            options.get("lr_scheduler", result.tool.defaults.get("lr_scheduler", "cosine"))
+        ).startswith("cosine"):
+            continue
+        if name == "lr" and options.get("recipe") == "preference":
+            continue
+        if value in (TWICE_THE_RANK, SCALE_OF_20):
+            value = (2 if value == TWICE_THE_RANK else 20) * rank
+        if value != known[name].default:
+            result.added[name] = value
+
+
+def _check(result: Imported) -> None:
+    """Drop options that equal crosstune's defaults, and raise if the rest is not a valid configuration."""
+    known = options_by_name()
+    result.options = {
+        name: value
+        for name, value in result.options.items()
+        if value != known[name].default or name in ("model_name", "dataset")
+    }
+    make_config(**result.options, **result.added)

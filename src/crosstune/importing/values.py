@@ -1,0 +1,346 @@
+"""Convert values of other trainers' options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from crosstune.config.options.training import OPTIMIZERS
+from crosstune.config.peer_names import PREFERENCE_LOSSES
+from crosstune.core.schedule import SCHEDULES
+
+Options: TypeAlias = Mapping[str, Any]
+
+
+class Nothing(str):
+    """Why there is nothing to set: the result of a run does not depend on the key."""
+
+
+class Missing(str):
+    """What to do about a key without a counterpart."""
+
+
+Found: TypeAlias = "Options | Missing | Nothing"
+Convert: TypeAlias = Callable[[Any, Mapping[str, Any]], Found]
+"""(value, all keys of the file) -> options."""
+
+TWICE_THE_RANK, SCALE_OF_20 = "twice the rank", "20 times the rank"
+"""Defaults that follow from the rank."""
+_BY_EVALUATION = ("early_stopping_patience", "early_stopping_steps", "load_best_model_at_end")
+_IN_STEPS = "pass --eval_steps N; `crosstune plan` shows how many steps an epoch has"
+FILE_FOLDER = "folder of the file"
+"""A key that the reader adds: the folder of the configuration file."""
+
+_SCHEDULES = {
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "cosine_annealing": "cosine",
+    "get_cosine_schedule_with_warmup": "cosine",
+}
+_OPTIMIZERS = {
+    "adamw_torch": "adamw", "adamw_hf": "adamw", "adamw_torch_fused": "fused_adamw", "adamw_bnb_8bit": "adamw_8bit",
+    "lion_pytorch": "lion", "lion_32bit": "lion", "pagedadamw8bit": "paged_adamw_8bit", "pagedadamw": "adamw", "adamw8bit": "adamw_8bit",
+    "paged_adamw_32bit": "adamw", "paged_adamw": "adamw", "adamw_torch_8bit": "adamw_8bit", "adamw_anyprecision": "adamw",
+}  # fmt: skip
+
+
+def is_off(value: Any) -> bool:
+    """Return True for a value that switches a key off."""
+    return value in (None, False, 0, "", "no", "none", "None", "false", "False") or value in ([], {})
+
+
+def off(value: Any, given: Mapping[str, Any]) -> Found:
+    return {} if is_off(value) else Missing("crosstune has no counterpart")
+
+
+def only_empty(value: Any, given: Mapping[str, Any]) -> Found:
+    return {} if is_off(value) else Missing("set these as options of crosstune")
+
+
+def only_one(value: Any, given: Mapping[str, Any]) -> Found:
+    if is_off(value) or value == 1:
+        return {}
+    return Missing("crosstune shards weights (--sharding_strategy), not layers or sequences")
+
+
+def off_switch(key: str) -> Convert:
+    """Return a rule for keys that only matter if `key` is on."""
+
+    def convert(value: Any, given: Mapping[str, Any]) -> Found:
+        if is_off(given.get(key)):
+            return Nothing(f"{key} is off")
+        return Missing("the reference of crosstune is the model before the training")
+
+    return convert
+
+
+def consumed(key: str, option: str = "") -> Convert:
+    """Return a rule for a key that is read together with `key`; without it, the key sets `option`."""
+
+    def convert(value: Any, given: Mapping[str, Any]) -> Found:
+        return {option: value} if option else Nothing(f"read with {key}")
+
+    return convert
+
+
+def same_as(key: str, option: str) -> Convert:
+    """Return a rule that sets an option unless the value equals the value of `key`."""
+
+    def convert(value: Any, given: Mapping[str, Any]) -> Found:
+        return {} if value == given.get(key) else {option: value}
+
+    return convert
+
+
+def at_steps(option: str) -> Convert:
+    def convert(value: Any, given: Mapping[str, Any]) -> Found:
+        if is_off(value):
+            return {}
+        if isinstance(value, float) and value < 1:
+            return Missing(f"--{option} is a number of steps, not a fraction of the run")
+        return {option: int(value)}
+
+    return convert
+
+
+def per_epoch(option: str) -> Convert:
+    def convert(value: Any, given: Mapping[str, Any]) -> Found:
+        if is_off(value):
+            return {}
+        evaluates = option == "eval_steps"
+        if evaluates and any(given.get(key) for key in _BY_EVALUATION):
+            return Missing(_IN_STEPS)
+        if evaluates:  # before the first step and after the last
+            return {"skip_eval": False}
+        return Nothing(
+            "crosstune saves every 10 minutes and at the end; set save_steps for a number of steps"
+        )
+
+    return convert
+
+
+def clipping(value: Any, given: Mapping[str, Any]) -> Found:
+    return (
+        {"apply_gradient_clipping": False}
+        if is_off(value)
+        else {"apply_gradient_clipping": True, "grad_norm": value}
+    )
+
+
+def epochs(value: Any, given: Mapping[str, Any]) -> Found:
+    number = float(value)
+    return (
+        {"num_epochs": int(number)} if number == int(number) else Missing("use whole epochs, or --max_steps")
+    )
+
+
+def max_steps(value: Any, given: Mapping[str, Any]) -> Found:
+    return {"max_steps": int(value)} if int(value) > 0 else {}
+
+
+def schedule(value: Any, given: Mapping[str, Any]) -> Found:
+    name = _SCHEDULES.get(str(value), str(value))
+    if name in ("polynomial", "cosine_with_restarts"):
+        return Missing(
+            f"--lr_scheduler {name} has power 2 or 3 cycles, transformers has 1 of them; use cosine or linear"
+        )
+    return (
+        {"lr_scheduler": name} if name in SCHEDULES else Missing(f"use --lr_scheduler {', '.join(SCHEDULES)}")
+    )
+
+
+def schedule_options(value: Any, given: Mapping[str, Any]) -> Found:
+    if is_off(value):
+        return {}
+    if isinstance(value, Mapping) and set(value) == {"min_lr_rate"}:
+        return {"cosine_min_lr_ratio": value["min_lr_rate"]}
+    if isinstance(value, Mapping) and set(value) == {"min_lr"} and given.get("learning_rate"):
+        return {"cosine_min_lr_ratio": float(value["min_lr"]) / float(given["learning_rate"])}
+    return Missing("use --cosine_min_lr_ratio and --warmup_steps")
+
+
+def warmup(value: Any, given: Mapping[str, Any]) -> Found:
+    if isinstance(value, float) and 0 < value < 1:
+        return {"warmup_ratio": value}
+    return {"warmup_steps": int(value)} if value else {}
+
+
+def warmup_ratio(value: Any, given: Mapping[str, Any]) -> Found:
+    if given.get("warmup_steps"):
+        return Nothing("warmup_steps is set")
+    return {"warmup_ratio": float(value)} if value else {}
+
+
+def optimizer(value: Any, given: Mapping[str, Any]) -> Found:
+    name = str(value).lower()
+    name = _OPTIMIZERS.get(name, name)
+    return {"optimizer": name} if name in OPTIMIZERS else Missing(f"use --optimizer {', '.join(OPTIMIZERS)}")
+
+
+def logging_steps(value: Any, given: Mapping[str, Any]) -> Found:
+    return {"log_every_n_steps": max(1, int(value))} if float(value) >= 1 else Nothing("every step is logged")
+
+
+def eval_strategy(value: Any, given: Mapping[str, Any]) -> Found:
+    name = str(value).lower()
+    if name in ("no", "false", "none"):
+        return {"skip_eval": True}
+    if name == "epoch":
+        return per_epoch("eval_steps")(1, given)
+    return {"skip_eval": False}
+
+
+def save_strategy(value: Any, given: Mapping[str, Any]) -> Found:
+    names = {"no": "the result is saved at the end", "false": "the result is saved at the end", "steps": "with save_steps",
+             "epoch": "a checkpoint is saved every --save_minutes and at the end", "best": "--keep_best"}  # fmt: skip
+    return Nothing(names.get(str(value).lower(), "checkpoints follow --save_steps and --save_minutes"))
+
+
+def recomputation(value: Any, given: Mapping[str, Any]) -> Found:
+    if isinstance(value, Mapping) and set(value) <= {"use_reentrant"}:
+        return {"reentrant_checkpointing": bool(value.get("use_reentrant", False))}
+    return only_empty(value, given)
+
+
+def weight_dtype(value: Any, given: Mapping[str, Any]) -> Found:
+    names = {
+        "bf16": "bf16",
+        "bfloat16": "bf16",
+        "fp16": "fp16",
+        "float16": "fp16",
+        "fp32": "fp32",
+        "float32": "fp32",
+    }
+    name = str(value).removeprefix("torch.").lower()
+    if name in ("auto", "none"):
+        return {}
+    return {"precision": names[name]} if name in names else Missing("use --precision bf16, fp16 or fp32")
+
+
+def attention(value: Any, given: Mapping[str, Any]) -> Found:
+    return {} if is_off(value) else {"use_flash_attention": "flash" in str(value)}
+
+
+def report_to(value: Any, given: Mapping[str, Any]) -> Found:
+    names = [value] if isinstance(value, str) else list(value or [])
+    known = [name for name in names if name in ("wandb", "tensorboard", "trackio")]
+    other = [name for name in names if name not in known and name not in ("none", "all")]
+    if other:
+        return Missing("use --log_to wandb, weave, trackio or tensorboard")
+    return {"log_to": ",".join(["tqdm", *known])} if known else {}
+
+
+def resume(value: Any, given: Mapping[str, Any]) -> Found:
+    if is_off(value):
+        return {}
+    return Missing(
+        "a checkpoint of another trainer cannot be continued; start from its adapter with --base_adapter"
+    )
+
+
+def deepspeed(value: Any, given: Mapping[str, Any]) -> Found:
+    if is_off(value):
+        return {}
+    stage = re.search(r"z(?:ero)?_?([0-3])", str(value).lower())
+    if stage is None:
+        return Missing(
+            "pass --sharding_strategy full_shard (ZeRO-3), shard_grad_op (ZeRO-2) or ddp to this command"
+        )
+    return {"sharding_strategy": {"0": "ddp", "3": "full_shard"}.get(stage[1], "shard_grad_op")}
+
+
+def fsdp(value: Any, given: Mapping[str, Any]) -> Found:
+    words = value.split() if isinstance(value, str) else list(value or [])
+    strategies = [
+        word for word in words if word in ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
+    ]
+    if not words:
+        return {}
+    if strategies in (["hybrid_shard"], ["no_shard"]) or len(strategies) > 1:
+        return Missing("pass --sharding_strategy full_shard, shard_grad_op or ddp to this command")
+    offload = {"use_cpu_offload": True} if "offload" in words else {}
+    return {"sharding_strategy": strategies[0] if strategies else "full_shard", **offload}
+
+
+def no_foreign_code(value: Any, given: Mapping[str, Any]) -> Found:
+    return Nothing("code from a model's repository is never run; transformers or mlx-lm must know the model")
+
+
+def targets(value: Any, given: Mapping[str, Any]) -> Found:
+    if is_off(value):
+        return {}
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value)
+    if names in (["all"], ["all-linear"]):
+        return {"lora_target_modules": "all"}
+    return {"lora_target_modules": ",".join(str(name).rpartition(".")[2] for name in names)}
+
+
+def init_lora(value: Any, given: Mapping[str, Any]) -> Found:
+    names = {
+        "true": "default",
+        "gaussian": "default",
+        "pissa": "pissa",
+        "orthogonal": "orthogonal",
+        "loftq": "loftq",
+    }
+    name = str(value).lower()
+    if name == "gaussian":
+        return Missing("--init_lora default draws A uniformly")
+    return {"init_lora": names[name]} if name in names else off(value, given)
+
+
+def loftq(value: Any, given: Mapping[str, Any]) -> Found:
+    return {} if is_off(value) else {"init_lora": "loftq"}
+
+
+def bits(number: int) -> Convert:
+    def convert(value: Any, given: Mapping[str, Any]) -> Found:
+        if is_off(value):
+            return {}
+        if given.get("full_finetuning"):
+            return Missing("full fine-tuning has no quantized base; remove one of the two")
+        return {"train_type": "qlora", "n_bits": number}
+
+    return convert
+
+
+def quantization_bit(value: Any, given: Mapping[str, Any]) -> Found:
+    return {} if is_off(value) else {"train_type": "qlora", "n_bits": int(value)}
+
+
+def freeze(value: Any, given: Mapping[str, Any]) -> Found:
+    if given.get("finetuning_type") != "freeze":
+        return Nothing("finetuning_type is not freeze")
+    return Missing("use --train_type llama_pro or lora")
+
+
+def context(value: Any, given: Mapping[str, Any]) -> Found:
+    return {} if is_off(value) else {"context_length": int(value)}
+
+
+def offloaded(value: Any, given: Mapping[str, Any]) -> Found:
+    return {"use_activation_cpu_offload": not is_off(value)}
+
+
+def trl_loss(value: Any, given: Mapping[str, Any]) -> Found:
+    names = [value] if isinstance(value, str) else list(value or [])
+    if names in ([], ["nll"]):
+        return {}
+    if unknown := [name for name in names if name not in {*PREFERENCE_LOSSES, "sft"}]:
+        return Missing(f"no loss of --preference_loss is {unknown[0]}")
+    weights = given.get("loss_weights") or given.get("dpo_loss_weights")
+    chosen = [PREFERENCE_LOSSES.get(name, name) for name in names]
+    if weights:
+        chosen = [f"{name}:{weight}" for name, weight in zip(chosen, weights, strict=False)]
+    return {"recipe": "preference", "preference_loss": ",".join(chosen)}
+
+
+def last_part(value: Any) -> str:
+    """Return the last part of a dotted name."""
+    return str(value).rpartition(".")[2]
+
+
+def resolve_references(text: str, given: Mapping[str, Any]) -> str:
+    """Replace ${key} by the values of other keys."""
+    return re.sub(r"\$\{([\w.]+)\}", lambda found: str(given.get(found[1], found[0])), text)
