@@ -67,6 +67,7 @@ check: setup
 
 docs: setup
 	$(BIN)/crosstune options --markdown > docs/reference/options.md
+	$(BIN)/crosstune import --keys > docs/reference/imported-keys.md
 	$(BIN)/python docs/write_map.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 

@@ -140,7 +140,7 @@ TRL_ONLY: Mapping[str, Rule] = by_name(
         "packing": "packing",
         "packing_strategy": {"bfd": {}, "ffd": {}, "wrapped": {}},
         "eval_packing padding_free pad_to_multiple_of dataset_num_proc shuffle_dataset": SPEED,
-        "assistant_only_loss completion_only_loss": {"true": {}, "false": {"train_on_prompt": True}, "none": {}},
+        "assistant_only_loss completion_only_loss": {"true": {}, "false": {}, "none": {}},
         "activation_offloading": values.offloaded,
         "chat_template_path": "chat_template",
         "use_peft": {"true": {"train_type": "lora"}, "false": {"train_type": "full"}},

@@ -14,6 +14,8 @@ from typing import Any
 import yaml
 
 from crosstune.core.errors import UserError, shown
+from crosstune.core.safe_text import HIDDEN, holds_secret
+from crosstune.files.json_files import read_object
 from crosstune.files.plain_files import read_plain_text
 from crosstune.files.yaml_files import YAML_LIMIT, read_yaml
 
@@ -58,13 +60,15 @@ def read_given(path: Path, *, sections: Iterable[str]) -> list[Given]:
     """Return the keys of a file; those in a section as `section.key`."""
     if path.suffix in (".yaml", ".yml"):
         return list(_flat(read_yaml(path), _lines(path), sections=frozenset(sections)))
-    text = read_plain_text(path, limit=NOTEBOOK_LIMIT if path.suffix == ".ipynb" else YAML_LIMIT)
     if path.suffix == ".ipynb":
-        return _from_python(_notebook_code(text, path), path)
+        return _from_python(_notebook_code(read_object(path, foreign=True, limit=NOTEBOOK_LIMIT)), path)
+    if path.suffix == ".json":
+        return list(
+            _flat(read_object(path, foreign=True, limit=YAML_LIMIT), {}, sections=frozenset(sections))
+        )
+    text = read_plain_text(path, limit=YAML_LIMIT)
     if path.suffix == ".py":
         return _from_python(text, path)
-    if path.suffix == ".json":
-        return list(_flat(_json(text, path), {}, sections=frozenset(sections)))
     found = _from_words(text, path)
     if not found:
         raise UserError(
@@ -73,13 +77,6 @@ def read_given(path: Path, *, sections: Iterable[str]) -> list[Given]:
             do="pass the configuration file of the other trainer",
         )
     return found
-
-
-def _json(text: str, path: Path) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON.", why=f"{error}.", do="correct the file") from error
 
 
 def _flat(
@@ -145,9 +142,15 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, str) and bool(re.fullmatch(r"[-+]?\d+(\.\d*)?e[-+]?\d+", value, re.IGNORECASE))
 
 
-def _notebook_code(text: str, path: Path) -> str:
-    cells = _json(text, path).get("cells", [])
-    code = ["".join(cell.get("source", [])) for cell in cells if cell.get("cell_type") == "code"]
+def _notebook_code(notebook: Mapping[str, Any]) -> str:
+    cells = notebook.get("cells")
+    code = [
+        cell["source"] if isinstance(cell["source"], str) else "".join(map(str, cell["source"]))
+        for cell in (cells if isinstance(cells, list) else [])
+        if isinstance(cell, dict)
+        and cell.get("cell_type") == "code"
+        and isinstance(cell.get("source"), (str, list))
+    ]
     lines = "\n".join(code).splitlines()
     return "\n".join("" if line.lstrip().startswith(("!", "%")) else line for line in lines)
 
@@ -211,4 +214,6 @@ def _name(node: ast.expr) -> str:
 def shown_value(value: Any) -> str:
     """Return a value in one short line."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
+    if holds_secret(text):
+        return HIDDEN
     return shown(text)[1:-1] if len(text) <= 60 else f"{shown(text[:57])[1:-1]}..."

@@ -32,3 +32,21 @@ RL = Missing("crosstune has no reinforcement learning")
 PICTURES = Missing("crosstune trains on text only")
 EXPERTS = Missing("experts are trained as their model defines them; the router stays frozen")
 SPLIT = Missing("crosstune shards weights (--sharding_strategy), not layers or sequences")
+
+
+def describe(rule: Rule) -> str:
+    """Return a rule in one line of Markdown."""
+    if isinstance(rule, Nothing):
+        return f"no need: {rule}"
+    if isinstance(rule, Missing):
+        return f"no counterpart: {rule}"
+    if isinstance(rule, str):
+        return f"`{rule}`"
+    if isinstance(rule, Mapping):
+        texts = [
+            f"{value or 'empty'}: "
+            + (", ".join(f"`{name}: {ours}`" for name, ours in options.items()) or "as is")
+            for value, options in rule.items()
+        ]
+        return "; ".join(texts)
+    return "converted by its value"

@@ -23,6 +23,8 @@ class Tool:
     defaults: Options
     marks: frozenset[str]
     """Keys that only this trainer has."""
+    remark: str = ""
+    """A difference that no key shows."""
     sections: frozenset[str] = field(default_factory=frozenset)
     """Sections of options; a nested mapping under any other key is a value."""
 
@@ -35,6 +37,11 @@ HF_DEFAULTS = {
     "cosine_min_lr_ratio": 0.0,
     "skip_eval": True,
 }
+
+_ALL_TOKENS = (
+    "TRL computes the loss on all tokens of a conversation unless assistant_only_loss or train_on_responses_only is used; "
+    "crosstune on the assistant's, or on all with --train_on_prompt"
+)
 
 TOOLS: Mapping[str, Tool] = {
     "axolotl": Tool(
@@ -56,12 +63,14 @@ TOOLS: Mapping[str, Tool] = {
         rules=TRL,
         defaults=HF_DEFAULTS | {"lr": 2e-5, "context_length": 1024, "truncation": "cut", "train_type": "full",
                                  "use_gradient_checkpointing": True, "optimizer": "fused_adamw"},
+        remark=_ALL_TOKENS,
         marks=frozenset({"dataset_name", "use_peft", "lora_r", "dataset_text_field", "max_length"}),
     ),
     "unsloth": Tool(
         title="Unsloth",
         rules=UNSLOTH,
         defaults=HF_DEFAULTS | {"truncation": "cut", "lora_rank": 16, "lora_alpha": 16},
+        remark=_ALL_TOKENS,
         marks=frozenset({"random_state", "max_seq_length", "model_name"}),
     ),
     "mlx-lm": Tool(

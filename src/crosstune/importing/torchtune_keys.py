@@ -48,7 +48,7 @@ MLX: Mapping[str, Rule] = by_name(
         "lora_parameters.alpha": "lora_alpha",
         "lora_parameters.dropout": "lora_dropout",
         "lora_parameters.keys": values.targets,
-        "mask_prompt": {"true": {}, "false": {"train_on_prompt": True}},
+        "mask_prompt": {"true": {"train_on_prompt": False}, "false": {"train_on_prompt": True}},
         "report_to": values.report_to,
         "project_name wandb": "project_name",
         "clear_cache_threshold": SPEED,

@@ -18,6 +18,7 @@ from crosstune.importing.rules import Rule
 from crosstune.importing.tools import TOOLS, Tool
 from crosstune.importing.values import (
     FILE_FOLDER,
+    PREFERENCE_RATE,
     SCALE_OF_20,
     TWICE_THE_RANK,
     Missing,
@@ -26,6 +27,7 @@ from crosstune.importing.values import (
     resolve_references,
 )
 
+_PRECISIONS = ("bf16", "fp16", "dtype", "torch_dtype")
 Kind = Literal["mapped", "default", "nothing", "missing"]
 """A key that sets options, sets them to their defaults, changes nothing, or has no counterpart."""
 
@@ -69,8 +71,15 @@ def import_file(path: Path, *, tool: str = "auto", overrides: Mapping[str, Any] 
     every = [section for each in TOOLS.values() for section in each.sections]
     name = tool if tool != "auto" else _recognize(read_given(path, sections=every), path)
     chosen = TOOLS[name]
-    given = read_given(path, sections=chosen.sections)
+    given = [_negated(entry, chosen) for entry in read_given(path, sections=chosen.sections)]
     return _translate(given, chosen, folder=path.parent, overrides=overrides or {})
+
+
+def _negated(entry: Given, tool: Tool) -> Given:
+    """Return `--no_key` as the key with the value False."""
+    key = entry.key.removeprefix("no_")
+    is_switch = entry.value is True and entry.key not in tool.rules and key in tool.rules
+    return Given(key, False, entry.line) if is_switch else entry
 
 
 def _recognize(given: Sequence[Given], path: Path) -> str:
@@ -98,7 +107,6 @@ def _translate(given: Sequence[Given], tool: Tool, *, folder: Path, overrides: M
     }
     everything[FILE_FOLDER] = str(folder)
     result = Imported(tool=tool)
-    set_by: dict[str, str] = {}
     for entry in given:
         found = _apply(tool.rules, entry, everything)
         if isinstance(found, Missing):
@@ -107,10 +115,10 @@ def _translate(given: Sequence[Given], tool: Tool, *, folder: Path, overrides: M
             text = f"replaced by --{next(iter(instead))}" if instead else str(found)
             result.notes.append(Note(entry.key, entry.value, entry.line, kind, text))
         elif isinstance(found, Nothing) or not found:
-            text = str(found) if isinstance(found, Nothing) else "off, as in crosstune"
+            text = str(found) if isinstance(found, Nothing) else "as in crosstune"
             result.notes.append(Note(entry.key, entry.value, entry.line, "nothing", text))
         else:
-            _keep(result, entry, found, set_by)
+            _keep(result, entry, found)
     _add_defaults(result, everything)
     for name, value in overrides.items():
         result.options[name] = value
@@ -129,6 +137,8 @@ def _apply(rules: Mapping[str, Rule], entry: Given, everything: Mapping[str, Any
         return Missing(f"unknown key. {did_you_mean(entry.key, list(rules))}".strip())
     if isinstance(rule, Nothing):
         return rule
+    if entry.expression and entry.key in _PRECISIONS:
+        return Nothing("crosstune uses the best precision that the machine supports")
     if entry.expression:
         return Missing(f"{entry.expression} is computed by the program; set the option in the written file")
     value = everything[entry.key]
@@ -147,7 +157,7 @@ def _apply(rules: Mapping[str, Rule], entry: Given, everything: Mapping[str, Any
         return Missing(f"the value {shown_value(value)} cannot be read")
 
 
-def _keep(result: Imported, entry: Given, found: Mapping[str, Any], set_by: dict[str, str]) -> None:
+def _keep(result: Imported, entry: Given, found: Mapping[str, Any]) -> None:
     """Keep the options of a key. A later key does not undo what an earlier one chose, unless it is more specific."""
     options = options_by_name()
     texts, is_default = [], True
@@ -160,8 +170,13 @@ def _keep(result: Imported, entry: Given, found: Mapping[str, Any], set_by: dict
             and value in ("lora", "full")
         ):
             continue
+        if isinstance(value, float):
+            value = (
+                int(value)
+                if value == int(value) and options[name].type is not float
+                else float(f"{value:.10g}")
+            )
         result.options[name] = value
-        set_by[name] = entry.key
         texts.append(f"{name}: {shown_value(value)}")
         is_default = is_default and value == options[name].default
     kind: Kind = "default" if is_default else "mapped"
@@ -187,7 +202,7 @@ def _add_defaults(result: Imported, everything: Mapping[str, Any]) -> None:
         ).startswith("cosine"):
             continue
         if name == "lr" and options.get("recipe") == "preference":
-            continue
+            value = PREFERENCE_RATE
         if value in (TWICE_THE_RANK, SCALE_OF_20):
             value = (2 if value == TWICE_THE_RANK else 20) * rank
         if value != known[name].default:

@@ -25,6 +25,8 @@ Found: TypeAlias = "Options | Missing | Nothing"
 Convert: TypeAlias = Callable[[Any, Mapping[str, Any]], Found]
 """(value, all keys of the file) -> options."""
 
+PREFERENCE_RATE = 1e-6
+"""The default learning rate of TRL's DPO."""
 TWICE_THE_RANK, SCALE_OF_20 = "twice the rank", "20 times the rank"
 """Defaults that follow from the rank."""
 _BY_EVALUATION = ("early_stopping_patience", "early_stopping_steps", "load_best_model_at_end")

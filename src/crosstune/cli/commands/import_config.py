@@ -10,7 +10,7 @@ from typing import Any
 
 from crosstune.cli.arguments import Line, Parser, print_result, read_path
 from crosstune.config.load import load_config
-from crosstune.core.errors import UserError
+from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.files.outputs import write_output
 
 EXAMPLES = """examples:
@@ -29,7 +29,7 @@ def make_parser() -> Parser:
 
     parser = Parser("import", description="Turn another trainer's configuration into YAML.", epilog=EXAMPLES)
     add = parser.add_argument
-    add("file", type=read_path, metavar="FILE")
+    add("file", type=read_path, metavar="FILE", nargs="?")
     add(
         "--from",
         dest="tool",
@@ -39,12 +39,19 @@ def make_parser() -> Parser:
     )
     add("--out", type=read_path, help="the file to write (default: crosstune.yaml beside FILE)")
     add("--overwrite", action="store_true", help="replace an existing file")
+    add("--keys", action="store_true", help="list the keys of each trainer, as Markdown, and read no file")
     add("--lenient", action="store_true", help="leave out keys without a counterpart")
     return parser
 
 
 def run(words: Sequence[str]) -> int:
     own, rest = make_parser().parse_known_args(list(words))
+
+    if own.keys:
+        print("\n".join(_key_page(own.tool)))
+        return EXIT_DONE
+    if own.file is None:
+        raise UserError("crosstune import needs a file.", do="see: crosstune import --help")
 
     from crosstune.importing.translate import import_file
 
@@ -66,6 +73,7 @@ def run(words: Sequence[str]) -> int:
         "out": str(out),
         "options": found.options,
         "added_defaults": found.added,
+        "remark": found.tool.remark,
         "keys": [asdict(note) for note in found.notes],
     }
     return print_result(report, _lines(report, own.file), as_json=own.json)
@@ -85,5 +93,24 @@ def _lines(report: dict[str, Any], file: Path) -> Iterator[Line]:
         yield f"{words[note['kind']]:<8} {line}{note['key']}: {shown_value(note['value'])} -> {note['text']}"
     for name, value in report["added_defaults"].items():
         yield f"added    {name}: {value} (the default of {report['from']})"
+    if report["remark"]:
+        yield f"note     {report['remark']}"
     yield f"written  {report['out']}"
     yield f"next     crosstune plan --config {shlex.quote(report['out'])}"
+
+
+def _key_page(tool: str) -> Iterator[str]:
+    """Yield a page with a table of keys for each trainer."""
+    from crosstune.importing.rules import describe
+    from crosstune.importing.tools import TOOLS
+
+    yield "# Imported keys"
+    yield ""
+    yield "The keys of other trainers that `crosstune import` reads, written by `crosstune import --keys`."
+    for each in [TOOLS[tool]] if tool != "auto" else TOOLS.values():
+        groups: dict[str, list[str]] = {}
+        for key, rule in each.rules.items():
+            groups.setdefault(describe(rule), []).append(f"`{key}`")
+        yield f"\n## {each.title}\n\n{len(each.rules)} keys.\n\n| keys | in crosstune |\n|---|---|"
+        for text, keys in groups.items():
+            yield f"| {', '.join(keys)} | {text} |"

@@ -1,0 +1,268 @@
+"""`crosstune import`: other trainers' configurations become options with the same meaning, and every key is answered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from crosstune.cli.main import main
+from crosstune.config.load import load_config
+from crosstune.config.schema import options_by_name
+from crosstune.core.errors import UserError
+from crosstune.importing.tools import TOOLS
+from crosstune.importing.translate import Imported, import_file
+
+AXOLOTL = """
+base_model: my/model
+datasets:
+  - path: chats.jsonl
+    type: chat_template
+    field_messages: turns
+val_set_size: 0.05
+adapter: qlora
+load_in_4bit: true
+sequence_len: 1024
+sample_packing: true
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 2
+optimizer: paged_adamw_8bit
+lr_scheduler: cosine
+learning_rate: 0.0003
+bf16: auto
+gradient_checkpointing: true
+flash_attention: true
+warmup_ratio: 0.1
+evals_per_epoch: 2
+weight_decay: 0.0
+max_grad_norm: 0.3
+liger_rope: true
+special_tokens:
+  pad_token: <pad>
+"""
+FACTORY = """
+model_name_or_path: my/model
+stage: dpo
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+pref_beta: 0.2
+pref_loss: orpo
+dataset: pairs
+dataset_dir: data
+template: llama3
+cutoff_len: 512
+per_device_train_batch_size: 1
+learning_rate: 5.0e-6
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+val_size: 0.1
+eval_strategy: steps
+eval_steps: 50
+deepspeed: examples/deepspeed/ds_z3_config.json
+"""
+MLX = """
+model: my/model
+fine_tune_type: dora
+data: chats.jsonl
+iters: 100
+batch_size: 2
+num_layers: -1
+learning_rate: 1e-4
+mask_prompt: true
+lora_parameters: {rank: 4, scale: 10.0, dropout: 0.1, keys: [self_attn.q_proj]}
+lr_schedule: {name: cosine_decay, warmup: 10, arguments: [1e-4, 100, 1e-5]}
+"""
+TORCHTUNE = """
+output_dir: out
+model:
+  _component_: torchtune.models.llama3.lora_llama3_8b
+  lora_attn_modules: [q_proj, v_proj, output_proj]
+  apply_lora_to_mlp: false
+  lora_rank: 8
+  lora_alpha: 16
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: "${checkpointer.checkpoint_dir}/tokenizer.model", max_seq_len: 256}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: my/model, output_dir: "${output_dir}"}
+dataset: {_component_: torchtune.datasets.alpaca_dataset, packed: true}
+optimizer: {_component_: torch.optim.AdamW, fused: true, lr: 3e-4, weight_decay: 0.1}
+lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 100}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+batch_size: 4
+epochs: 2
+clip_grad_norm: null
+dtype: bf16
+device: cpu
+"""
+TRL = r"""#!/bin/sh
+trl sft --model_name_or_path my/model --dataset_name chats.jsonl --learning_rate 2e-4 --max_length 512 \
+  --packing --use_peft --lora_r 32 --no_remove_unused_columns --optim adamw_torch --report_to wandb tensorboard
+"""
+UNSLOTH = [
+    "!pip install unsloth\n",
+    "max_seq_length = 256\n",
+    "model, tokenizer = FastLanguageModel.from_pretrained('my/model', max_seq_length=max_seq_length, load_in_4bit=True)\n",
+    "model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=16, random_state=3407, loftq_config=None)\n",
+    "data = load_dataset('org/chats', split='train')\n",
+    "args = SFTConfig(max_steps=60, fp16=not torch.cuda.is_bf16_supported(), optim='adamw_8bit')\n",
+]  # fmt: skip
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def notebook(code: list[str]) -> str:
+    return json.dumps({"cells": [{"cell_type": "code", "source": code}]})
+
+
+def of_factory(folder: Path) -> Imported:
+    (folder / "data").mkdir()
+    write(
+        folder / "data",
+        "dataset_info.json",
+        json.dumps({"pairs": {"file_name": "pairs.json", "ranking": True}}),
+    )
+    return import_file(write(folder, "dpo.yaml", FACTORY))
+
+
+def test_axolotl(tmp_path: Path) -> None:
+    found = import_file(write(tmp_path, "a.yml", AXOLOTL))
+    assert found.tool.title == "axolotl" and not found.missing
+    expected = {
+        "model_name": "my/model", "dataset": "chats.jsonl", "columns": "turns=messages", "eval_fraction": 0.05,
+        "train_type": "qlora", "context_length": 1024, "packing": True, "lora_rank": 32, "lora_alpha": 16,
+        "batch_size": 2, "gradient_accumulation_steps": 4, "num_epochs": 2, "optimizer": "paged_adamw_8bit", "lr": 0.0003,
+        "use_gradient_checkpointing": True, "use_flash_attention": True, "warmup_ratio": 0.1, "wd": 0.0, "grad_norm": 0.3,
+    }  # fmt: skip
+    assert found.options == expected
+    assert found.added == {"cosine_min_lr_ratio": 0.0, "truncation": "drop"}
+
+
+def test_llamafactory(tmp_path: Path) -> None:
+    found = of_factory(tmp_path)
+    assert found.tool.title == "LLaMA-Factory" and not found.missing
+    expected = {
+        "model_name": "my/model", "recipe": "preference", "preference_loss": "orpo", "beta": 0.2, "lora_rank": 8,
+        "dataset": str(tmp_path / "data" / "pairs.json"), "context_length": 512, "batch_size": 1, "lr": 5e-6, "num_epochs": 3,
+        "warmup_ratio": 0.1, "precision": "bf16_autocast", "eval_fraction": 0.1, "eval_steps": 50,
+    }  # fmt: skip
+    assert found.options == expected
+    assert (
+        found.added["lora_alpha"] == options_by_name()["lora_alpha"].default
+        or found.added["lora_alpha"] == 16
+    )
+
+
+def test_mlx_lm(tmp_path: Path) -> None:
+    found = import_file(write(tmp_path, "m.yaml", MLX))
+    assert found.tool.title == "mlx-lm" and not found.missing
+    expected = {
+        "model_name": "my/model", "train_type": "dora", "dataset": "chats.jsonl", "max_steps": 100, "batch_size": 2,
+        "lr": 1e-4, "lora_rank": 4, "lora_alpha": 40, "lora_dropout": 0.1, "lora_target_modules": "q_proj",
+        "warmup_steps": 10,
+    }  # fmt: skip
+    assert found.options == expected
+    assert found.added["backend"] == "mlx" and "train_on_prompt" not in found.added
+
+
+def test_torchtune(tmp_path: Path) -> None:
+    found = import_file(write(tmp_path, "t.yaml", TORCHTUNE))
+    assert found.tool.title == "torchtune" and not found.missing
+    expected = {
+        "output_dir": "out", "lora_target_modules": "q_proj,v_proj,o_proj", "lora_rank": 8, "lora_alpha": 16,
+        "context_length": 256, "model_name": "my/model", "dataset": "tatsu-lab/alpaca", "packing": True,
+        "optimizer": "fused_adamw", "lr": 3e-4, "wd": 0.1, "warmup_steps": 100, "batch_size": 4, "num_epochs": 2,
+        "apply_gradient_clipping": False, "precision": "bf16", "backend": "cpu",
+    }  # fmt: skip
+    assert {name: found.options[name] for name in expected} == {**expected, "lr": found.options["lr"]}
+    assert float(found.options["lr"]) == 3e-4
+
+
+def test_trl_command(tmp_path: Path) -> None:
+    found = import_file(write(tmp_path, "sft.sh", TRL))
+    assert found.tool.title == "TRL" and not found.missing
+    expected = {
+        "model_name": "my/model", "dataset": "chats.jsonl", "context_length": 512, "packing": True, "lora_rank": 32,
+        "log_to": "tqdm,wandb,tensorboard",
+    }  # fmt: skip
+    assert found.options == expected
+    assert (
+        found.added["lr_scheduler"] == "linear"
+        and found.added["num_epochs"] == 3
+        and found.added["skip_eval"]
+    )
+
+
+def test_unsloth_notebook_is_read_and_not_run(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    code = [*UNSLOTH, f"open({str(ran)!r}, 'w')\n"]
+    found = import_file(write(tmp_path, "n.ipynb", notebook(code)))
+    assert found.tool.title == "Unsloth" and not found.missing and not ran.exists()
+    expected = {
+        "model_name": "my/model", "train_type": "qlora", "context_length": 256, "lora_alpha": 16, "seed": 3407,
+        "dataset": "org/chats", "max_steps": 60, "optimizer": "adamw_8bit",
+    }  # fmt: skip
+    assert found.options == expected
+
+
+def test_every_rule_sets_real_options() -> None:
+    known = options_by_name()
+    for tool in TOOLS.values():
+        for key, rule in tool.rules.items():
+            if isinstance(rule, dict):
+                assert all(name in known for options in rule.values() for name in options), key
+            elif type(rule) is str:
+                assert rule in known, key
+        assert set(tool.defaults) <= set(known)
+    assert all(len(tool.rules) >= 120 for name, tool in TOOLS.items() if name != "mlx-lm")
+
+
+def test_keys_without_a_counterpart_are_errors_with_their_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, "a.yml", AXOLOTL + "qat: {weight_dtype: int4}\nsequnce_len: 5\n")
+    assert main(["import", str(file)]) == 2
+    error = capsys.readouterr().err
+    lines = len(AXOLOTL.splitlines())
+    assert f"a.yml:{lines + 1} qat: " in error and f"a.yml:{lines + 2} sequnce_len: unknown key" in error
+    assert not (tmp_path / "crosstune.yaml").exists()
+    assert main(["import", str(file), "--lenient"]) == 0
+    assert "left out" in capsys.readouterr().out
+    assert load_config(file=tmp_path / "crosstune.yaml", environment={}).lora_rank == 32
+    assert main(["import", str(file), "--lenient"]) == 2  # the file exists
+
+
+def test_options_of_the_command_replace_keys(tmp_path: Path) -> None:
+    file = write(tmp_path, "dpo.yaml", FACTORY)
+    assert main(["import", str(file), "--json"]) == 2  # dataset_info.json is not there
+    out = tmp_path / "run.yaml"
+    assert main(["import", str(file), "--dataset", "mine.jsonl", "--out", str(out)]) == 0
+    assert yaml.safe_load(out.read_text(encoding="utf-8"))["dataset"] == "mine.jsonl"
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    wrong = {
+        "x.yaml": "just text", "y.yaml": "a: [", "z.json": "{", "u.py": "def (", "v.py": "print(1)", "w.sh": "echo 'a",
+        "e.txt": "no options", "n.ipynb": "[1]", "o.yaml": "unknown_key: 1",
+    }  # fmt: skip
+    for name, text in wrong.items():
+        with pytest.raises(UserError):
+            import_file(write(tmp_path, name, text))
+
+
+def test_tokens_are_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "hf_" + "abcdefghijklmnopqrstuvwxyzABCDEF"
+    file = write(tmp_path, "a.sh", TRL.replace("--packing", f"--hub_token {secret}"))
+    assert main(["import", str(file), "--lenient"]) == 0
+    written = (tmp_path / "crosstune.yaml").read_text(encoding="utf-8") + capsys.readouterr().out
+    assert secret not in written
