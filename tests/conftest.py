@@ -26,7 +26,7 @@ LONGEST = (
     "test_adapter_options.py",
     "test_judge.py",
     "test_mlx_ranks.py",
-    "test_outputs.py",
+    "test_interrupted_outputs.py",
     "test_sharded_losses.py",
 )
 """Begun first, so that no process is left with one of them at the end."""
