@@ -24,9 +24,10 @@ def pytest_configure() -> None:
 
 LONGEST = (
     "test_adapter_options.py",
+    "test_interrupted_outputs.py",
     "test_judge.py",
     "test_mlx_ranks.py",
-    "test_interrupted_outputs.py",
+    "test_option_effects.py",
     "test_sharded_losses.py",
 )
 """Begun first, so that no process is left with one of them at the end."""
