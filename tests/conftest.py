@@ -36,6 +36,7 @@ LONGEST = (
     "test_judge.py",
     "test_mlx_ranks.py",
     "test_option_effects.py",
+    "test_rank_faults.py",
     "test_sharded_losses.py",
 )
 """Begun first, so that no process is left with one of them at the end."""

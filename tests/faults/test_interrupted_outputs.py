@@ -38,12 +38,17 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", [["merge"], ["export", "--to", "hf"], ["export", "--to", "gguf"]])
-def test_a_disk_that_fills_at_every_tenth_leaves_nothing(
+def test_a_disk_that_fills_leaves_nothing(
     command: list[str], adapter: Path, tiny_model: Path, tmp_path: Path, capsys: Captured
 ) -> None:
     words = [command[0], str(adapter), *command[1:], "--out", str(tmp_path / "out"), "--backend", "cpu"]
     num_bytes = max(path.stat().st_size for path in tiny_model.iterdir())
-    for tenth in range(10):
+    for tenth in (
+        0,
+        1,
+        5,
+        9,
+    ):  # the first file, small files, and the weights at their beginning and their end
         capsys.readouterr()
         with file_limit(num_bytes * tenth // 10):
             assert main(words) == 2
@@ -326,7 +331,7 @@ def test_a_writer_on_a_disk_that_fills_leaves_nothing_and_works_later(
     words = [places.get(word, word) for word in words]
     words += ["--device", "cpu"] if words[0] == "latents" else []
     words += [str(place), "--model_name", str(tiny_model)] if writer == "train" else []
-    for tenth in range(10):
+    for tenth in (0, 1, 5, 9):
         capsys.readouterr()
         with file_limit(num_bytes * tenth // 10):
             assert main(words) == 2
