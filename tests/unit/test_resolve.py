@@ -9,7 +9,7 @@ from manifests import make_manifest
 from planned import adjustment, plan_on
 
 from crosstune.checkpoint.read import Checkpoint
-from crosstune.cli.commands.plan import describe_plan
+from crosstune.cli.plan_lines import describe_plan
 from crosstune.config.load import make_config
 from crosstune.config.resolve.facts import Preset
 from crosstune.core.errors import ConfigError, UserError
