@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo test slow clusters trackers faults fuzz check docs clean
+.PHONY: help setup demo test slow clusters trackers options faults fuzz check docs clean
 
 help:
 	@echo "make demo    fine-tune the bundled model and show that it learned (minutes on a CPU)"
@@ -11,6 +11,7 @@ help:
 	@echo "make slow    run the longer tests"
 	@echo "make clusters  train on a real Ray, SLURM and sshd of this machine, as far as they are installed (about 10 minutes)"
 	@echo "make trackers  the tests of all trackers, Weave too, which brings 35 packages along"
+	@echo "make options  every value of every option in every context: it changes a run or is answered (about 20 minutes)"
 	@echo "make faults  500 kills, 2,000 corruptions, full disks, payloads, signals (about 20 minutes)"
 	@echo "make fuzz    20,000 requests with bad values, then 3,000 damaged files; each must end with exit code 0 or 2 (about 35 minutes)"
 	@echo "make check   lint, format, types, import directions, links of the docs"
@@ -50,6 +51,9 @@ clusters: setup
 trackers: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[track]'
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engine/test_trackers.py
+
+options: setup
+	OPTIONS=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/contract/test_option_effects.py
 
 faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py

@@ -5,24 +5,33 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 
-def run(*words: str, cwd: Path) -> tuple[str, list[str]]:
-    """Run a command with the list of its imports among the lines of standard error."""
+def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
+    """Start a command with the list of its imports among the lines of standard error."""
     command = [sys.executable, "-X", "importtime", "-m", "crosstune", *words]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
-    return done.stdout, done.stderr.splitlines()
+    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def line_before_engine(lines: list[str]) -> str:
+def run(*words: str, cwd: Path) -> tuple[str, list[str]]:
+    with start(*words, cwd=cwd) as process:
+        out, err = process.communicate(timeout=600)
+    return out, err.splitlines()
+
+
+def line_before_engine(lines: Iterable[str]) -> str:
     """Return the first line that is not of an import, and check that torch, transformers and MLX were not imported yet."""
-    place = next(place for place, line in enumerate(lines) if not line.startswith("import time:"))
-    imported = {line.rpartition("|")[2].strip() for line in lines[:place]}
+    imported = set()
+    for line in lines:
+        if not line.startswith("import time:"):
+            break
+        imported.add(line.rpartition("|")[2].strip())
     assert not imported & {"torch", "transformers", "mlx.core", "accelerate"}
-    return lines[place]
+    return line.rstrip("\n")
 
 
 @pytest.mark.slow
@@ -65,5 +74,9 @@ def test_train_and_generate_say_what_they_do_first(tmp_path: Path) -> None:
     ],
 )
 def test_every_slow_command_says_what_it_does_first(tmp_path: Path, command: str, line: str) -> None:
-    _, lines = run(*command.split(), cwd=tmp_path)
-    assert line_before_engine(lines).startswith(line)
+    with start(*command.split(), cwd=tmp_path) as process:
+        assert process.stderr is not None
+        try:
+            assert line_before_engine(process.stderr).startswith(line)
+        finally:
+            process.kill()  # the test above lets a command end

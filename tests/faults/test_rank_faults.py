@@ -56,9 +56,8 @@ def test_a_save_in_parts_survives_a_kill(bench: Bench, rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_runs_recover_from_kills_at_random_moments(bench: Bench, size: int) -> None:
-    assert ranks.kill_ranks(bench, seed=size, size=size, num_kills=2).problems == []
+def test_a_run_recovers_from_kills_at_random_moments(bench: Bench) -> None:
+    assert ranks.kill_ranks(bench, seed=4, size=3, num_kills=2).problems == []
 
 
 @pytest.mark.slow

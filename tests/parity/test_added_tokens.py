@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_runs import check_result, check_resume, peft_losses, run_options
 from safetensors.torch import load_file
-from test_adapter_options import check_result, check_resume, models, peft_losses, run_options
 from test_peft_parity import column
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,7 +21,6 @@ from crosstune.models.added_tokens import add_tokens
 from crosstune.models.locate import locate
 from crosstune.runs.pipeline import train
 
-__all__ = ["models"]
 NEW = ["slowly", "please"]
 LISTED = ",".join(NEW)
 

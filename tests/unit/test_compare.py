@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_report_page import HOSTILE, Page, make_run
+from report_runs import HOSTILE, Page, make_run
 
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError

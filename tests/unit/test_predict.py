@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from crosstune.cli.arguments import at_least, parse_config
-from crosstune.cli.commands.plan import describe_plan, figure_rows, make_parser
+from crosstune.cli.commands.plan import make_parser
+from crosstune.cli.plan_lines import describe_plan, figure_rows
 from crosstune.config.load import make_config
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs

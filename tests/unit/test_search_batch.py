@@ -52,14 +52,12 @@ def search(session: Any, *, limit: int, at_most: int = 512) -> int:
     return found.batch_size
 
 
-@pytest.mark.slow
 def test_the_size_is_doubled_and_bisected_and_no_pass_exceeds_the_limit() -> None:
     session = Measured()
     assert search(session, limit=100 + 50 + 10 * 23) in (22, 23)
     assert max(session.tried) <= 23 and session.tried[:5] == [1, 2, 4, 8, 16]
 
 
-@pytest.mark.slow
 def test_an_allocation_that_fails_is_a_size_that_does_not_fit() -> None:
     session = Measured(most=11)
     assert search(session, limit=10**9) in (10, 11)

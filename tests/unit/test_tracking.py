@@ -150,7 +150,7 @@ def test_a_call_over_its_limit_ends_the_tracker_during_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One warning; the queue holds nothing of it afterwards, and the end does not wait for it."""
-    monkeypatch.setattr(observe, "CALL_S", 0.2)
+    monkeypatch.setattr(observe, "CALL_S", 2.0)  # `notes` answers in time on a busy machine too
     monkeypatch.setattr(observe, "MOST_QUEUED", 100)
     (tmp_path / "run").mkdir()
     seen = Seen()
@@ -160,14 +160,14 @@ def test_a_call_over_its_limit_ends_the_tracker_during_the_run(
         while not seen.of(TrackingFailed):
             step += 1
             tracking.on_step(step_row(step))
-            time.sleep(0.01)
+            time.sleep(0.05)
         for later in range(step + 1, step + 4):
             tracking.on_step(step_row(later))
         tracking.summarize({"status": "finished"})
         ends = time.monotonic()
     assert time.monotonic() - ends < 300  # not the 900 s for one that hangs
     [failed] = seen.of(TrackingFailed)
-    assert (failed.tracker, failed.error) == ("hangs", "it did not answer within 0.2 s")
+    assert (failed.tracker, failed.error) == ("hangs", "it did not answer within 2 s")
     assert [row["step"] for row in notes(tmp_path / "run", do="log")] == list(range(1, step + 4))
 
 
@@ -188,7 +188,7 @@ HANGS = RECORDING.replace('self.note(do="log"', '''
         self.note(do="log"''')
 run = Path({str(tmp_path / "run")!r})
 run.mkdir()
-observe.WAIT_S = observe.STOPPED_WAIT_S = 5.0
+observe.WAIT_S = observe.STOPPED_WAIT_S = 0.5
 def train(words):
     with planted(Path({str(tmp_path / "more")!r}), hangs=HANGS), observe.Tracking() as tracking:
         tracking.start(make_config(log_to="hangs"), {{}}, folder=run, report=Seen())

@@ -17,7 +17,8 @@ from crosstune.api.arguments import (
     read_config,
     reject_positional,
 )
-from crosstune.cli.commands.plan import describe_plan, plan_to_json
+from crosstune.cli.commands.plan import plan_to_json
+from crosstune.cli.plan_lines import describe_plan
 from crosstune.config.resolve.plan import Adjustment, Plan
 from crosstune.core.errors import UserError
 from crosstune.planner.predict import Prediction, predict

@@ -16,7 +16,7 @@ from crosstune.estimate.model_shape import ModelShape, Step, adapted_linears, tr
 SUSTAINED = 0.67
 """The fraction of the data sheet's rate that matmuls reach under the power limit."""
 PASSES, FAST_PASSES = 29, 11
-"""How often each byte kept for the backward pass moves through memory, in the general and the fast layers."""
+"""Number of times each byte kept for the backward pass moves through memory, in the general and the fast layers."""
 FP8_RATE = 1.68
 """The sustained rate of fp8 matmuls with a scale per row, relative to bf16."""
 LAUNCH_S = 10e-6

@@ -18,7 +18,7 @@ LOCKS = ".locks"
 """Folder of the lock files, next to the run folders: a lock stays in place when its run is moved aside."""
 
 _PATIENCE_S = 0.2
-"""How long to wait for a lock: `is_held` holds it for a moment."""
+"""Time to wait for a lock: `is_held` holds it for a moment."""
 
 
 class InUse(UserError):

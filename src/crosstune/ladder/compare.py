@@ -54,7 +54,7 @@ class Comparison:
 
     @property
     def by_cpu_time(self) -> bool:
-        """Whether to compare CPU time: on a busy CPU, where it varies less than wall time."""
+        """True if CPU time is compared: on a busy CPU it varies less than wall time."""
         if self.time_spread <= UNSTEADY or not all(t.tokens_per_cpu_s for t in [*self.base, *self.new]):
             return False
         return self._spread(lambda trial: trial.tokens_per_cpu_s) < self.time_spread
@@ -86,7 +86,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a change is kept, and why."""
+    """The decision to keep a change or not, and the reason."""
 
     kept: bool
     why: str

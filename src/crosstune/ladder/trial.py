@@ -56,7 +56,7 @@ class Trial:
     peak_bytes: int = 0
     num_nonfinite: int = 0
     on_one_cpu: bool = False
-    """Whether one process computed everything on the CPU."""
+    """True if one process computed everything on the CPU."""
 
     @property
     def finished(self) -> bool:

@@ -24,7 +24,7 @@ from crosstune.estimate.model_shape import ModelShape, Step
 
 SHARDS = (2, 4, 8, 16, 32, 64)
 _RECOMPUTE, _OFFLOAD, _OPTIMIZER, _PRECISION, _RANK, _QUANTIZE, _ADAPTERS, _SHORTER = 1, 3, 3, 4, 7, 8, 9, 16
-"""How much a change costs: time first, then rounding, then smaller adapters, then another method, at last shorter rows
+"""The cost of a change: time first, then rounding, then smaller adapters, then another method, at last shorter rows
 (each time by half)."""
 
 Options = Mapping[str, Any]

@@ -84,7 +84,7 @@ class Limits:
     heartbeat_s: float = 1800.0
     """Until NCCL's own watchdog thread counts as hung."""
     debug: bool = False
-    """Whether to compare operation, shape and dtype of each collective across ranks first."""
+    """Compare operation, shape and dtype of each collective across ranks before it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

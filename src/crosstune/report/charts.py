@@ -91,7 +91,7 @@ class Chart:
     other_axes: Sequence[Chart] = ()
     """The same chart over tokens and over time."""
     shows_figures: bool = True
-    """Whether to show the last, lowest and highest value of the first series next to the title."""
+    """Show the last, lowest and highest value of the first series next to the title."""
 
     @property
     def logarithmic(self) -> Chart | None:

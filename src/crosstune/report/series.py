@@ -29,9 +29,9 @@ class Best:
     step: float
     loss: float
     is_last: bool
-    """Whether it is the last evaluation."""
+    """True if it is the last evaluation."""
     overfits: bool
-    """Whether the last evaluation is clearly worse."""
+    """True if the last evaluation is clearly worse."""
     last_loss: float
 
 

@@ -26,7 +26,7 @@ from crosstune.torch_engine.sharding.staged_backend import backend_for
 REMEMBERED = "crosstune/remembered"
 """Key of a string that survives a restart."""
 _LEAVE_S = 10.0
-"""How long the rank that serves the store waits for the others to leave."""
+"""Time that the rank serving the store waits for the others to leave."""
 
 
 def connect(ranks: Ranks, limits: Limits | None = None) -> TorchGroup:

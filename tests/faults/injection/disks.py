@@ -6,7 +6,8 @@ import ctypes
 import os
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,17 @@ def fill_disk(bench: Bench, method: str, *, share: float, checked: bool) -> Tria
         before=lambda folder: _small_disk(bench, method, folder, share=share, checked=checked),
         may_finish=share > 0.9 and not checked,
     )
+
+
+@contextmanager
+def file_limit(num_bytes: int) -> Iterator[None]:
+    """Limit the size of every file, which ends a write as a full disk does and needs no rights."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def limit_file_size(bench: Bench, method: str, *, limit_bytes: int) -> Trial:

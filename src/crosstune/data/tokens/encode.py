@@ -145,7 +145,7 @@ class _Pass:
     bad: list[str] = field(default_factory=list)
     """Rows that cannot be read, as JSON text: file, line and reason."""
     advice: str = ""
-    """What to do about the first of them."""
+    """Advice for the first bad row."""
     joined: set[str] = field(default_factory=set)
     """Tokens with the end of a prompt and the beginning of an answer."""
 

@@ -80,9 +80,9 @@ class Started:
 
     code: int = 0
     lines: tuple[str, ...] = ()
-    """What happened, and the commands to follow the job."""
+    """The outcome, and the commands to follow the job."""
     failed: bool = False
-    """Whether the lines describe an error."""
+    """True if the lines describe an error."""
 
 
 def scheduler_names() -> list[str]:

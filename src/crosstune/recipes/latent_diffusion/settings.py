@@ -170,4 +170,4 @@ class Generated:
     tokens: NDArray[Any]
     lengths: NDArray[Any]
     vectors: NDArray[np.float32]
-    """Of norm 1."""
+    """Normalized to length 1."""

@@ -150,7 +150,7 @@ class WriteOptions:
     max_tokens: int
     """Length of the longest text."""
     too_long: str = "error"
-    """What to do with longer texts: `error` or `drop`."""
+    """The action for longer texts: `error` or `drop`."""
     min_count: int = 1
     """Tokens with fewer occurrences in the training split are not in the vocabulary."""
     dtype: str = "fp32"

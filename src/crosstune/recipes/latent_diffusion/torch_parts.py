@@ -48,7 +48,7 @@ class LatentDiffusionTask:
         self.settings, self.modes, self.latent_loss = settings, modes, latent_loss
         self.model: LatentDiffusionModel | None = None
         self.skips_padding = False
-        """Whether to skip padding where there is much of it; only on GPUs."""
+        """Skip padding where there is much of it; only on GPUs."""
 
     def build(self, opening: BuildContext) -> nn.Module:
         """Draw the weights on the CPU, so that every device starts with the same, and freeze those without a gradient."""

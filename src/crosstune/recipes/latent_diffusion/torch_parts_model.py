@@ -191,7 +191,7 @@ class LatentDiffusionModel(nn.Module):
         self.settings, self.compute_dtype = settings, compute_dtype
         self.keeps_text = self.keeps_latent = True
         self.aligns_logits = False
-        """Whether to pad the vocabulary of the logits with -inf to a multiple of 64."""
+        """Pad the vocabulary of the logits with -inf to a multiple of 64."""
         self._recomputes: dict[str, Any] | None = None
         self.token_embedding = nn.Embedding(settings.vocabulary, hidden)
         self.position_embedding = nn.Embedding(settings.max_tokens, hidden)

@@ -35,7 +35,7 @@ SHARDED_SCALES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How a model is divided across the processes of a run."""
+    """The division of a model across the processes of a run."""
 
     sharded: bool
     """True if each process holds a shard of the parameters, gradients and moments; false if it holds all of them."""
