@@ -17,8 +17,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from crosstune.core.sampling import RowSampling, Sampling
-from crosstune.torch_engine.generate import RepetitionPenalty, RowNoise
+from crosstune.core.sampling import Sampling
+from crosstune.torch_engine.generate import RepetitionPenalty
 
 VOCABULARY = 97
 SETTINGS = [
@@ -104,22 +104,6 @@ def test_the_torch_penalty_is_that_of_transformers_and_leaves_padding_alone() ->
 
 
 @pytest.mark.parametrize("backend", ["cpu", "mlx"])
-def test_rows_with_their_own_seeds_draw_with_the_frequencies_of_the_distribution(backend: str) -> None:
-    sampling = RowSampling(temperature=0.8, seeds=tuple(range(4000)))
-    logits = np.repeat(logits_of(0)[:1], 4000, axis=0)
-    expected = reference(sampling, torch.zeros((1, 1), dtype=torch.long), logits[:1])[0]
-    if backend == "mlx":
-        mx = pytest.importorskip("mlx.core", reason="needs the extra crosstune[mlx]")
-        from crosstune.mlx_engine.generate import TokenChooser
-
-        drawn = np.array(TokenChooser([[0]] * 4000, sampling).choose(mx.array(logits)))
-    else:
-        noise = RowNoise(sampling.seeds, torch.device("cpu"))
-        drawn = noise(torch.zeros((4000, 1)).long(), torch.from_numpy(logits) / 0.8).argmax(dim=-1).numpy()
-    np.testing.assert_allclose(np.bincount(drawn, minlength=VOCABULARY) / 4000, expected, atol=0.03)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "mlx"])
 def test_a_session_applies_every_setting(backend: str, tiny_model: Path) -> None:
     if backend == "mlx":
         pytest.importorskip("mlx_lm", reason="needs the extra crosstune[mlx]")
@@ -147,12 +131,3 @@ def test_a_session_applies_every_setting(backend: str, tiny_model: Path) -> None
         session.generate([p], max_new_tokens=8, sampling=Sampling(repetition_penalty=100.0)) for p in prompts
     ]
     assert [rows[0] for rows in alone] == different
-
-    def draw(rows: list[int], **settings: Any) -> list[list[int]]:
-        sampling = RowSampling(temperature=1.0, seeds=tuple(41 + row for row in rows), **settings)
-        return session.generate([prompts[row] for row in rows], max_new_tokens=8, sampling=sampling)
-
-    both = draw([0, 1])
-    assert both not in (greedy, answer(temperature=1.0))
-    assert draw([1, 0]) == both[::-1] and [draw([0])[0], draw([1])[0]] == both, "the others do not matter"
-    assert draw([0, 1], top_k=1) == draw([0, 1], top_p=1e-6) == draw([0, 1], min_p=1.0) == greedy

@@ -57,11 +57,4 @@ class Sampling:
         return [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) != getattr(plain, name)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowSampling(Sampling):
-    """Sampling with a seed for each prompt of a batch, so that an answer does not depend on the other prompts."""
-
-    seeds: tuple[int, ...]
-
-
 GREEDY = Sampling()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +15,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from crosstune.core.sampling import GREEDY, RowSampling, Sampling
+from crosstune.core.sampling import GREEDY, Sampling
 
 _NEVER = float("-inf")
 OnToken = Callable[[int], None]
@@ -42,19 +41,13 @@ def generate(
         options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "stop_ids": stop_ids,
-            "on_token": on_token,
+            "sampling": sampling,
         }
-        rows = [sampling] * len(prompts)
-        if isinstance(sampling, RowSampling):
-            rows = [replace(sampling, seeds=(seed,)) for seed in sampling.seeds]
-        return [
-            generate(model, [prompt], sampling=own, **options)[0]
-            for prompt, own in zip(prompts, rows, strict=True)
-        ]
+        return [generate(model, [prompt], **options, on_token=on_token)[0] for prompt in prompts]
     answers: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts)))
-    padded = [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
-    ids = mx.array(np.array(padded, dtype=np.int32))
+    rows = [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)]
+    ids = mx.array(np.array(rows, dtype=np.int32))
     chooser = TokenChooser(prompts, sampling)
     for _ in range(max_new_tokens):
         tokens = chooser.choose(model(ids, cache=caches)[:, -1].astype(mx.float32))
@@ -109,7 +102,6 @@ class TokenChooser:
     def __init__(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         self.prompts, self.sampling = prompts, sampling
         self.key = mx.random.key(sampling.seed)
-        self.row_keys = [mx.random.key(seed) for seed in getattr(sampling, "seeds", ())]
         self.seen: mx.array | None = None
 
     def choose(self, logits: mx.array) -> mx.array:
@@ -120,14 +112,7 @@ class TokenChooser:
             logits = penalize(logits, self.seen, sampling.repetition_penalty)
         self.key, drawn = mx.random.split(self.key)
         if sampling.temperature > 0:
-            logits = filter_logits(logits / sampling.temperature, sampling)
-            if self.row_keys:
-                pairs = [mx.random.split(key) for key in self.row_keys]
-                self.row_keys = [kept for kept, _ in pairs]
-                noise = [mx.random.gumbel(logits.shape[-1:], key=own) for _, own in pairs]
-                tokens = mx.argmax(logits + mx.stack(noise), axis=-1)
-            else:
-                tokens = mx.random.categorical(logits, key=drawn)
+            tokens = mx.random.categorical(filter_logits(logits / sampling.temperature, sampling), key=drawn)
         else:
             tokens = mx.argmax(logits, axis=-1)
         if self.seen is not None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from crosstune.core.sampling import RowSampling, Sampling
+from crosstune.core.sampling import Sampling
 from crosstune.torch_engine.device import Precision
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
 from crosstune.torch_engine.sharding.local_shard import free_gathered, sharded_modules, without_gradients
@@ -46,8 +46,7 @@ def generate(
         "do_sample": False,
         "top_k": 0,
     }  # transformers rejects filters for greedy decoding
-    by_row = sampling if isinstance(sampling, RowSampling) and sampling.temperature else None
-    if sampling.temperature and by_row is None:
+    if sampling.temperature:
         drawing = {"do_sample": True, "temperature": sampling.temperature, "min_p": sampling.min_p or None}
         drawing |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
     settings = GenerationConfig(
@@ -61,18 +60,16 @@ def generate(
     forked: dict[str, Any] = {"devices": []}
     if device.type != "cpu":
         forked = {"devices": [device.index or 0], "device_type": device.type}
-    processors = LogitsProcessorList()
+    penalties: list[RepetitionPenalty] = []
     if sampling.repetition_penalty != 1:
-        processors.append(RepetitionPenalty(sampling.repetition_penalty, mask.to(device)))
-    if by_row is not None:
-        processors += [*_filters(by_row), RowNoise(by_row.seeds, device)]
+        penalties = [RepetitionPenalty(sampling.repetition_penalty, mask.to(device))]
     try:
         with without_gradients(model), torch.random.fork_rng(**forked):
             torch.manual_seed(sampling.seed)
             output = model.generate(
                 input_ids=input_ids.to(device),
                 attention_mask=mask.to(device),
-                logits_processor=processors,
+                logits_processor=LogitsProcessorList(penalties),
                 streamer=_Streamer(on_token) if on_token is not None else None,
                 # All ranks of a sharded model must run the same passes, even if rounding ends an answer earlier on one.
                 synced_gpus=bool(sharded_modules(model)),
@@ -97,32 +94,6 @@ class RepetitionPenalty:
         seen = seen.scatter_reduce(1, input_ids, real, reduce="amax").bool()
         lowered = torch.where(scores < 0, scores * self.penalty, scores / self.penalty)
         return cast(torch.FloatTensor, torch.where(seen, lowered, scores))
-
-
-def _filters(sampling: Sampling) -> list[Any]:
-    """Return transformers' filters in its order; it applies them itself only if it draws the tokens."""
-    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    return [
-        TemperatureLogitsWarper(sampling.temperature),
-        *([TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []),
-        *([TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []),
-        *([MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []),
-    ]
-
-
-class RowNoise:
-    """Add Gumbel noise from a generator per row: the largest score is then a sample, independent of the other rows."""
-
-    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
-        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        rows = [
-            torch.empty_like(row).exponential_(generator=generator)
-            for row, generator in zip(scores, self.generators, strict=True)
-        ]
-        return cast(torch.FloatTensor, scores - torch.stack(rows).clamp_(min=1e-30).log_())
 
 
 class _Streamer:
