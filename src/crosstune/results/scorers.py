@@ -86,7 +86,7 @@ def _find_function(file: str, name: str) -> Scorer:
     sys.path.insert(0, str(path.parent if is_file else Path.cwd()))  # as `python FILE` does
     try:
         module = runpy.run_path(str(path)) if is_file else vars(importlib.import_module(file))
-        function = module[name]
+        function = module.get(name, f"{name} is not defined in {file}")
         takes = inspect.signature(function).parameters.values()
     except Exception as error:
         why, do = f"{type(error).__name__}: {error}.", "a function is FILE.py:FUNCTION or MODULE:FUNCTION"
