@@ -33,7 +33,7 @@ Progress = Callable[[str, int, int], None]
 """Called with the kind of work, the finished number and the total."""
 Row = dict[str, Any]
 PREFERENCES = ("chosen", "rejected", "tie", "unscored")
-_TOGETHER = 64
+_BLOCK = 64
 """Items scored between two writes of the journal."""
 _NUM_BUCKETS = 4
 _Z = 1.959964
@@ -92,7 +92,7 @@ def _sample(request: MakeRequest, scorer: Scorer, observer: Observer, progress: 
     trained, total = find_trained(request.model), request.num * len(request.prompts)
     files = file_stamps(trained.adapter, Path(trained.base).expanduser())
     asked = [repr(replace(request, out=Path(), margin=0.0)), files]
-    with Journal(request.out, asked, say=_say(observer)) as journal:
+    with Journal(request.out, asked, say=lambda said: observer.on_event(Warned(message=said))) as journal:
         if len(journal.rows) == len(request.prompts):
             return journal
         where = {"backend": request.backend, "precision": request.precision}
@@ -118,10 +118,6 @@ def _sample(request: MakeRequest, scorer: Scorer, observer: Observer, progress: 
     return journal
 
 
-def _say(observer: Observer) -> Callable[[str], None]:
-    return lambda said: observer.on_event(Warned(message=said))
-
-
 def _encode(request: MakeRequest, model: ChatModel) -> list[list[int]]:
     """Tokenize all prompts; raise if one does not fit into the context with its answer."""
     tokens = [encode_prompt(prompt.messages, model.tokenizer) for prompt in request.prompts]
@@ -129,9 +125,7 @@ def _encode(request: MakeRequest, model: ChatModel) -> list[list[int]]:
     if long := [place for place, one in enumerate(tokens) if len(one) + num_new > most]:
         text = shown(_transcript(request.prompts[long[0]].messages))
         message = f"{len(long):,} prompts are too long, the first is prompt {long[0] + 1} ({text})."
-        why = (
-            f"its {len(tokens[long[0]]):,} and {num_new:,} new tokens exceed the model's context of {most:,}."
-        )
+        why = f"{len(tokens[long[0]]):,} + {num_new:,} new tokens exceed the model's context of {most:,}."
         raise UserError(message, why=why, do="remove the long prompts, or lower --max_new_tokens")
     return tokens
 
@@ -165,9 +159,7 @@ def _choose(scored: Sequence[tuple[Item, float | None]], margin: float, tie: flo
         for answer, value in zip(item.answers, () if score is None else (score, 1 - score), strict=False):
             values[answer].append(value)
     if len(values) < 2:
-        return (
-            f"fewer than two {'answers within the context of the judge' if scored else 'different answers'}"
-        )
+        return f"fewer than two {'answers that could be scored' if scored else 'different answers'}"
     (low, worst), *_, (high, best) = sorted((fmean(found), answer) for answer, found in values.items())
     if high - low <= tie or high - low < margin:
         return "equal scores, or a difference below --margin"
@@ -179,20 +171,18 @@ def _score(
     scorer: Scorer, items: Sequence[Item], out: Path | None, observer: Observer, progress: Progress
 ) -> Journal:
     """Return a journal with the score of each item."""
-    asked = {"judge": scorer.identity, "items": repr(list(items))}
-    with Journal(out, asked, say=_say(observer), block=_TOGETHER) as journal:
+    asked = [scorer.identity, repr(list(items))]
+    with Journal(out, asked, say=lambda s: observer.on_event(Warned(message=s)), block=_BLOCK) as journal:
         score = scorer.open(observer) if len(journal.rows) < len(items) else None
         progress("scores", len(journal.rows), len(items))
         while score is not None and len(journal.rows) < len(items):
-            part = items[len(journal.rows) : len(journal.rows) + _TOGETHER]
+            part = items[len(journal.rows) : len(journal.rows) + _BLOCK]
             journal.add({"score": found} for found in score(part))
             progress("scores", len(journal.rows), len(items))
     return journal
 
 
-def check_pairs(
-    path: Path, scorer: Scorer, *, out: Path | None, observer: Observer, progress: Progress
-) -> Row:
+def check_pairs(path: Path, scorer: Scorer, out: Path | None, observer: Observer, progress: Progress) -> Row:
     """Compare pairs with the preferences of a second judge; write each pair with its preference to `out`."""
     rows, items, part = list[Row](), list[Item](), file_part(path)
     for row in part.rows():

@@ -86,22 +86,24 @@ def _find_function(file: str, name: str) -> Scorer:
     sys.path.insert(0, str(path.parent if is_file else Path.cwd()))  # as `python FILE` does
     try:
         module = runpy.run_path(str(path)) if is_file else vars(importlib.import_module(file))
-        function = module.get(name, f"{name} is not defined in {file}")
-        takes = inspect.signature(function).parameters.values()
     except Exception as error:
         why, do = f"{type(error).__name__}: {error}.", "a function is FILE.py:FUNCTION or MODULE:FUNCTION"
         raise UserError(f"--judge {spec} cannot be imported.", why=why, do=do) from error
+    define, function = f"define it as `def {name}(prompt, answer)`, and return a number", module.get(name)
+    if not callable(function):
+        raise UserError(f"{file} has no function {name}.", do=define)
+    takes = inspect.signature(function).parameters.values()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in takes)
     names = [each for each in ARGUMENTS if takes_all or each in {one.name for one in takes}]
     needed = {one.name for one in takes if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD}
     if "answer" not in names or not needed <= {*ARGUMENTS}:
         why = f"it is called by name with {', '.join(ARGUMENTS)}, as far as it has them, and needs answer."
-        raise UserError(f"{spec} cannot score.", why=why, do=f"define it as `def {name}(prompt, answer)`")
+        raise UserError(f"{spec} cannot score.", why=why, do=define)
 
     def score(item: Item) -> float:
         values = {**item.extra, "answer": item.answers[0], "reference": item.reference or None}
         place = f"prompt {item.group} ({shown(values['prompt'])})"
-        do = "correct the function and run the same command again: finished answers are kept"
+        do = "correct the function, then run the same command again"
         try:
             found = function(**{each: values[each] for each in names})
         except Exception as error:
