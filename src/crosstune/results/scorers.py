@@ -69,14 +69,9 @@ def find_scorer(name: str, *, backend: str = "auto") -> Scorer:
     compares = settings.verdict == "winner" and not is_reward
     scale = 1.0 if settings.verdict == "winner" else read_scale(settings.scale).span
     files = file_stamps(trained.adapter, Path(trained.base).expanduser())
-    return Scorer(
-        name=name,
-        open=open_scorer,
-        identity=[asdict(request), asdict(settings), files],
-        compares=compares,
-        span=math.inf if is_reward else scale,
-        tie=ROUNDING * scale,
-    )
+    identity, span = [asdict(request), asdict(settings), files], math.inf if is_reward else scale
+    kind: Any = {"compares": compares, "span": span, "tie": ROUNDING * scale}
+    return Scorer(name=name, open=open_scorer, identity=identity, **kind)
 
 
 def _find_function(file: str, name: str) -> Scorer:
@@ -115,9 +110,8 @@ def _find_function(file: str, name: str) -> Scorer:
             raise UserError(f"{spec} did not score {place}.", why=why, do=do)
         return float(found)
 
-    return Scorer(
-        name=spec,
-        open=lambda observer: lambda items: [score(item) for item in items],
-        identity=[spec, file_stamps(Path(str(module.get("__file__"))))],
-        runs_code=True,
-    )
+    def open_scorer(observer: Observer) -> Score:
+        return lambda items: [score(item) for item in items]
+
+    identity = [spec, file_stamps(Path(str(module.get("__file__"))))]
+    return Scorer(name=spec, open=open_scorer, identity=identity, runs_code=True)

@@ -38,8 +38,7 @@ def make_parser() -> ActionParser:
     prompts = "one prompt per line, or JSON lines with prompt or messages, as for `crosstune generate`"
     parser.add_for("make", "--prompts", type=read_path, metavar="FILE", help=prompts)
     parser.add_for("make", "--num", type=at_least(2, high=1000), default=4, help="answers per prompt")
-    margin = "least difference of the scores of a pair"
-    parser.add_for("make", "--margin", type=at_least(0.0), default=0.0, help=margin)
+    parser.add_for("make", "--margin", type=at_least(0.0), default=0.0, help="least difference of two scores")
     return parser
 
 
