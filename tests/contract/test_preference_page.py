@@ -1,4 +1,4 @@
-"""The command of docs/guide/preference.md runs as it stands."""
+"""The commands of docs/guide/preference.md run as they stand."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def followed(shop: Workshop) -> Followed:
         }
         for number in range(24)
     ]
+    (shop.home / "prompts.txt").write_text("Why is the sky blue?\nName a color.\n")
     (shop.home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Followed(shop, PAGE)
 
@@ -30,3 +31,8 @@ def test_a_model_is_trained_on_pairs(followed: Followed) -> None:
     lines = (followed.workshop.home / "runs/liked/metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3) and losses[-1] < losses[0]
+
+
+def test_pairs_are_made_and_checked(followed: Followed) -> None:
+    assert "2 pairs from 2 prompts" in followed[1]
+    assert "100.0%" in followed[2] and "2 pairs were made with this judge" in followed[2]

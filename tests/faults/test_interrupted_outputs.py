@@ -231,6 +231,28 @@ def test_answers_continue_after_a_kill(tiny_model: Path, tmp_path: Path, capsys:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_in", ["answers", "scores"])
+def test_pairs_continue_after_a_kill(
+    killed_in: str, tiny_model: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    (tmp_path / "prompts.txt").write_text("".join(f"Say {number}.\n" for number in range(20)))
+    slow = "import time\ndef score(prompt, answer):\n    time.sleep(0.005)\n    return -len(answer)\n"
+    (tmp_path / "judge.py").write_text(slow)
+    output, whole = tmp_path / "pairs.jsonl", tmp_path / "whole.jsonl"
+    words = ["pairs", "make", tiny_model, "--prompts", tmp_path / "prompts.txt", "--backend", "cpu"]
+    words += ["--judge", f"{tmp_path}/judge.py:score", "--max_new_tokens", "6"]
+    partial = "pairs.jsonl.partial" if killed_in == "answers" else "pairs.jsonl.scores.partial"
+    kill_when_kept([*words, "--out", output], tmp_path / partial, num_lines=8)
+    assert not output.exists()
+    assert main([*map(str, words), "--out", str(output)]) == 0
+    assert capsys.readouterr().err.count("continues after") == (1 if killed_in == "answers" else 2)
+    assert main([*map(str, words), "--out", str(whole)]) == 0
+    assert output.read_text() == whole.read_text() and output.read_text().count("\n") == 20
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__")
+    assert names == ["judge.py", "pairs.jsonl", "prompts.txt", "whole.jsonl"]
+
+
 @pytest.mark.parametrize("to", ["file", "pipe"])
 def test_verdicts_continue_after_a_kill_and_go_into_pipes(
     to: str, tiny_model: Path, tmp_path: Path, capsys: Captured

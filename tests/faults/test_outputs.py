@@ -30,6 +30,8 @@ Captured = pytest.CaptureFixture[str]
 FILES = {
     "judge predict": ["judge", "predict", "no-run", "--input", "no-input.jsonl", "--output"],
     "generate": ["generate", "no-model", "--prompt", "x", "--output"],
+    "pairs make": ["pairs", "make", "no-model", "--prompts", "no-file", "--judge", "no-run", "--out"],
+    "pairs check": ["pairs", "check", "no-pairs.jsonl", "--judge", "no-run", "--out"],
     "latents decode": ["latents", "decode", "no-run", "--text", "x", "--out"],
     "latents encode": ["latents", "encode", "no-run", "--text", "x", "--out"],
     "latents sample": ["latents", "sample", "no-run", "--out"],

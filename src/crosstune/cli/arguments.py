@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -57,6 +57,30 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}", do=f"see: {self.prog} --help")
+
+
+class ActionParser(Parser):
+    """A parser of a command with actions. It rejects options of other actions."""
+
+    def __init__(self, command: str, actions: Mapping[str, str], *, description: str, epilog: str) -> None:
+        summary = "\n".join(f"  {name:<8} {text}" for name, text in actions.items())
+        super().__init__(command, description=f"{description}\n\n{summary}", epilog=epilog)
+        self.actions_of: dict[str, tuple[str, ...]] = {}
+        self.add_argument("action", choices=tuple(actions))
+
+    def add_for(self, actions: str, flag: str, *, help: str, **settings: Any) -> None:
+        """Add an option for the given actions (a space-separated list)."""
+        names = tuple(actions.split())
+        self.actions_of[flag.removeprefix("--")] = names
+        default = settings.get("default")
+        shown = f" (default {default})" if default not in (None, -1, False) else ""
+        self.add_argument(flag, help=f"for {', '.join(names)}: {help}{shown}", **settings)
+
+    def refuse_others(self, own: argparse.Namespace) -> None:
+        """Raise a UserError for an option of a different action."""
+        for name, actions in self.actions_of.items():
+            if own.action not in actions and getattr(own, name) != self.get_default(name):
+                self.error(f"{own.action} does not accept --{name}: it is for {', '.join(actions)}")
 
 
 def parse_config(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, Config]:

@@ -25,6 +25,7 @@ COMMANDS = {
     "ladder": "try optimizations of a run one by one, measure each, and keep what helps",
     "plan": "show what train would do, on this machine or another, without doing it",
     "judge": "train, test and use a model that scores or compares answers",
+    "pairs": "make preference pairs from a model's answers with a judge, and check pairs",
     "data": "check a dataset: counts, lengths, and examples with the supervised part marked",
     "doctor": "check this machine: backends, memory, and a three-step run on each backend",
     "generate": "answer a prompt with a model or a trained run",

@@ -14,6 +14,7 @@ from crosstune.data.render.rendering import encode_prompt
 from crosstune.data.render.types import Message
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.machines.probe import probe_machine
+from crosstune.models.folder import longest_context
 from crosstune.models.quantized_folder import read_quantization
 from crosstune.planner.gather import make_plan, plan_over_quantized
 from crosstune.recipes.judge.verdicts import read_judge_settings
@@ -28,6 +29,8 @@ class ChatModel:
 
     session: Generates
     tokenizer: Tokenizer
+    max_tokens: int | None = None
+    """The model's context; None if its configuration does not specify it."""
 
     def answer(
         self,
@@ -110,7 +113,7 @@ def open_chat_model(
     session = open_session(plan, model, trained=False)
     assert isinstance(session, Generates), "a causal language model generates"
     tokenizer = Tokenizer.from_folder(trained.tokenizer_folder(model.path), model=model.path)
-    return ChatModel(session=session, tokenizer=tokenizer)
+    return ChatModel(session=session, tokenizer=tokenizer, max_tokens=longest_context(model.path))
 
 
 def _note_judge(target: str, trained: Trained, observer: Observer) -> None:

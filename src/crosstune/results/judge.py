@@ -82,7 +82,7 @@ def backend_for_test(config: Config, trained_on: str) -> str:
 
 def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, observer: Observer) -> Judge:
     """Open a run, an adapter or a model as a judge. A model that was not trained as a judge uses the format of `config`."""
-    trained, settings = _find_judge(request)
+    trained, settings = find_judge(request)
     # Items without a scale are on --score_scale, or else on the judge's.
     own_scale = settings is not None and "score_scale" not in config.sources
     default = read_scale(settings.scale if settings is not None and own_scale else config.score_scale)
@@ -116,11 +116,11 @@ def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, 
 
 def judge_scale(request: JudgeRequest) -> Scale | None:
     """Return the scale of a trained judge; None for other models."""
-    _, settings = _find_judge(request)
+    _, settings = find_judge(request)
     return read_scale(settings.scale) if settings is not None else None
 
 
-def _find_judge(request: JudgeRequest) -> tuple[Trained, JudgeSettings | None]:
+def find_judge(request: JudgeRequest) -> tuple[Trained, JudgeSettings | None]:
     """Find the target, and its settings if it was trained as a judge. A run with a scalar head has a whole model."""
     model = Path(request.target).expanduser() / "model"
     settings = read_judge_settings(model)
@@ -133,7 +133,7 @@ def make_journal(
     output: Path | None, judge: Judge, items: Sequence[Item], request: JudgeRequest, observer: Observer
 ) -> Journal:
     """Return the journal of the verdicts for an output; the same judge, items and options continue it."""
-    trained, _ = _find_judge(request)
+    trained, _ = find_judge(request)
     asked = {
         "request": dataclasses.asdict(request),
         "judge": dataclasses.asdict(judge.settings),

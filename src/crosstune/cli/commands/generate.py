@@ -170,17 +170,18 @@ def _answer_all(
     return EXIT_DONE
 
 
-def add_model_arguments(parser: Parser) -> None:
+def add_model_arguments(parser: Parser, *, metavar: str = "model", temperature: float = 0.0) -> None:
     """Add the arguments that `open_model` and `read_sampling` read."""
     add = parser.add_argument
     model = "a run (folder or name), an adapter folder, or a model (see --model_name of train)"
-    add("model", type=read_run, help=model)
+    add("model", type=read_run, metavar=metavar, help=model)
     add("--system", default="", help="a system message")
     add("--max_new_tokens", type=at_least(1), default=256, help="longest answer in tokens (default 256)")
     add("--backend", default="auto", help="backend to run on (default auto)")
     add("--precision", default="auto", help="dtype to compute in (default auto)")
     add = parser.add_argument_group("sampling").add_argument
-    add("--temperature", type=float, default=0.0, help="0: greedy decoding (default)")
+    greedy = "0: greedy decoding" + (f" (default {temperature:g})" if temperature else " (default)")
+    add("--temperature", type=float, default=temperature, help=greedy)
     top_p = "sample from the likeliest tokens with this total probability"
     add("--top_p", type=float, default=1.0, help=top_p)
     add("--top_k", type=int, default=0, help="sample from the K likeliest tokens")

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import (
+    ActionParser,
     Line,
-    Parser,
     at_least,
     print_result,
     print_written,
@@ -52,34 +52,8 @@ ACTIONS = {
 }
 
 
-class _LatentsParser(Parser):
-    """A parser that rejects options of other actions."""
-
-    def __init__(self) -> None:
-        summary = "\n".join(f"  {name:<8} {text}" for name, text in ACTIONS.items())
-        super().__init__(
-            "latents", description=f"Texts and their latent vectors:\n\n{summary}", epilog=EXAMPLES
-        )
-        self.actions_of: dict[str, tuple[str, ...]] = {}
-
-    def add_for(self, actions: str, flag: str, *, help: str, **settings: Any) -> None:
-        """Add an option for the given actions (a space-separated list)."""
-        names = tuple(actions.split())
-        self.actions_of[flag.removeprefix("--")] = names
-        default = settings.get("default")
-        shown = f" (default {default})" if default not in (None, -1, False) else ""
-        self.add_argument(flag, help=f"for {', '.join(names)}: {help}{shown}", **settings)
-
-    def refuse_others(self, own: argparse.Namespace) -> None:
-        """Raise a UserError for an option of a different action."""
-        for name, actions in self.actions_of.items():
-            if own.action not in actions and getattr(own, name) != self.get_default(name):
-                self.error(f"{own.action} does not accept --{name}: it is for {', '.join(actions)}")
-
-
-def make_parser() -> _LatentsParser:
-    parser = _LatentsParser()
-    parser.add_argument("action", choices=tuple(ACTIONS))
+def make_parser() -> ActionParser:
+    parser = ActionParser("latents", ACTIONS, description="Texts and their latent vectors:", epilog=EXAMPLES)
     parser.add_argument("target", type=read_path_or_name, metavar="TEXTS|PAIRS|RUN")
     add = parser.add_for
     out = "folder of pairs; .npy file of the vectors; for decode, a JSON Lines file of the texts"

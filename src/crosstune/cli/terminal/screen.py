@@ -93,7 +93,7 @@ class Screen:
         self._is_warm = False
         self._last_step_line = (0, 0.0)
         self._stage = ""
-        self._stage_started = 0.0
+        self._stage_started, self._stage_first = 0.0, 0
         self._last_shown = 0.0
         self._last_metrics: dict[str, float] = {}
 
@@ -186,6 +186,7 @@ class Screen:
         now = time.monotonic()
         if title != self._stage:
             self._stage, self._stage_started, self._last_shown = title, now, now - PLAIN_S
+            self._stage_first = done  # an earlier process finished these
         seconds = now - self._stage_started
         if total is not None and done >= total:
             self._line.clear()
@@ -194,15 +195,13 @@ class Screen:
                 self.output.line(f"{title}: {', '.join(amounts)} in {duration(seconds)}")
         elif seconds >= QUIET_S and (self.live or now - self._last_shown >= PLAIN_S):
             self._last_shown = now
-            rate = done / seconds
-            figures = [*amounts, f"{unit(rate)}/s"]
+            rate = (done - self._stage_first) / seconds
+            left = [f"left {duration((total - done) / rate)}"] if total and rate else []
+            figures = [*amounts, f"{unit(rate)}/s", *left]
             if not self.live:
                 self.output.line("  ".join([title, *figures]))
                 return
-            left = [f"left {duration((total - done) / rate)}"] if total and rate else []
-            self._line.show(
-                BarLine(title=title, share=done / total if total else 0.0, figures=figures + left)
-            )
+            self._line.show(BarLine(title=title, share=done / total if total else 0.0, figures=figures))
 
     @on_event.register
     def _on_training(self, event: TrainingStarted) -> None:

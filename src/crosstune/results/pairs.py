@@ -1,0 +1,234 @@
+"""Make preference pairs: sample answers, score them, keep the best and the worst. Check pairs with a second judge."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from crosstune.core.errors import UserError, shown
+from crosstune.core.events import Observer, Warned
+from crosstune.core.sampling import Sampling
+from crosstune.data.read.files import file_part
+from crosstune.data.render.rendering import encode_prompt
+from crosstune.files.journal import Journal, file_stamps
+from crosstune.files.json_files import to_json
+from crosstune.files.outputs import write_output
+from crosstune.recipes.judge.items import Item
+from crosstune.recipes.judge.verdicts import is_number
+from crosstune.recipes.preference.read_pairs import read_preferences
+from crosstune.results.chat_model import ChatModel, open_chat_model
+from crosstune.results.prompt_file import Prompt, json_line
+from crosstune.results.scorers import Scorer
+from crosstune.results.trained_folder import find_trained
+
+Progress = Callable[[str, int, int], None]
+"""Called with the kind of work, the finished number and the total."""
+Row = dict[str, Any]
+PREFERENCES = ("chosen", "rejected", "tie", "unscored")
+_BLOCK = 64
+"""Items scored between two writes of the journal."""
+_NUM_BUCKETS = 4
+_Z = 1.959964
+"""The normal quantile of a 95 % interval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeRequest:
+    model: str
+    prompts: Sequence[Prompt]
+    out: Path
+    sampling: Sampling
+    num: int = 4
+    margin: float = 0.0
+    max_new_tokens: int = 256
+    backend: str = "auto"
+    precision: str = "auto"
+
+
+def make_pairs(request: MakeRequest, scorer: Scorer, *, observer: Observer, progress: Progress) -> Row:
+    """Write the pairs and return counts. Answers and scores are kept next to the output until it is written; a different
+    judge or margin continues with the same answers."""
+    if request.margin > scorer.span:
+        why = f"the scores of {scorer.name} differ by at most {scorer.span:g}."
+        raise UserError(f"--margin {request.margin:g} is never reached.", why=why, do="lower --margin")
+    sampled = _sample(request, scorer, observer, progress)
+    gc.collect()  # a session has reference cycles, and the judge may need its memory
+    asked = [_questions(request, place, row, scorer) for place, row in enumerate(sampled.rows)]
+    out = request.out.with_name(f"{request.out.name}.scores")
+    scored = _score(scorer, [*itertools.chain(*asked)], out, observer, progress)
+    about = {"model": request.model, "judge": scorer.name}
+    scores, rows, without = iter(scored.rows), list[Row](), Counter[str]()
+    for prompt, items in zip(request.prompts, asked, strict=True):
+        found = _choose([(item, next(scores)["score"]) for item in items], request.margin, scorer.tie)
+        if isinstance(found, str):
+            without[found] += 1
+        else:
+            rows.append({"prompt": list(prompt.messages)} | found | about)
+    if not rows:
+        why = "; ".join(f"{count:,} with {reason}" for reason, count in without.items())
+        do = "lower --margin, which keeps the answers and scores, or raise --temperature or --num"
+        raise UserError(f"None of the {len(asked):,} prompts has a pair.", why=f"{why}.", do=do)
+    write_output(request.out, b"".join(map(json_line, rows)))
+    sampled.remove()
+    scored.remove()
+    num_cut = sum(row["num_cut"] for row in sampled.rows)
+    found = about | {"output": str(request.out), "num_prompts": len(asked), "num_pairs": len(rows)}
+    found |= {"without_pair": dict(without), "num_answers": request.num * len(asked), "num_cut": num_cut}
+    found |= {f"mean_{name}": fmean(row[f"score_{name}"] for row in rows) for name in PREFERENCES[:2]}
+    return found
+
+
+def _sample(request: MakeRequest, scorer: Scorer, observer: Observer, progress: Progress) -> Journal:
+    """Return a journal with the answers to each prompt, and how many reached --max_new_tokens. The answers to a prompt are
+    a batch with a seed made from the prompt, so that they do not depend on the other prompts."""
+    trained, total = find_trained(request.model), request.num * len(request.prompts)
+    files = file_stamps(trained.adapter, Path(trained.base).expanduser())
+    asked = [repr(replace(request, out=Path(), margin=0.0)), files]
+    with Journal(request.out, asked, say=lambda said: observer.on_event(Warned(message=said))) as journal:
+        if len(journal.rows) == len(request.prompts):
+            return journal
+        where = {"backend": request.backend, "precision": request.precision}
+        model = open_chat_model(request.model, observer=observer, **where)
+        tokens = _encode(request, model)
+        for place in range(len(journal.rows), len(request.prompts)):
+            progress("answers", request.num * place, total)
+            key = f"{request.sampling.seed} {to_json(request.prompts[place].messages)}".encode()
+            seed = int(hashlib.sha256(key).hexdigest()[:12], 16)
+            generated = model.session.generate(
+                [tokens[place]] * request.num,
+                max_new_tokens=request.max_new_tokens,
+                stop_ids=sorted(model.tokenizer.stop_ids),
+                sampling=replace(request.sampling, seed=seed),
+            )
+            texts = [model.tokenizer.decode(answer).strip() for answer in generated]
+            num_cut = sum(len(answer) >= request.max_new_tokens for answer in generated)
+            row = {"answers": texts, "num_cut": num_cut}
+            if scorer.runs_code and place == 0:  # a function that fails does so before the long work
+                scorer.open(observer)(_questions(request, 0, row, scorer))
+            journal.add([row])
+        progress("answers", total, total)
+    return journal
+
+
+def _encode(request: MakeRequest, model: ChatModel) -> list[list[int]]:
+    """Tokenize all prompts; raise if one does not fit into the context with its answer."""
+    tokens = [encode_prompt(prompt.messages, model.tokenizer) for prompt in request.prompts]
+    most, num_new = model.max_tokens or math.inf, request.max_new_tokens
+    if long := [place for place, one in enumerate(tokens) if len(one) + num_new > most]:
+        text = shown(_transcript(request.prompts[long[0]].messages))
+        message = f"{len(long):,} prompts are too long, the first is prompt {long[0] + 1} ({text})."
+        why = f"{len(tokens[long[0]]):,} + {num_new:,} new tokens exceed the model's context of {most:,}."
+        raise UserError(message, why=why, do="remove the long prompts, or lower --max_new_tokens")
+    return tokens
+
+
+def _questions(request: MakeRequest, place: int, row: Row, scorer: Scorer) -> list[Item]:
+    """Return what to score: each different answer, or each two of them. Nothing can be trained on an empty answer."""
+    different = [answer for answer in dict.fromkeys(row["answers"]) if answer]
+    chosen = itertools.combinations(different, 1 + scorer.compares) if len(different) > 1 else ()
+    prompt = request.prompts[place]
+    return [_item(prompt.messages, answers, place + 1, prompt.reference or "") for answers in chosen]
+
+
+def _item(messages: Sequence[Any], answers: tuple[str, ...], number: int, reference: str = "") -> Item:
+    last = next((turn["content"] for turn in reversed(messages) if turn["role"] == "user"), "")
+    extra, name, task = {"prompt": last, "messages": list(messages)}, str(number), _transcript(messages)
+    return Item(id=name, group=name, task=task, answers=answers, reference=reference, extra=extra)
+
+
+def _transcript(messages: Sequence[Any]) -> str:
+    """Return the text of a single message, or each turn after its role."""
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in messages)
+
+
+def _choose(scored: Sequence[tuple[Item, float | None]], margin: float, tie: float) -> Row | str:
+    """Return the best and the worst answer with their scores, or why there is no pair. The score of a compared answer is its
+    mean probability of being better than another."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for item, score in scored:
+        for answer, value in zip(item.answers, () if score is None else (score, 1 - score), strict=False):
+            values[answer].append(value)
+    if len(values) < 2:
+        return f"fewer than two {'answers that could be scored' if scored else 'different answers'}"
+    (low, worst), *_, (high, best) = sorted((fmean(found), answer) for answer, found in values.items())
+    if high - low <= tie or high - low < margin:
+        return "equal scores, or a difference below --margin"
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in (best, worst))
+    return {"chosen": chosen, "rejected": rejected, "score_chosen": high, "score_rejected": low}
+
+
+def _score(
+    scorer: Scorer, items: Sequence[Item], out: Path | None, observer: Observer, progress: Progress
+) -> Journal:
+    """Return a journal with the score of each item."""
+    asked = [scorer.identity, repr(list(items))]
+    with Journal(out, asked, say=lambda s: observer.on_event(Warned(message=s)), block=_BLOCK) as journal:
+        score = scorer.open(observer) if len(journal.rows) < len(items) else None
+        progress("scores", len(journal.rows), len(items))
+        while score is not None and len(journal.rows) < len(items):
+            part = items[len(journal.rows) : len(journal.rows) + _BLOCK]
+            journal.add({"score": found} for found in score(part))
+            progress("scores", len(journal.rows), len(items))
+    return journal
+
+
+def check_pairs(path: Path, scorer: Scorer, out: Path | None, observer: Observer, progress: Progress) -> Row:
+    """Compare pairs with the preferences of a second judge; write each pair with its preference to `out`."""
+    rows, items, part = list[Row](), list[Item](), file_part(path)
+    for row in part.rows():
+        try:
+            [pair] = read_preferences(row.row, paired=True)
+        except UserError as error:
+            message = f"{part.place(row.number)}: {error.message}"
+            raise UserError(message, why=error.why, do=error.do) from error
+        rows.append(row.row)
+        both = tuple(_transcript(answer) for answer in pair.answers)
+        asked = [both] if scorer.compares else [both[:1], both[1:]]
+        items += [_item(pair.prompt, answers, len(rows)) for answers in asked]
+    if not rows:
+        raise UserError(f"{path} has no pairs.", do="make them with `crosstune pairs make`")
+    journal = _score(scorer, items, out, observer, progress)
+    scores, size = [row["score"] for row in journal.rows], len(items) // len(rows)
+    said = [_prefer(scores[start : start + size], scorer.tie) for start in range(0, len(scores), size)]
+    if out is not None:
+        pairs = zip(rows, said, strict=True)
+        write_output(out, b"".join(json_line({**row, "second_judge": one}) for row, one in pairs))
+        journal.remove()
+    sides = [(row.get("score_chosen"), row.get("score_rejected")) for row in rows]
+    order = sorted((a - b, n) for n, (a, b) in enumerate(sides) if is_number(a) and is_number(b))
+    buckets, count = list[Row](), min(_NUM_BUCKETS, len(order))
+    for number in range(count):
+        own = order[len(order) * number // count : len(order) * (number + 1) // count]
+        buckets.append({"from": own[0][0], "to": own[-1][0]} | agreement([said[n] for _, n in own]))
+    same = sum(row.get("judge") == scorer.name for row in rows)
+    return agreement(said) | {"judge": scorer.name, "num_same_judge": same, "buckets": buckets}
+
+
+def _prefer(scores: Sequence[float | None], tie: float) -> str:
+    """Return one of PREFERENCES. A single score is the probability that the chosen answer is better."""
+    first, second = (*scores, 0.5)[:2]
+    if first is None or second is None:
+        return "unscored"
+    return "tie" if abs(first - second) <= tie else "chosen" if first > second else "rejected"
+
+
+def agreement(said: Sequence[str]) -> Row:
+    """Return counts, and the fraction of decided pairs whose chosen answer is preferred, with its Wilson interval."""
+    found: Row = {"num_pairs": len(said)} | {f"num_{name}": said.count(name) for name in PREFERENCES}
+    n = found["num_chosen"] + found["num_rejected"]
+    if not n:
+        return found | {"agreement": None, "interval": [0.0, 1.0]}
+    share, least = found["num_chosen"] / n, _Z**2 / n
+    wide = math.sqrt(share * (1 - share) * least + least**2 / 4)
+    interval = [(share + least / 2 + sign * wide) / (1 + least) for sign in (-1, 1)]
+    return found | {"agreement": share, "interval": interval}
