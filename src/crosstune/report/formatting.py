@@ -19,10 +19,22 @@ _LOWER_IS_BETTER = frozenset(
     {"loss", "nll", "nats", "perplexity", "ppl", "error", "mse", "mae", "rmse", "wer", "cer", "ece"}
 )
 _SHARES = frozenset(
-    {"match", "accuracy", "acc", "agreement", "precision", "recall", "f1", "auc", "share", "winrate"}
+    {
+        "match",
+        "accuracy",
+        "accuracies",
+        "acc",
+        "agreement",
+        "precision",
+        "recall",
+        "f1",
+        "auc",
+        "share",
+        "winrate",
+    }
 )
 _HIGHER_IS_BETTER = _SHARES | frozenset(
-    {"bleu", "chrf", "rouge", "correlation", "spearman", "pearson", "kendall", "win"}
+    {"bleu", "chrf", "rouge", "correlation", "spearman", "pearson", "kendall", "win", "margins"}
 )
 _OUT_OF_100 = frozenset({"bleu", "chrf"})
 _SPELLING = {"bleu": "BLEU", "chrf": "chrF"}
