@@ -1,4 +1,4 @@
-"""The command of docs/guide/preference.md runs as it stands."""
+"""The commands of docs/guide/preference.md run as they stand."""
 
 from __future__ import annotations
 
@@ -30,3 +30,7 @@ def test_a_model_is_trained_on_pairs(followed: Followed) -> None:
     lines = (followed.workshop.home / "runs/liked/metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3) and losses[-1] < losses[0]
+
+
+def test_the_data_is_shown_before_the_training(followed: Followed) -> None:
+    assert "24 read = 22 to train on + 2 held out" in followed[1] and "[[Yes.<|im_end|>]]" in followed[1]

@@ -25,6 +25,7 @@ from crosstune.data.checks.preflight import warnings_of
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.models.folder import folder_shape, longest_context
 from crosstune.recipes.preference.batch import Floats, Group, PreferenceBatch, make_batch
+from crosstune.recipes.preference.data_report import account, describe_answers, pair_warnings
 from crosstune.recipes.preference.losses import (
     BETAS,
     WITH_SFT,
@@ -90,7 +91,7 @@ class PreferenceRecipe(TokenRecipe):
             found,
             self.tokenizer,
             config=self.config,
-            name=f"the {name} rows of {self.config.dataset}",
+            name=f"{self.config.dataset} ({name} answers)",
             model_limit=self._limit,
             progress=show,
         )
@@ -234,41 +235,21 @@ class PreferenceRecipe(TokenRecipe):
         """Return the data report for the screen, plan.json and the HTML page."""
         form = "pairs" if self.loss.is_paired else "answers with labels"
         described = self.describe_rows(form=f"preference: {form}", identity=self.identity())
-        described[form.split()[0]] = len(self.train)
+        described |= {
+            form.split()[0]: len(self.train),
+            "rows": account(self.data, self.train, self.held_out),
+            "sides": describe_answers(self.train),
+        }
         if self.held_out is not None:
             described["eval"] = self.held_out.corpus.stats
-        warnings = [*warnings_of(described["train"], num_shared=0), *self._warnings()]
+        own = pair_warnings(self.data, self.train, self.held_out, answers=described["sides"])
+        stats = {
+            **described["train"],
+            "cut_examples": 0,
+            "duplicates": 0,
+        }  # the pairs have their own warnings
+        warnings = [*warnings_of(stats, num_shared=0), *own]
         return described | {k: v for k, v in (("notes", list(self.data.notes)), ("warnings", warnings)) if v}
-
-    def _warnings(self) -> list[str]:
-        data, found = self.data, list[str]()
-        if data.num_same:
-            found.append(f"{data.num_same} pairs are left out: their two answers are the same")
-        if self.train.num_too_long:
-            found.append(
-                f"{self.train.num_too_long} of {len(data.train)} are left out: an answer does not fit the context"
-            )
-        pairs = [(prompt_key(one), str(one.answers)) for one in self.train.preferences]
-        if repeated := len(pairs) - len(set(pairs)):
-            found.append(f"{repeated} of {len(pairs)} rows repeat an earlier row")
-        if self.held_out is not None:
-            prompts = {prompt_key(one) for one in self.train.preferences}
-            shared = sum(prompt_key(one) in prompts for one in self.held_out.preferences)
-            if shared:
-                found.append(
-                    f"{shared} of {len(self.held_out)} held-out prompts are also in the training data"
-                )
-        if self.loss.is_paired:
-            lengths = np.array([self.train[place].lengths for place in range(min(len(self.train), 5000))])
-            longer, shorter = (float((sign * lengths @ (1, -1) > 0).mean()) for sign in (1, -1))
-            if len(lengths) >= 20 and max(longer, shorter) > 0.7:
-                side = "chosen" if longer > 0.5 else "rejected"
-                found.append(
-                    f"the {side} answer is longer in {max(longer, shorter):.0%} of the pairs (mean "
-                    f"{lengths[:, 0].mean():.0f} and {lengths[:, 1].mean():.0f} tokens): the model may learn length; "
-                    "compare with --preference_loss simpo or ipo, which divide by it"
-                )
-        return found
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
         if self.held_out is None:
