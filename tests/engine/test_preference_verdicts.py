@@ -78,6 +78,9 @@ def test_both_rewards_fall_and_the_advice_helps(train: Callable[..., Path]) -> N
     summary = json.loads((healthy / "summary.json").read_text())
     low, high = summary["eval_intervals"]["rewards/accuracies"]
     assert low == pytest.approx(wilson(1.0, 15)[0]) and high == 1.0
+    page = (healthy / "report.html").read_text()
+    for shown in ("Rewards: chosen and rejected", "chosen, training", "chosen, held-out", "95 % interval"):
+        assert shown in page
 
 
 def test_memorized_noise_and_a_broken_model(train: Callable[..., Path]) -> None:

@@ -243,7 +243,7 @@ class Evaluated(Event):
     metrics: Mapping[str, float]
     samples: Sequence[SampleRow]
     seconds: float
-    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    intervals: Mapping[str, tuple[float, float]] | None = None
     """95 % intervals of some metrics."""
 
 

@@ -334,7 +334,7 @@ class Training:
                 metrics=dict(evaluation.metrics),
                 samples=[_sample_row(sample) for sample in evaluation.samples],
                 seconds=time.perf_counter() - started,
-                intervals=dict(evaluation.intervals),
+                intervals=dict(evaluation.intervals) or None,
             )
         )
         self.progress.add_evaluation(step, evaluation.metrics)

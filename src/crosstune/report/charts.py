@@ -145,8 +145,8 @@ def run_charts(run: RunFiles) -> list[Chart]:
     span = (0.0, max([*steps, float(run.last_step)]))
     charts = [_loss_chart(run)]
     trained = task_metrics(run.metrics)
-    both = [name for name in trained if name in evaluated and "/" in name]
-    charts += _paired_charts(run, both, evaluated)
+    both = [name for name in trained if name in evaluated]
+    charts += _paired_charts(run, ordered(both), evaluated)
     for name in ordered(evaluated):
         if name != "loss" and name not in both:
             series = [Series(label=label_of(name), points=evaluated[name], look="marked", colour=2)]
@@ -167,8 +167,8 @@ def run_charts(run: RunFiles) -> list[Chart]:
 def _paired_charts(
     run: RunFiles, names: Sequence[str], evaluated: Mapping[str, Sequence[Point]]
 ) -> list[Chart]:
-    """Return charts of grouped metrics such as `rewards/margins`, in training and on held-out data; the chosen and the
-    rejected side of a group share a chart."""
+    """Return charts of metrics measured in training and on held-out data; the chosen and the rejected side of a group such
+    as `rewards/chosen` share a chart."""
     charts = []
     for name in names:
         group, _, side = name.partition("/")
@@ -184,7 +184,7 @@ def _paired_charts(
             series.append(
                 Series(label=f"{before}held-out", points=evaluated[each], look="marked", colour=2 + 2 * place)
             )
-        title = f"{group}: chosen and rejected" if len(drawn) > 1 else label_of(name)
+        title = f"{group.capitalize()}: chosen and rejected" if len(drawn) > 1 else label_of(name)
         charts.append(replace(_metric_chart(title, name, series), shows_figures=len(drawn) == 1))
     return charts
 
