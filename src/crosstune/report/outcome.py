@@ -103,10 +103,10 @@ def evaluations(run: RunFiles) -> list[MetricChange]:
     names = ordered(dict.fromkeys([*before, *after]))
     found = {name: _metric_change(name, before, after, labels=("before", after_label)) for name in names}
     for name, ends in mapping(run.summary.get("eval_intervals")).items():
-        low, high = (number(end) for end in listed(ends)) if len(listed(ends)) == 2 else (None, None)
-        if name in found and after_label == "after" and low is not None and high is not None:
-            show = display_of(name, [low, high]).show
-            found[name] = replace(found[name], interval=f"{show(low).text} to {show(high).text}")
+        values = [value for end in listed(ends) if (value := number(end)) is not None]
+        if name in found and after_label == "after" and len(values) == 2:
+            low, high = map(display_of(name, values).show, values)
+            found[name] = replace(found[name], interval=f"{low.text} to {high.text}")
     return list(found.values())
 
 

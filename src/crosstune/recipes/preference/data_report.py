@@ -20,7 +20,7 @@ def account(
     data: PreferenceData, train: PreferenceCorpus, held_out: PreferenceCorpus | None
 ) -> dict[str, int]:
     """Return the number of rows read, and what became of them. A row of a pair may be two answers with labels."""
-    kept = [_places(part.preferences) if part is not None else set() for part in (train, held_out)]
+    kept = [_places(part.preferences) if part is not None else set[str]() for part in (train, held_out)]
     opened = _places([*data.train, *data.held_out])
     return {
         "read": data.num_rows,

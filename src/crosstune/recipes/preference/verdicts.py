@@ -68,7 +68,7 @@ class Verdicts:
 
     def observe_evaluation(self, evaluations: Mapping[int, Metrics]) -> dict[str, str]:
         """Compare the last evaluation with the evaluation before the training."""
-        first, last = (evaluations[choose(evaluations)] for choose in (min, max))
+        first, last = evaluations[min(evaluations)], evaluations[max(evaluations)]
         if len(evaluations) < 2:
             return {"few layers": self.reach} if self.reach else {}
         lost = {
