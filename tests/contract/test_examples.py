@@ -42,6 +42,29 @@ def test_sft_on_own_data(home: Path) -> None:
     assert (home / "runs/sft/adapter").is_dir()
 
 
+PREFERENCE = ["crosstune", "train", "--config", "examples/preference.yaml", "--backend", "cpu"]
+
+
+def _short(home: Path) -> list[float]:
+    """Return the fraction of short held-out answers at each evaluation."""
+    printed = _run([sys.executable, "examples/short_answers.py", "runs/short"], home)
+    return [float(line.split()[2]) for line in printed.splitlines()]
+
+
+def test_preference_yaml_with_a_tiny_model(home: Path) -> None:
+    words = [*PREFERENCE, "--model_name", "tiny-random", "--max_steps", "2", "--num_samples", "2"]
+    _run([*words, "--max_new_tokens", "4", "--context_length", "256"], home)
+    assert (home / "runs/short/adapter").is_dir() and _short(home) == [1.0, 1.0]  # 4 tokens are few words
+
+
+@pytest.mark.slow
+def test_preferred_answers_become_short(home: Path) -> None:
+    """The claim of docs/guide/preference.md, with greedy answers to short_answers.jsonl."""
+    _run([*PREFERENCE, "--num_samples", "24"], home)
+    before, after = _short(home)
+    assert before <= 0.6 and after > 0.9
+
+
 def test_qlora_fits_a_24_gb_card(home: Path) -> None:
     words = ["crosstune", "plan", "--config", "examples/qlora_24gb.yaml", "--machine", "rtx-4090"]
     assert "memory" in _run(words, home)

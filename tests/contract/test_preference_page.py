@@ -34,5 +34,9 @@ def test_a_model_is_trained_on_pairs(followed: Followed) -> None:
 
 
 def test_pairs_are_made_and_checked(followed: Followed) -> None:
-    assert "2 pairs from 2 prompts" in followed[1]
-    assert "100.0%" in followed[2] and "2 pairs were made with this judge" in followed[2]
+    assert "2 pairs from 2 prompts" in followed[2]
+    assert "100.0%" in followed[3] and "2 pairs were made with this judge" in followed[3]
+
+
+def test_the_data_is_shown_before_the_training(followed: Followed) -> None:
+    assert "24 read = 22 to train on + 2 held out" in followed[1] and "[[Yes.<|im_end|>]]" in followed[1]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
 from crosstune.recipes.preference.open_pairs import open_preferences
@@ -131,3 +132,51 @@ def test_equal_answers_are_counted_and_left_out(tmp_path: Path) -> None:
     assert len(data.train) == 1 and data.num_same == 1
     with pytest.raises(UserError, match="no preference to learn from"):
         open_preferences(make_config(recipe="preference", dataset=write(tmp_path, rows[1:])), paired=True)
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], str]:
+    """Run `crosstune data` with a tiny model; return its exit code, report and errors."""
+    code = main(["data", *words, "--recipe", "preference", "--model_name", "tiny-random", "--json"])
+    printed = capsys.readouterr()
+    return code, json.loads(printed.out), printed.err
+
+
+def test_the_data_command_accounts_for_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"Question {n}", "chosen": "yes, and much more", "rejected": "no"} for n in range(25)]
+    turned = {"prompt": "Question 0", "chosen": "no", "rejected": "yes, and much more"}
+    same, bad = {"prompt": "a", "chosen": "b", "rejected": "b"}, {"prompt": "a", "chosen": "b"}
+    long = {"prompt": "Question x", "chosen": "w " * 60, "rejected": "no"}
+    name = write(tmp_path, [*rows, rows[0], turned, same, bad, long])
+    code, found, err = report(capsys, name, "--skip_eval", "--context_length", "64")
+    assert code == 2 and "line 29: The rejected answer is missing." in err
+    assert found["rows"] == {
+        "read": 30, "trained": 28, "held_out": 0, "same": 1, "too_long": 0, "bad": 1, "unused": 0
+    }  # fmt: skip
+    assert found["sides"]["chosen"]["answers"] == 28 and found["sides"]["chosen"]["longest"] > 30
+    assert "[[yes, and much more<|im_end|>]]" in found["shown"][0] and "rejected: " in found["shown"][0]
+    said = " ".join(found["warnings"])
+    for part in (
+        "1 of 30 rows are left out", "cut at the context: 1", "1 of 28 rows repeat", "both orders: 1",
+        "chosen answer is longer in 96%",
+    ):  # fmt: skip
+        assert part in said
+    code, found, _ = report(
+        capsys, name, "--skip_eval", "--context_length", "64", "--truncation", "drop", "--skip_bad_rows"
+    )
+    assert code == 0 and found["rows"]["too_long"] == 1 and found["rows"]["trained"] == 27
+
+
+def test_the_data_command_reads_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"Question {n}", "completion": "yes", "label": n % 2 == 0} for n in range(10)]
+    name = write(tmp_path, [*rows, {**rows[0], "label": False}])
+    leaked = tmp_path / "held.jsonl"
+    leaked.write_text(json.dumps(rows[1]) + "\n")
+    code, found, _ = report(capsys, name, "--preference_loss", "kto", "--eval_dataset", str(leaked))
+    assert code == 0 and found["rows"]["trained"] == 11 and found["rows"]["held_out"] == 1
+    assert {side: each["answers"] for side, each in found["sides"].items()} == {
+        "desirable": 5,
+        "undesirable": 6,
+    }
+    said = " ".join(found["warnings"])
+    assert "both labels: 1" in said and "1 of 1 held-out prompts are also in the training data" in said
+    assert found["shown"][0].startswith("desirable: ")

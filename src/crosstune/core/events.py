@@ -243,6 +243,8 @@ class Evaluated(Event):
     metrics: Mapping[str, float]
     samples: Sequence[SampleRow]
     seconds: float
+    intervals: Mapping[str, tuple[float, float]] | None = None
+    """95 % intervals of some metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,8 @@ class Evaluation:
 
     metrics: Mapping[str, float]
     samples: Sequence[Sample] = ()
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """95 % intervals of some metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +282,18 @@ class PreparesSession(Recipe, Protocol):
     ) -> None:
         """Called on every rank with the opened model. `folder`: the run; `earlier`: the run that it continues; `writes`: on
         the rank that writes files."""
+
+
+@runtime_checkable
+class GivesVerdicts(Recipe, Protocol):
+    """A recipe that recognizes training that goes wrong. A verdict is a problem's name -> a sentence with what to do; an
+    empty sentence means that the problem is over."""
+
+    def judge_step(self, step: int, result: Backward) -> Mapping[str, str]:
+        """Return verdicts after a step, counted from 1."""
+
+    def judge_evaluation(self, evaluations: Mapping[int, Metrics]) -> Mapping[str, str]:
+        """Return verdicts after an evaluation. `evaluations`: step -> metrics."""
 
 
 @runtime_checkable

@@ -46,6 +46,10 @@ class Progress:
     """Step -> loss on held-out data."""
     eval_metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Step -> all metrics on held-out data."""
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """95 % intervals of the last evaluation."""
+    verdicts: dict[str, str] = field(default_factory=dict)
+    """Problem -> a sentence with what to do, of recipes that give verdicts."""
 
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     """The changes that this process made after running out of memory."""
@@ -94,6 +98,8 @@ class Progress:
             "tokens_per_s": self.tokens_per_s(),
             "peak_memory_bytes": self.peak_memory_bytes,
             "recoveries": list(self.recoveries),
+            **({"eval_intervals": dict(self.intervals)} if self.intervals else {}),
+            **({"verdicts": dict(self.verdicts)} if self.verdicts else {}),
         }
 
     def to_manifest(self) -> dict[str, Any]:
@@ -102,6 +108,7 @@ class Progress:
             "eval_before": dict(self.eval_before),
             "evaluations": {str(step): loss for step, loss in self.evaluations.items()},
             "eval_metrics": {str(step): dict(found) for step, found in self.eval_metrics.items()},
+            **({"verdicts": dict(self.verdicts)} if self.verdicts else {}),
         }
 
     @classmethod
@@ -110,6 +117,7 @@ class Progress:
         known |= {"weight": int(carried.get(weight_name) or 0), "weight_name": weight_name}
         progress = cls(**known, eval_before=dict(carried.get("eval_before") or {}))
         progress.start_step = progress.steps
+        progress.verdicts = dict(carried.get("verdicts") or {})
         losses, metrics = carried.get("evaluations") or {}, carried.get("eval_metrics") or {}
         progress.evaluations = {int(step): loss for step, loss in _numbers(losses).items()}
         progress.eval_metrics = {int(step): _numbers(found) for step, found in metrics.items()}

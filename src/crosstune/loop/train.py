@@ -29,6 +29,7 @@ from crosstune.core.profiling import CHECKPOINT, DATA, EVALUATION, no_phase
 from crosstune.core.protocols import (
     Backward,
     Evaluation,
+    GivesVerdicts,
     PreparedBatch,
     Recipe,
     Sample,
@@ -276,6 +277,8 @@ class Training:
             **(result.metrics if result else {"skipped": True}),
         }
         self.observer.on_step(cast(StepMetrics, row))  # plus the recipe's weight and the task's metrics
+        if result is not None and isinstance(self.recipe, GivesVerdicts):
+            self._give_verdicts(self.recipe.judge_step(step + 1, result))
         return True
 
     def _choose_smaller(self, error: OutOfMemory, *, step: int) -> None:
@@ -331,9 +334,11 @@ class Training:
                 metrics=dict(evaluation.metrics),
                 samples=[_sample_row(sample) for sample in evaluation.samples],
                 seconds=time.perf_counter() - started,
+                intervals=dict(evaluation.intervals) or None,
             )
         )
         self.progress.add_evaluation(step, evaluation.metrics)
+        self.progress.intervals = evaluation.intervals
         if when != "before":
             self._keep_best(step)
         self._warn_of_evaluation(step)
@@ -355,8 +360,20 @@ class Training:
             self.save()
 
     def _warn_of_evaluation(self, step: int) -> None:
-        """Warn of overfitting or a non-finite loss, once until an evaluation is better."""
+        """Warn of overfitting, a non-finite loss or a verdict of the recipe, once until an evaluation is better."""
+        if isinstance(self.recipe, GivesVerdicts):
+            self._give_verdicts(self.recipe.judge_evaluation(self.progress.eval_metrics))
         word, message = evaluation_warning(self.progress.evaluations)
         if word and word != self._warned_of:
             self.observer.on_event(Warned(message=message, step=step))
         self._warned_of = word
+
+    def _give_verdicts(self, found: Mapping[str, str]) -> None:
+        known = self.progress.verdicts
+        for name, sentence in found.items():
+            if sentence and name not in known:
+                self.observer.on_event(Warned(message=sentence, step=self.progress.steps))
+            if sentence:
+                known[name] = sentence
+            else:
+                known.pop(name, None)

@@ -144,11 +144,16 @@ def run_charts(run: RunFiles) -> list[Chart]:
     steps = [step for points in evaluated.values() for step, _ in points]
     span = (0.0, max([*steps, float(run.last_step)]))
     charts = [_loss_chart(run)]
+    trained = task_metrics(run.metrics)
+    both = [name for name in trained if name in evaluated]
+    charts += _paired_charts(run, ordered(both), evaluated)
     for name in ordered(evaluated):
-        if name != "loss":
+        if name != "loss" and name not in both:
             series = [Series(label=label_of(name), points=evaluated[name], look="marked", colour=2)]
             charts.append(_metric_chart("Evaluation: ", name, series))
-    for name in task_metrics(run.metrics):
+    for name in trained:
+        if name in both:
+            continue
         charts.append(_metric_chart("Training: ", name, _with_smoothed(step_points(run.metrics, name))))
     for title, name, smoothed in _STEP_CHARTS:
         points = step_points(run.metrics, name)
@@ -157,6 +162,31 @@ def run_charts(run: RunFiles) -> list[Chart]:
     moves = run_moves(run)
     charts = [replace(chart, span=span, marks=[*moves, *chart.marks]) for chart in charts]
     return [replace(charts[0], other_axes=_over_other_axes(charts[0], run)), *charts[1:]]
+
+
+def _paired_charts(
+    run: RunFiles, names: Sequence[str], evaluated: Mapping[str, Sequence[Point]]
+) -> list[Chart]:
+    """Return charts of metrics measured in training and on held-out data; the chosen and the rejected side of a group such
+    as `rewards/chosen` share a chart."""
+    charts = []
+    for name in names:
+        group, _, side = name.partition("/")
+        other = f"{group}/rejected"
+        if side == "rejected" and f"{group}/chosen" in names:
+            continue
+        drawn = [name, other] if side == "chosen" and other in names else [name]
+        series = list[Series]()
+        for place, each in enumerate(drawn):
+            before = f"{each.partition('/')[2]}, " if len(drawn) > 1 else ""
+            points = smoothed_points(run, each)
+            series.append(Series(label=f"{before}training", points=points, colour=1 + 2 * place))
+            series.append(
+                Series(label=f"{before}held-out", points=evaluated[each], look="marked", colour=2 + 2 * place)
+            )
+        title = f"{group.capitalize()}: chosen and rejected" if len(drawn) > 1 else label_of(name)
+        charts.append(replace(_metric_chart(title, name, series), shows_figures=len(drawn) == 1))
+    return charts
 
 
 def _over_other_axes(chart: Chart, run: RunFiles) -> list[Chart]:

@@ -14,15 +14,27 @@ from crosstune.report.files import number
 MINUS = "\N{MINUS SIGN}"
 NOT_FINITE = "not finite"
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_FIRST_METRICS = ("loss", "exact_match")
+_FIRST_METRICS = ("loss", "exact_match", "rewards/accuracies", "rewards/margins")
 _LOWER_IS_BETTER = frozenset(
     {"loss", "nll", "nats", "perplexity", "ppl", "error", "mse", "mae", "rmse", "wer", "cer", "ece"}
 )
 _SHARES = frozenset(
-    {"match", "accuracy", "acc", "agreement", "precision", "recall", "f1", "auc", "share", "winrate"}
+    {
+        "match",
+        "accuracy",
+        "accuracies",
+        "acc",
+        "agreement",
+        "precision",
+        "recall",
+        "f1",
+        "auc",
+        "share",
+        "winrate",
+    }
 )
 _HIGHER_IS_BETTER = _SHARES | frozenset(
-    {"bleu", "chrf", "rouge", "correlation", "spearman", "pearson", "kendall", "win"}
+    {"bleu", "chrf", "rouge", "correlation", "spearman", "pearson", "kendall", "win", "margins"}
 )
 _OUT_OF_100 = frozenset({"bleu", "chrf"})
 _SPELLING = {"bleu": "BLEU", "chrf": "chrF"}
@@ -209,7 +221,7 @@ def display_of(name: str, values: Sequence[float]) -> MetricDisplay:
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """Return loss and exact match first, the others in the given order."""
+    """Return the loss and the main metrics first, the others in the given order."""
     names = list(names)
     first = [name for name in _FIRST_METRICS if name in names]
     return first + [name for name in names if name not in first]

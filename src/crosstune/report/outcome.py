@@ -52,6 +52,8 @@ class MetricChange:
     before_label: str
     after_label: str
     change: Change | None
+    interval: str = ""
+    """The 95 % interval of `after`."""
 
 
 class Total(NamedTuple):
@@ -99,7 +101,18 @@ def evaluations(run: RunFiles) -> list[MetricChange]:
     before = mapping(run.summary.get("eval_before")) or _metrics_when(run, "before")
     after, after_label = _result_evaluation(run) or _last_evaluation(run)
     names = ordered(dict.fromkeys([*before, *after]))
-    return [_metric_change(name, before, after, labels=("before", after_label)) for name in names]
+    found = {name: _metric_change(name, before, after, labels=("before", after_label)) for name in names}
+    for name, ends in mapping(run.summary.get("eval_intervals")).items():
+        values = [value for end in listed(ends) if (value := number(end)) is not None]
+        if name in found and after_label == "after" and len(values) == 2:
+            low, high = map(display_of(name, values).show, values)
+            found[name] = replace(found[name], interval=f"{low.text} to {high.text}")
+    return list(found.values())
+
+
+def verdicts(run: RunFiles) -> list[str]:
+    """Return the recipe's verdicts on the run."""
+    return [str(sentence) for sentence in mapping(run.summary.get("verdicts")).values()]
 
 
 def training_loss(run: RunFiles) -> MetricChange | None:

@@ -61,6 +61,7 @@ def render(run: RunFiles) -> str:
         "page.html.jinja",
         run=run,
         end=end,
+        verdicts=section("Verdicts", lambda: outcome.verdicts(run), []),
         lead=section("Summary", lambda: outcome.lead_sentences(run, end), []),
         samples=samples,
         lead_sample=lead_sample(samples) if samples else None,

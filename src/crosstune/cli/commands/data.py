@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from crosstune.cli.arguments import Parser, parse_config, print_result, say_start
 from crosstune.cli.terminal.streams import styled
 from crosstune.cli.terminal.units import count
 from crosstune.core.errors import EXIT_DONE, UserError
 from crosstune.core.safe_text import printable
+
+if TYPE_CHECKING:
+    from crosstune.config.schema import Config
+    from crosstune.recipes.preference.recipe import PreferenceRecipe
+    from crosstune.recipes.sft import SftRecipe
 
 _BAD_ROWS_SHOWN = 5
 
@@ -22,6 +27,7 @@ EXAMPLES = """examples:
   crosstune data my-folder --train_on_prompt --json
   crosstune data support.csv --columns query=prompt,reply=completion
   crosstune data chats.jsonl:0.7,code.jsonl:0.3
+  crosstune data pairs.jsonl --recipe preference
 
 The supervised part of an example is colored on a terminal and in [[ ]] elsewhere."""
 
@@ -45,9 +51,9 @@ def run(words: Sequence[str]) -> int:
             "SOURCE is blank.", do="pass a file, a folder or a name, as in crosstune data chats.jsonl"
         )
     own, config = parse_config(make_parser(), [*["--dataset"] * has_source, *words])
-    if config.recipe != "sft":
+    if config.recipe not in ("sft", "preference"):
         raise UserError(
-            f"crosstune data reads conversations and plain text, not data of the {config.recipe} recipe.",
+            f"crosstune data reads conversations, plain text and preferences, not data of the {config.recipe} recipe.",
             do="remove --recipe",
         )
 
@@ -56,7 +62,6 @@ def run(words: Sequence[str]) -> int:
     from crosstune.cli.terminal.screen import Screen
     from crosstune.core.events import Warned
     from crosstune.models.folder import longest_context
-    from crosstune.recipes.sft import SftRecipe
     from crosstune.runs.open_parts import find_model
 
     with Screen(live=True) as screen:
@@ -67,24 +72,56 @@ def run(words: Sequence[str]) -> int:
             screen.on_event(Warned(message=f"context_length {lowered}"))
             config = replace(config, context_length=limit)
         # Rows that stop a training are in the report too.
-        lenient = replace(config, skip_bad_rows=True)
-        recipe = SftRecipe(lenient, model_folder=model.path, observer=screen, cut_long=True)
-    report = recipe.describe()
+        recipe = _open(
+            replace(config, skip_bad_rows=True), cut_long=True, model_folder=model.path, observer=screen
+        )
+    report = dict(recipe.describe())
+    if config.recipe == "preference" and config.truncation == "error":
+        report["stops_at_long"] = True
     marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() and not own.json else ("[[", "]]")
     shown = [
-        mark_supervised(recipe.train[place], recipe.tokenizer, *marks)
+        "\n".join(_show(recipe.train[place], recipe.tokenizer, *marks))
         for place in range(min(max(own.show, 0), len(recipe.train)))
     ]
     lines = ((line, WARNING if line.startswith("warning") else None) for line in report_lines(report))
     print_result({**report, "model": model.name, "shown": shown}, lines, as_json=own.json)
     for number, text in enumerate(shown if not own.json else (), start=1):
         print(f"\nexample {number}\n{text}", file=styled(sys.stdout))  # the text is already escaped
-    bad = [json.loads(row)["reason"] for row in recipe.skipped_rows() if not config.skip_bad_rows]
-    for reason in bad[1:_BAD_ROWS_SHOWN]:
-        print(printable(reason), file=styled(sys.stderr))
+    bad = [json.loads(row) for row in recipe.skipped_rows() if not config.skip_bad_rows]
+    for row in bad[1:_BAD_ROWS_SHOWN]:
+        place = "" if str(row["file"]) in row["reason"] else f"{row['file']}, line {row['line']}: "
+        print(printable(f"{place}{row['reason']}"), file=styled(sys.stderr))
     if bad or (config.truncation == "error" and report["train"]["cut_examples"]):
-        SftRecipe(config, model_folder=model.path)  # raises as training does
+        _open(config, model_folder=model.path)  # raises as training does
     return EXIT_DONE
+
+
+def _open(config: Config, *, cut_long: bool = False, **parts: Any) -> SftRecipe | PreferenceRecipe:
+    """Open the recipe of the data; with `cut_long`, long examples are cut that training rejects."""
+    if config.recipe == "sft":
+        from crosstune.recipes.sft import SftRecipe
+
+        return SftRecipe(config, cut_long=cut_long, **parts)
+    from crosstune.recipes.preference.recipe import PreferenceRecipe
+
+    cuts = cut_long and config.truncation == "error"
+    return PreferenceRecipe(replace(config, truncation="cut") if cuts else config, **parts)
+
+
+def _show(example: Any, tokenizer: Any, begin: str, end: str) -> Iterator[str]:
+    """Yield the text of an example, or of each answer of a preference after its label and lengths."""
+    answers = getattr(example, "examples", None)
+    if answers is None:
+        yield mark_supervised(example, tokenizer, begin, end)
+        return
+    names = (
+        ("chosen", "rejected")
+        if len(answers) == 2
+        else ("desirable" if example.is_desirable else "undesirable",)
+    )
+    for name, answer in zip(names, answers, strict=True):
+        yield f"{name}: {len(answer.tokens):,} tokens, {int(answer.supervised.sum()):,} in the answer"
+        yield mark_supervised(answer, tokenizer, begin, end)
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
@@ -101,6 +138,10 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         "too long": _too_long(train, stops=report.get("stops_at_long", False)),
         "duplicates": f"{train['duplicates']:,}",
     }
+    for side, found in report.get("sides", {}).items():
+        rows[side] = (
+            f"{found['answers']:,} answers, {found['mean_tokens']:.0f} tokens on average, longest {found['longest']:,}"
+        )
     if "packed_rows" in report:
         rows["packed"] = f"{report['packed_rows']:,} rows, {report['packed_fill']:.1%} full"
     if "eval" in report:
@@ -130,9 +171,12 @@ def _account(rows: Mapping[str, int]) -> str:
         "too_long": "too long",
         "duplicates": "duplicate",
         "bad": "unreadable",
-        "unused": "beyond --dataset_samples",
+        "same": "with two equal answers",
+        "unused": "beyond --dataset_samples" if "empty" in rows else "beyond --eval_samples",
     }
-    parts = [f"{rows[name]:,} {title}" for name, title in names.items() if rows[name] or name == "trained"]
+    parts = [
+        f"{rows[name]:,} {title}" for name, title in names.items() if rows.get(name) or name == "trained"
+    ]
     return f"{rows['read']:,} read = {' + '.join(parts)}"
 
 

@@ -196,6 +196,8 @@ def ending_lines(
     )
     for text in _evaluation_lines(summary):
         yield text, STRONG
+    for sentence in summary.get("verdicts", {}).values():
+        yield f"verdict  {sentence}", WARNING
     yield f"run      {shown_path(folder)}", None
     if summary["result"]:
         step = summary.get("result_step")
@@ -224,4 +226,7 @@ def _evaluation_lines(summary: Mapping[str, Any]) -> Iterator[str]:
             parts.append(f"{figure(after)} at step {last['step']}, the last")
         else:
             parts.append(f"{figure(after)} after")
+        if name in (intervals := summary.get("eval_intervals", {})):
+            low, high = intervals[name]
+            parts[-1] += f" (95 % interval {low:.2f} to {high:.2f})"
         yield f"eval     {name} {', '.join(parts)}"

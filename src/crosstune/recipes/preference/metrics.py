@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from crosstune.recipes.preference.losses import PairScores, PreferenceLoss
 
+ACCURACY = "rewards/accuracies"
+ANSWER_LENGTH = "completions/mean_length"
+"""Tokens of the generated answers to held-out prompts."""
 _BOTH = (
     "rewards/chosen",
     "rewards/rejected",
-    "rewards/accuracies",
+    ACCURACY,
     "logps/chosen",
     "logps/rejected",
     "entropy",
@@ -34,7 +38,7 @@ def measure_pairs(scores: PairScores, entropy: tuple[Any, Any], loss: Preference
         "rewards/chosen": (beta * chosen.sum(), count),
         "rewards/rejected": (beta * rejected.sum(), count),
         "rewards/margins": (beta * (chosen - rejected).sum(), count),
-        "rewards/accuracies": ((chosen > rejected).sum(), count),
+        ACCURACY: ((chosen > rejected).sum(), count),
         "logps/chosen": (scores.chosen.sum(), count),
         "logps/rejected": (scores.rejected.sum(), count),
         "length/chosen": (scores.num_chosen.sum(), count),
@@ -58,7 +62,16 @@ def measure_singles(
         "rewards/rejected": ((rewards * bad).sum(), num_bad),
         "logps/chosen": ((log_probs * good).sum(), num_good),
         "logps/rejected": ((log_probs * bad).sum(), num_bad),
-        "rewards/accuracies": ((((rewards > 0) * good) + ((rewards < 0) * bad)).sum(), len(labels)),
+        ACCURACY: ((((rewards > 0) * good) + ((rewards < 0) * bad)).sum(), len(labels)),
         "entropy": entropy,
         "kl": (kl * len(labels), len(labels)),
     }
+
+
+def wilson(fraction: float, count: int) -> tuple[float, float]:
+    """Return the 95 % interval (Wilson) of a fraction of `count` pairs."""
+    z = 1.959964
+    middle, spread = fraction + z * z / (2 * count), fraction * (1 - fraction) / count
+    half = z * math.sqrt(spread + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)

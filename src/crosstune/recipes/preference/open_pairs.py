@@ -51,6 +51,7 @@ class _Reading:
         """Return the preferences of a source, at most `limit` unless that is -1."""
         columns = parse_columns(self.config.columns, targets=TARGETS)
         check_columns([source], columns)
+        source = replace(source, skips_bad=self.config.skip_bad_rows)
         found: list[Preference] = []
         for part, row, _ in _with_columns(source, columns).rows():
             if limit != -1 and len(found) >= limit:
@@ -64,7 +65,8 @@ class _Reading:
                 if not self.config.skip_bad_rows:
                     place = "" if row.error is not None else f"{part.place(row.number)}: "
                     raise UserError(f"{place}{error.message}", why=error.why, do=error.do) from error
-                about = {"file": part.name, "line": row.number, "reason": error.message}
+                reason = f"{error.message} {error.why}".strip()
+                about = {"file": part.name, "line": row.number, "reason": reason}
                 self.skipped.append(json.dumps(about))
                 continue
             same = [one for one in read if len(one.answers) == 2 and one.answers[0] == one.answers[1]]
@@ -162,6 +164,8 @@ class PreferenceCorpus:
     first: NDArray[np.int64]
     """The first row of each preference in the corpus."""
     num_too_long: int = 0
+    num_cut: int = 0
+    """Answers that lose their end."""
 
     def __len__(self) -> int:
         return len(self.preferences)
@@ -227,4 +231,5 @@ def tokenize(
         preferences=kept,
         first=np.array(first, dtype=np.int64),
         num_too_long=len(found) - len(kept),
+        num_cut=int((corpus.full_lengths() > corpus.limit).sum()),
     )

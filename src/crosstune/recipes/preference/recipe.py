@@ -17,20 +17,22 @@ from crosstune.config.conditions import ADAPTER_METHODS, KTO, TRAIN_TYPE_PARTS, 
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
-from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
+from crosstune.core.protocols import Backward, Evaluation, Generates, Metrics, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.forked import Fork
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
 from crosstune.data.checks.preflight import warnings_of
 from crosstune.data.render.rendering import encode_prompt
-from crosstune.models.folder import longest_context
+from crosstune.models.folder import folder_shape, longest_context
 from crosstune.recipes.preference.batch import Floats, Group, PreferenceBatch, make_batch
+from crosstune.recipes.preference.data_report import account, describe_answers, pair_warnings
 from crosstune.recipes.preference.losses import (
     BETAS,
     WITH_SFT,
     PreferenceLoss,
     Settings,
 )
+from crosstune.recipes.preference.metrics import ACCURACY, ANSWER_LENGTH, wilson
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, prompt_key, tokenize
 from crosstune.recipes.preference.reference import (
     REFERENCE,
@@ -38,6 +40,7 @@ from crosstune.recipes.preference.reference import (
     read_reference,
     write_reference,
 )
+from crosstune.recipes.preference.verdicts import Verdicts, reach_of
 from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer
 
 
@@ -69,7 +72,8 @@ class PreferenceRecipe(TokenRecipe):
         self.loss = make_loss(config)
         self.weight_name = "pairs" if self.loss.is_paired else "answers"
         self.tokenizer = open_tokenizer(config, model_folder)
-        self._limit = longest_context(model_folder)
+        self._limit, shape = longest_context(model_folder), folder_shape(model_folder)
+        self._num_layers = shape.num_layers if shape is not None else None
         self.data = open_preferences(config, paired=self.loss.is_paired)
         self.train = self._tokenize(self.data.train, "training")
         self.held_out = self._tokenize(self.data.held_out, "held-out") if self.data.held_out else None
@@ -87,7 +91,7 @@ class PreferenceRecipe(TokenRecipe):
             found,
             self.tokenizer,
             config=self.config,
-            name=f"the {name} rows of {self.config.dataset}",
+            name=f"{self.config.dataset} ({name} answers)",
             model_limit=self._limit,
             progress=show,
         )
@@ -101,6 +105,7 @@ class PreferenceRecipe(TokenRecipe):
         self, session: Session, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
     ) -> None:
         """Read or compute the reference, and check that the model equals it before the training."""
+        self._verdicts.reach = reach_of(session.trained_shapes(), num_layers=self._num_layers)
         if not self.loss.needs_reference:
             return
         if self._is_precomputed():
@@ -230,41 +235,21 @@ class PreferenceRecipe(TokenRecipe):
         """Return the data report for the screen, plan.json and the HTML page."""
         form = "pairs" if self.loss.is_paired else "answers with labels"
         described = self.describe_rows(form=f"preference: {form}", identity=self.identity())
-        described[form.split()[0]] = len(self.train)
+        described |= {
+            form.split()[0]: len(self.train),
+            "rows": account(self.data, self.train, self.held_out),
+            "sides": describe_answers(self.train),
+        }
         if self.held_out is not None:
             described["eval"] = self.held_out.corpus.stats
-        warnings = [*warnings_of(described["train"], num_shared=0), *self._warnings()]
+        own = pair_warnings(self.data, self.train, self.held_out, answers=described["sides"])
+        stats = {
+            **described["train"],
+            "cut_examples": 0,
+            "duplicates": 0,
+        }  # the pairs have their own warnings
+        warnings = [*warnings_of(stats, num_shared=0), *own]
         return described | {k: v for k, v in (("notes", list(self.data.notes)), ("warnings", warnings)) if v}
-
-    def _warnings(self) -> list[str]:
-        data, found = self.data, list[str]()
-        if data.num_same:
-            found.append(f"{data.num_same} pairs are left out: their two answers are the same")
-        if self.train.num_too_long:
-            found.append(
-                f"{self.train.num_too_long} of {len(data.train)} are left out: an answer does not fit the context"
-            )
-        pairs = [(prompt_key(one), str(one.answers)) for one in self.train.preferences]
-        if repeated := len(pairs) - len(set(pairs)):
-            found.append(f"{repeated} of {len(pairs)} rows repeat an earlier row")
-        if self.held_out is not None:
-            prompts = {prompt_key(one) for one in self.train.preferences}
-            shared = sum(prompt_key(one) in prompts for one in self.held_out.preferences)
-            if shared:
-                found.append(
-                    f"{shared} of {len(self.held_out)} held-out prompts are also in the training data"
-                )
-        if self.loss.is_paired:
-            lengths = np.array([self.train[place].lengths for place in range(min(len(self.train), 5000))])
-            longer = float((lengths[:, 0] > lengths[:, 1]).mean())
-            if len(lengths) >= 20 and not 0.3 <= longer <= 0.7:
-                side = "chosen" if longer > 0.5 else "rejected"
-                found.append(
-                    f"the {side} answer is the longer one in {max(longer, 1 - longer):.0%} of the pairs (mean "
-                    f"{lengths[:, 0].mean():.0f} and {lengths[:, 1].mean():.0f} tokens): the model may learn length; "
-                    "compare with --preference_loss simpo or ipo, which divide by it"
-                )
-        return found
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:
         if self.held_out is None:
@@ -279,15 +264,40 @@ class PreferenceRecipe(TokenRecipe):
 
         with averaged(session):
             result = session.evaluate(batches())
-            samples = self._answer(session)
-        return Evaluation(metrics={"loss": result.loss, **result.metrics}, samples=samples)
+            samples, lengths = self._answer(session)
+        accuracy = result.metrics[ACCURACY]
+        return Evaluation(
+            metrics={"loss": result.loss, **result.metrics}
+            | ({ANSWER_LENGTH: float(np.mean(lengths))} if lengths else {}),
+            samples=samples,
+            intervals={ACCURACY: wilson(accuracy, len(held_out))} if math.isfinite(accuracy) else {},
+        )
 
-    def _answer(self, session: Session) -> list[Sample]:
+    @cached_property
+    def _verdicts(self) -> Verdicts:
+        held_out = self.held_out or self.train
+        groups = [held_out[place] for place in range(min(len(held_out), 5000))]
+        return Verdicts(
+            num_steps=self.num_steps(),
+            num_held_out=len(held_out),
+            mean_tokens=float(np.mean([group.lengths[0] for group in groups if group.is_desirable])),
+            beta=self.loss.settings.beta,
+            has_pairs=self.loss.is_paired,
+        )
+
+    def judge_step(self, step: int, result: Backward) -> Mapping[str, str]:
+        return self._verdicts.observe_step(step, result.metrics, num_pairs=result.weight)
+
+    def judge_evaluation(self, evaluations: Mapping[int, Metrics]) -> Mapping[str, str]:
+        return self._verdicts.observe_evaluation(evaluations)
+
+    def _answer(self, session: Session) -> tuple[list[Sample], list[int]]:
+        """Return generated answers to held-out prompts, and their lengths in tokens."""
         assert self.held_out is not None and isinstance(session, Generates)
         asked = {prompt_key(one): one for one in self.held_out.preferences if one.is_desirable is not False}
         chosen = list(asked.values())[: self.config.num_samples]
         if not chosen:
-            return []
+            return [], []
         prompts = [encode_prompt(list(one.prompt), self.tokenizer, tools=one.tools) for one in chosen]
         answers = session.generate(
             prompts, max_new_tokens=self.config.max_new_tokens, stop_ids=sorted(self.tokenizer.stop_ids)
@@ -299,7 +309,7 @@ class PreferenceRecipe(TokenRecipe):
                 reference="\n".join(str(turn["content"]) for turn in one.answers[0]),
             )
             for one, answer in zip(chosen, answers, strict=True)
-        ]
+        ], [len(answer) for answer in answers]
 
     def complete_result(self, folder: Path) -> None:
         write_tokenizer(self.config, self.tokenizer, folder)

@@ -1,0 +1,115 @@
+"""Describe the preferences of a run: an account of all rows, lengths, and warnings about pairs that teach the wrong thing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from crosstune.recipes.preference.open_pairs import PreferenceCorpus, PreferenceData, prompt_key
+from crosstune.recipes.preference.read_pairs import Preference
+
+MOST_MEASURED = 5000
+"""Lengths are measured in this many pairs."""
+BIASED = 0.7
+FEWEST_PAIRS = 20
+
+
+def account(
+    data: PreferenceData, train: PreferenceCorpus, held_out: PreferenceCorpus | None
+) -> dict[str, int]:
+    """Return the number of rows read, and what became of them. A row of a pair may be two answers with labels."""
+    kept = [_places(part.preferences) if part is not None else set[str]() for part in (train, held_out)]
+    opened = _places([*data.train, *data.held_out])
+    return {
+        "read": data.num_rows,
+        "trained": len(kept[0]),
+        "held_out": len(kept[1]),
+        "same": data.num_same,
+        "too_long": len(opened - kept[0] - kept[1]),
+        "bad": len(data.skipped),
+        "unused": data.num_rows - len(opened) - data.num_same - len(data.skipped),
+    }
+
+
+def _places(preferences: Sequence[Preference]) -> set[str]:
+    return {one.place for one in preferences}
+
+
+def describe_answers(train: PreferenceCorpus) -> dict[str, Any]:
+    """Return the number of answers of each side, and their mean and maximum length in tokens."""
+    groups = [train[place] for place in range(min(len(train), MOST_MEASURED))]
+    if len(groups[0].examples) == 2:
+        lengths = {
+            side: [group.lengths[place] for group in groups]
+            for place, side in enumerate(("chosen", "rejected"))
+        }
+    else:
+        lengths = {
+            side: [group.lengths[0] for group in groups if group.is_desirable is good]
+            for side, good in (("desirable", True), ("undesirable", False))
+        }
+    return {
+        side: {"answers": len(found), "mean_tokens": float(np.mean(found)), "longest": max(found)}
+        for side, found in lengths.items()
+        if found
+    }
+
+
+def pair_warnings(
+    data: PreferenceData,
+    train: PreferenceCorpus,
+    held_out: PreferenceCorpus | None,
+    *,
+    answers: Mapping[str, Any],
+) -> list[str]:
+    found = list[str]()
+    if data.num_same:
+        found.append(f"{data.num_same} of {data.num_rows} rows are left out: their two answers are the same")
+    if train.num_too_long:
+        found.append(
+            f"{train.num_too_long} of {len(data.train)} are left out: an answer does not fit the context"
+        )
+    if train.num_cut:
+        found.append(
+            f"answers that are cut at the context: {train.num_cut}, whose end is not compared; raise --context_length"
+        )
+    pairs = [(prompt_key(one), str(one.answers), one.is_desirable) for one in train.preferences]
+    if repeated := len(pairs) - len(set(pairs)):
+        found.append(f"{repeated} of {len(pairs)} rows repeat an earlier row")
+    if turned := _num_turned(train.preferences):
+        what = "pairs in both orders" if "chosen" in answers else "answers with both labels"
+        found.append(f"the data has {what}: {turned}; they cancel out, so keep one of each")
+    if held_out is not None:
+        prompts = {prompt_key(one) for one in train.preferences}
+        if shared := sum(prompt_key(one) in prompts for one in held_out.preferences):
+            found.append(f"{shared} of {len(held_out)} held-out prompts are also in the training data")
+    if "chosen" in answers:
+        found += _length_bias(train, answers)
+    return found
+
+
+def _num_turned(preferences: Sequence[Preference]) -> int:
+    """Return the number of pairs that also occur with the answers swapped, or of answers with both labels."""
+    if preferences[0].is_desirable is not None:
+        labels = [
+            {(prompt_key(one), str(one.answers)) for one in preferences if one.is_desirable is good}
+            for good in (True, False)
+        ]
+        return len(labels[0] & labels[1])
+    pairs = {(prompt_key(one), *map(str, one.answers)) for one in preferences}
+    return sum((prompt, rejected, chosen) in pairs for prompt, chosen, rejected in pairs) // 2
+
+
+def _length_bias(train: PreferenceCorpus, answers: Mapping[str, Any]) -> list[str]:
+    lengths = np.array([train[place].lengths for place in range(min(len(train), MOST_MEASURED))])
+    longer = {side: float((lengths[:, own] > lengths[:, 1 - own]).mean()) for own, side in enumerate(answers)}
+    side = max(longer, key=lambda name: longer[name])
+    if len(lengths) < FEWEST_PAIRS or longer[side] <= BIASED:
+        return []
+    means = " and ".join(f"{answers[name]['mean_tokens']:.0f}" for name in answers)
+    return [
+        f"the {side} answer is longer in {longer[side]:.0%} of the pairs (mean {means} tokens): the model may learn length; "
+        "compare with --preference_loss simpo or ipo, which divide by it"
+    ]
