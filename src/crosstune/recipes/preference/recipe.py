@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from crosstune.config.conditions import ADAPTER_METHODS, KTO, TRAIN_TYPE_PARTS, parse_losses
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
+from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing, Warned
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.forked import Fork
@@ -39,6 +39,9 @@ from crosstune.recipes.preference.reference import (
     write_reference,
 )
 from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer
+
+_BATCHES_PER_SAVE, _MOST_SAVES = 16, 50
+"""Batches of the reference between two saves, at least, and the number of saves, at most about."""
 
 
 def make_loss(config: Config) -> PreferenceLoss:
@@ -115,37 +118,53 @@ class PreferenceRecipe(TokenRecipe):
     def _open_reference(
         self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
     ) -> None:
-        """Set the reference's log probabilities of all answers: those of the run that is continued, or computed now."""
-        parts = {"train": self.train, "held_out": self.held_out}
-        model = model_identity(self.config, session.task.base_record())
-        identities = {name: f"{_identity(part)} {model}" for name, part in parts.items() if part is not None}
-        stored = read_reference((earlier or folder) / REFERENCE, identities)
+        """Set the reference's log probabilities of all answers: read from the run, or computed now as far as they are missing."""
+        found = {"train": self.train, "held_out": self.held_out}
+        parts = {name: part for name, part in found.items() if part is not None}
+        record, path = session.task.base_record(), (earlier or folder) / REFERENCE
+        model, size = model_identity(self.config, record), rows_per_evaluation(self.config)
+        identities = {name: f"{_identity(part)} {model}" for name, part in parts.items()}
+        rows = {name: len(part) for name, part in parts.items()}
+        made = f"{session.plan.backend.name} {record['precision']} {size} {self.config.share_prompts}"
+        # A run that is continued keeps its numbers on every backend.
+        stored = read_reference(path, identities, rows, made=None if earlier else made)
         if stored is None:
-            stored = {
-                name: self._compute_reference(session, part, observer)
-                for name, part in parts.items()
-                if part is not None
-            }
-        if writes and not (folder / REFERENCE).exists():
-            write_reference(folder / REFERENCE, stored, identities)
-        self._reference = stored
+            if earlier is not None and path.exists():
+                message = f"{path} belongs to other data or a different model: it is computed again"
+                observer.on_event(Warned(message=message))
+            stored = {name: np.full((count, 2), np.nan, np.float32) for name, count in rows.items()}
+        missing = [
+            (name, range(start, min(start + size, count)))
+            for name, count in rows.items()
+            for start in range(0, count, size)
+            if np.isnan(stored[name][start : start + size]).any()
+        ]
 
-    def _compute_reference(self, session: Any, part: PreferenceCorpus, observer: Observer) -> Floats:
-        """Return a row for each preference: its answers, or a single answer and the answer to another prompt."""
-        size = rows_per_evaluation(self.config)
-        starts = range(0, len(part), size)
-
-        def batches() -> Iterator[PreferenceBatch]:
-            for number, start in enumerate(starts):
-                yield self._batch(part, range(start, min(start + size, len(part))))
+        def batches(places: Sequence[tuple[str, range]], done: int) -> Iterator[PreferenceBatch]:
+            for number, (name, place) in enumerate(places, start=done + 1):
+                yield self._batch(parts[name], place)
                 observer.on_event(
-                    Evaluating(done=number + 1, total=len(starts), what="batches of the reference")
+                    Evaluating(done=number, total=len(missing), what="batches of the reference")
                 )
 
-        found = session.task.answer_log_probs(session, batches())
-        if self.loss.is_paired:
-            return np.concatenate([vector.reshape(-1, 2) for vector in found])
-        return np.concatenate([vector.reshape(2, -1).T for vector in found])
+        several = max(_BATCHES_PER_SAVE, -(-len(missing) // _MOST_SAVES))
+        for first in range(0, len(missing), several):
+            places = missing[first : first + several]
+            vectors = session.task.answer_log_probs(session, batches(places, first))
+            for (name, place), vector in zip(places, vectors, strict=True):
+                values = vector.reshape(-1, 2) if self.loss.is_paired else vector.reshape(2, -1).T
+                if not np.isfinite(values).all():
+                    raise UserError(
+                        f"The log probabilities of the {name.replace('_', '-')} rows {place.start + 1} to {place.stop} are not finite.",
+                        why="the model overflows in this precision, or has weights that are not finite.",
+                        do="use --precision fp32 or bf16, or a different model",
+                    )
+                stored[name][place.start : place.stop] = values
+            if writes:
+                write_reference(folder / REFERENCE, stored, identities, made=made)
+        if writes and not (folder / REFERENCE).exists():
+            write_reference(folder / REFERENCE, stored, identities, made=made)
+        self._reference = stored
 
     def _check_start(self, session: Any) -> None:
         """Raise unless the model equals the reference in the first batch."""
