@@ -33,7 +33,7 @@ from crosstune.process.this_process import stop_signals
 DISK_SIZES = 40
 # Calls up to the first event of the training: a resume that sets a damaged checkpoint aside.
 RESUME_CALLS = 36
-START_CALLS = 60
+START_CALLS = 84
 """Calls of a preference run up to its first checkpoint."""
 STRACE_POINTS = (
     ("fsync", 4),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,11 @@ from crosstune.recipes.preference.reference import (
     read_reference,
     write_reference,
 )
-from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer
+from crosstune.recipes.sft import TokenRecipe, open_tokenizer, reporting, write_tokenizer
 
 _BATCHES_PER_SAVE, _MOST_SAVES = 16, 50
 """Batches of the reference between two saves, at least, and the number of saves, at most about."""
+_STAGE = "reference"
 
 
 def make_loss(config: Config) -> PreferenceLoss:
@@ -140,17 +141,12 @@ class PreferenceRecipe(TokenRecipe):
             if np.isnan(stored[name][start : start + size]).any()
         ]
 
-        def batches(places: Sequence[tuple[str, range]], done: int) -> Iterator[PreferenceBatch]:
-            for number, (name, place) in enumerate(places, start=done + 1):
-                yield self._batch(parts[name], place)
-                observer.on_event(
-                    Evaluating(done=number, total=len(missing), what="batches of the reference")
-                )
-
         several = max(_BATCHES_PER_SAVE, -(-len(missing) // _MOST_SAVES))
         for first in range(0, len(missing), several):
             places = missing[first : first + several]
-            vectors = session.task.answer_log_probs(session, batches(places, first))
+            batches = (self._batch(parts[name], place) for name, place in places)
+            shown = reporting(batches, len(missing), observer, done=first, stage=_STAGE)
+            vectors = session.task.answer_log_probs(session, shown)
             for (name, place), vector in zip(places, vectors, strict=True):
                 values = vector.reshape(-1, 2) if self.loss.is_paired else vector.reshape(2, -1).T
                 if not np.isfinite(values).all():
@@ -162,6 +158,9 @@ class PreferenceRecipe(TokenRecipe):
                 stored[name][place.start : place.stop] = values
             if writes:
                 write_reference(folder / REFERENCE, stored, identities, made=made)
+        if missing:
+            done = len(missing)
+            observer.on_event(Evaluating(done=done, total=done, what="batches", stage=_STAGE))
         if writes and not (folder / REFERENCE).exists():
             write_reference(folder / REFERENCE, stored, identities, made=made)
         self._reference = stored
@@ -290,14 +289,9 @@ class PreferenceRecipe(TokenRecipe):
             return Evaluation(metrics={})
         size, held_out = rows_per_evaluation(self.config), self.held_out
         starts = range(0, len(held_out), size)
-
-        def batches() -> Any:
-            for number, start in enumerate(starts):
-                yield self._batch(held_out, range(start, min(start + size, len(held_out))))
-                observer.on_event(Evaluating(done=number + 1, total=len(starts), what="batches"))
-
+        batches = (self._batch(held_out, range(at, min(at + size, len(held_out)))) for at in starts)
         with averaged(session):
-            result = session.evaluate(batches())
+            result = session.evaluate(reporting(batches, len(starts), observer))
             samples = self._answer(session)
         return Evaluation(metrics={"loss": result.loss, **result.metrics}, samples=samples)
 
