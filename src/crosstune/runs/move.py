@@ -24,6 +24,7 @@ from crosstune.core.protocols import Recipe
 from crosstune.core.weights import result_weights
 from crosstune.data.read.dataset_list import parse_dataset
 from crosstune.files.outputs import check_output
+from crosstune.files.run_record import REFERENCE
 from crosstune.machines.probe import load_machine, probe_machine, typical_machine
 from crosstune.models.adapter_files import TOKENIZER_FILES
 from crosstune.models.locate import ModelFolder
@@ -35,7 +36,7 @@ from crosstune.runs.resume import FIRST_ADAPTER, pick_checkpoint
 from crosstune.runs.resume_identity import check_same, compare, identity_of
 
 DATA_LIMIT = 1_000_000_000
-_KEPT = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "reference.safetensors")
+_KEPT = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", REFERENCE)
 """Files of the run folder in the archive, if present: its logs, and the reference of a preference run."""
 
 

@@ -201,7 +201,12 @@ def lost_or_torn(folder: Path, *, keep: Keep = KEEP, damaged: frozenset[int] = f
 
 def untidy(folder: Path) -> list[str]:
     """Return the leftovers of a kill that a finished resume should have cleared."""
-    strays = [*leftovers(folder / "checkpoints"), *folder.glob(".result.*"), *folder.glob(".*.json*.*")]
+    strays = [
+        *leftovers(folder / "checkpoints"),
+        *folder.glob(".result.*"),
+        *folder.glob(".*.json*.*"),
+        *folder.glob(".reference*"),
+    ]
     return [f"left behind: {path.name}" for path in strays]
 
 

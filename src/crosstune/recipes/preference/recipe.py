@@ -23,6 +23,7 @@ from crosstune.data.batches.forked import Fork
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
 from crosstune.data.checks.preflight import warnings_of
 from crosstune.data.render.rendering import encode_prompt
+from crosstune.files.run_record import REFERENCE
 from crosstune.models.folder import longest_context
 from crosstune.recipes.preference.batch import Floats, Group, PreferenceBatch, make_batch
 from crosstune.recipes.preference.losses import (
@@ -33,7 +34,6 @@ from crosstune.recipes.preference.losses import (
 )
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, prompt_key, tokenize
 from crosstune.recipes.preference.reference import (
-    REFERENCE,
     model_identity,
     read_reference,
     write_reference,

@@ -18,8 +18,6 @@ from crosstune.files.atomic_files import staged_file
 from crosstune.files.plain_files import file_sha256
 from crosstune.models.adapter_files import PEFT_WEIGHTS
 
-REFERENCE = "reference.safetensors"
-"""In the run folder: a row for each preference, by split."""
 _HASH, _MADE = ".identity", "made"
 _LONGEST = 1000
 """Characters of a hash or a description in the file."""
