@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.config.conditions import ADAPTER_METHODS, KTO, TRAIN_TYPE_PARTS, parse_losses
+from crosstune.config.conditions import KTO, is_precomputed, parse_losses
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
 from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing, Warned
@@ -107,14 +107,10 @@ class PreferenceRecipe(TokenRecipe):
         """Read or compute the reference, and check that the model equals it before the training."""
         if not self.loss.needs_reference:
             return
-        if self._is_precomputed():
+        if is_precomputed(self.config.reference, self.config.train_type):
             self._open_reference(session, folder=folder, earlier=earlier, writes=writes, observer=observer)
         if earlier is None:
             self._check_start(session)
-
-    def _is_precomputed(self) -> bool:
-        adapters = TRAIN_TYPE_PARTS[self.config.train_type][0] in ADAPTER_METHODS
-        return self.config.reference == "precomputed" or (self.config.reference == "auto" and not adapters)
 
     def _open_reference(
         self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
@@ -164,6 +160,7 @@ class PreferenceRecipe(TokenRecipe):
         if writes and not (folder / REFERENCE).exists():
             write_reference(folder / REFERENCE, stored, identities, made=made)
         self._reference = stored
+        session.task.forget_reference()
 
     def _check_start(self, session: Any) -> None:
         """Raise unless the model equals the reference in the first batch."""
@@ -198,6 +195,9 @@ class PreferenceRecipe(TokenRecipe):
 
     def num_rows(self) -> int:
         return len(self.train)
+
+    def tokens_per_row(self) -> float:
+        return float(self._lengths.mean())
 
     def longest_target(self) -> int:
         return int(self.corpus.num_supervised.max()) * (2 if self.loss.is_paired else 1)

@@ -53,6 +53,10 @@ class PreferenceLM(CausalLM):
         if self.decoder is None:
             self.shares_prompts = can_share_prompts(model, device=self.context.device)
 
+    def forget_reference(self) -> None:
+        """Free the weights from before the training, of which all log probabilities are known."""
+        self._reference = []
+
     def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
         arrays = {
             **super().arrays(batch.tokens),
