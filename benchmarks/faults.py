@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "faults"))
 
 from injection import competing, corruption, disks, kills, payloads, rank_saves, ranks, signals
-from injection.bench import METHODS, Bench, check_finished, lost_or_torn
+from injection.bench import METHODS, PREFERENCE, Bench, check_finished, lost_or_torn
 from injection.kills import Trial
 
 from crosstune.process.this_process import stop_signals
@@ -33,6 +33,8 @@ from crosstune.process.this_process import stop_signals
 DISK_SIZES = 40
 # Calls up to the first event of the training: a resume that sets a damaged checkpoint aside.
 RESUME_CALLS = 36
+START_CALLS = 84
+"""Calls of a preference run up to its first checkpoint."""
 STRACE_POINTS = (
     ("fsync", 4),
     ("fsync", 7),
@@ -60,6 +62,19 @@ def random_kills(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
         method = list(METHODS)[seed % len(METHODS)]
         bench.reference(method)
         trial = kills.kill_at_random(bench, method, seed, longest_s=1.1 * bench.seconds)
+        done, seed = done + trial.kills, seed + 1
+        yield trial
+
+
+def preference_kills(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
+    """SIGKILL of preference runs: at every system call of a start with its reference, and at random moments."""
+    num = len(kills.count_points(bench, PREFERENCE, kills.START))
+    for number in range(own.part[0], min(num, START_CALLS) + 1, own.part[1]):
+        yield kills.kill_at_point(bench, PREFERENCE, kills.START, number)
+    done, seed = 0, own.seed
+    bench.reference(PREFERENCE)
+    while done < own.random_kills // 4:
+        trial = kills.kill_at_random(bench, PREFERENCE, seed, longest_s=1.1 * bench.seconds)
         done, seed = done + trial.kills, seed + 1
         yield trial
 
@@ -194,6 +209,7 @@ def killed_in_parts(bench: Bench, own: argparse.Namespace) -> Iterator[Trial]:
 SECTIONS: dict[str, Callable[[Bench, argparse.Namespace], Iterator[Trial]]] = {
     "kills": exhaustive_kills,
     "random_kills": random_kills,
+    "preference": preference_kills,
     "strace": strace_kills,
     "corruptions": corruptions,
     "disks": full_disks,

@@ -2,6 +2,7 @@
 
     make fuzz
     python benchmarks/fuzz_files.py --cases 3000 --seed 1
+    python benchmarks/fuzz_files.py --cases 500 --only preference
     python benchmarks/fuzz_files.py --cases 1 --seed 4711      # one case again, with its files kept
 
 A case passes when its command ends with exit code 0 or 2, in time, and the error names the file. Each that does not is
@@ -35,7 +36,7 @@ MEMORY_BYTES = 1 << 30
 ADDRESS_BYTES = 24 << 30
 
 
-def work(home: Path, seeds: range) -> None:
+def work(home: Path, seeds: range, only: str | None) -> None:
     """Run cases in this process; print a line of JSON before and after each."""
     from injection.hostile_files import make_case, run_case
     from injection.intact_files import Workshop
@@ -52,7 +53,7 @@ def work(home: Path, seeds: range) -> None:
         said, problem, case = io.StringIO(), None, None
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         try:
-            case = make_case(shop, seed)
+            case = make_case(shop, seed, only=only)
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 problem = run_case(case, out=said.getvalue)
         except BaseException as error:  # noqa: BLE001 (a failure of the case, whatever it is)
@@ -64,14 +65,14 @@ def work(home: Path, seeds: range) -> None:
         print(json.dumps({"seed": seed, "kind": kind, "problem": problem}), file=out, flush=True)
 
 
-def watch(home: Path, seeds: range) -> list[dict[str, Any]]:
+def watch(home: Path, seeds: range, only: str | None) -> list[dict[str, Any]]:
     """Run cases in child processes; kill one whose case takes too long, and go on behind it."""
     failures: list[dict[str, Any]] = []
     counts: dict[str, int] = {}
     next_seed = seeds.start
     while next_seed < seeds.stop:
         command = [sys.executable, __file__, "--worker", str(home), "--seed", str(next_seed)]
-        command += ["--cases", str(seeds.stop - next_seed)]
+        command += ["--cases", str(seeds.stop - next_seed), *(["--only", only] if only else [])]
         # The errors of libraries go nowhere; those of commands are part of the answer.
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         done: dict[str, Any] = {}
@@ -117,16 +118,17 @@ def main() -> int:
     )
     parser.add_argument("--cases", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", help="one kind of file, as in --only preference or --only gguf")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     own = parser.parse_args()
     seeds = range(own.seed, own.seed + own.cases)
     if own.worker is not None:
-        work(own.worker, seeds)
+        work(own.worker, seeds, own.only)
         return 0
     home = Path(tempfile.mkdtemp(prefix="fuzz-files-"))
     os.environ["CROSSTUNE_CACHE"] = str(home / "cache")
     started = time.monotonic()
-    failures = watch(home, seeds)
+    failures = watch(home, seeds, own.only)
     print(f"{time.monotonic() - started:.0f} s; the last files are in {home / 'work'}")
     return 1 if failures else 0
 

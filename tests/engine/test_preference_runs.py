@@ -113,14 +113,41 @@ def test_a_precomputed_reference_is_the_same(pairs: Path, tmp_path: Path, loss: 
     assert resumed[:4] == stored and len(resumed) == 6
 
 
-def test_a_reference_of_other_data_is_rejected(pairs: Path, tmp_path: Path) -> None:
-    train(pairs, tmp_path, reference="precomputed", max_steps=2, save_steps=1)
+def test_a_reference_of_other_data_is_computed_again_and_a_damaged_one_rejected(
+    pairs: Path, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = {"reference": "precomputed", "save_steps": 1, "keep_last_n": 9}
+    straight = train(pairs, tmp_path, max_steps=3, **asked)
     stored = tmp_path / "run" / "reference.safetensors"
-    arrays = {name: np.array(array) for name, array in read_tensors(stored).items()}
-    stored.unlink()
-    write_tensors(stored, arrays | {"train.identity": np.zeros_like(arrays["train.identity"])})
-    with pytest.raises(UserError, match="does not belong to this run"):
-        train(pairs, tmp_path, reference="precomputed", resume="auto", max_steps=4)
+    whole, arrays = stored.read_bytes(), {name: np.array(a) for name, a in read_tensors(stored).items()}
+    first = str(tmp_path / "run" / "checkpoints" / "step-00000001")
+
+    def resume(changed: dict[str, Any] | bytes, name: str) -> list[float]:
+        stored.unlink()
+        if isinstance(changed, bytes):
+            stored.write_bytes(changed)
+        else:
+            write_tensors(stored, changed)
+        return train(pairs, tmp_path, max_steps=3, resume=first, name=name, **asked)
+
+    other = resume(arrays | {"train.identity": np.zeros_like(arrays["train.identity"])}, "other")
+    events = (tmp_path / "other" / "events.jsonl").read_text()
+    assert other == straight and "is computed again" in events
+    assert (tmp_path / "other" / "reference.safetensors").read_bytes() == whole
+    half = arrays | {"train": np.where(np.arange(len(arrays["train"]))[:, None] < 7, arrays["train"], np.nan)}
+    old = {name: a[: -65 if name.endswith(".identity") else None] for name, a in half.items()}
+    assert resume(old, "half") == straight  # without a hash of the numbers, and the rest not computed yet
+    assert (tmp_path / "half" / "reference.safetensors").read_bytes() == whole
+    flipped = bytearray(whole)
+    flipped[-9] ^= 1
+    damaged: list[dict[str, Any] | bytes] = [
+        whole[:-1], whole[:40], b"", b"\xff" * 300, bytes(flipped), arrays | {"train": arrays["train"][:-1]},
+        arrays | {"train": arrays["train"].astype(np.float64)}, arrays | {"train": half["train"]},
+        {name: a for name, a in arrays.items() if name != "train"},
+    ]  # fmt: skip
+    for number, changed in enumerate(damaged):
+        with pytest.raises(UserError, match=r"reference\.safetensors"):
+            resume(changed, f"damaged{number}")
 
 
 def test_full_fine_tuning_precomputes(pairs: Path, tmp_path: Path) -> None:

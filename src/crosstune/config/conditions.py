@@ -61,6 +61,41 @@ LOSSES = (
     KTO,
 )
 """Values of --preference_loss."""
+WITHOUT_REFERENCE = ("orpo", "simpo", "cpo", "sft")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWork:
+    """The work for a row of data."""
+
+    num_answers: int = 1
+    """2 for a pair: each answer may be as long as the context."""
+    num_passes: int = 0
+    """Forward passes without gradients in each step."""
+    num_first_passes: int = 0
+    """Forward passes over the data before the first step."""
+    copies_weights: bool = False
+    """Whether the trained weights are kept as they were before the training."""
+
+
+def work_of_rows(options: Mapping[str, Any]) -> RowWork:
+    """Return the work for a row of the recipe and loss of these options."""
+    if options["recipe"] != "preference":
+        return RowWork()
+    losses = parse_losses(options["preference_loss"])
+    single = KTO in losses  # with an answer to another prompt, for the KL estimate
+    answers, others = (1, 1) if single else (2, 0)
+    if all(name in WITHOUT_REFERENCE for name in losses):
+        return RowWork(num_answers=answers)
+    if is_precomputed(options["reference"], options["train_type"]):
+        return RowWork(num_answers=answers, num_passes=others, num_first_passes=1 + others)
+    return RowWork(num_answers=answers, num_passes=1 + 2 * others, copies_weights=True)
+
+
+def is_precomputed(reference: str, train_type: str) -> bool:
+    """Return whether the reference of a preference run is computed before the first step."""
+    adapters = TRAIN_TYPE_PARTS[train_type][0] in ADAPTER_METHODS
+    return reference == "precomputed" or (reference == "auto" and not adapters)
 
 
 def parse_losses(text: str) -> dict[str, float]:

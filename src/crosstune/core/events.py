@@ -220,6 +220,8 @@ class Evaluating(Event):
     done: int
     total: int
     what: str = "answers"
+    stage: str = ""
+    """The name of work that is not part of an evaluation."""
 
 
 class _SampleTexts(TypedDict):

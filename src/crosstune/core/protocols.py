@@ -308,3 +308,11 @@ class HasLongestRows(Recipe, Protocol):
 
     def longest_batch(self, size: int) -> Batch:
         """Return a micro-batch of the longest rows of the data, repeated where there are fewer."""
+
+
+@runtime_checkable
+class HasMeanRow(Recipe, Protocol):
+    """A recipe whose rows contain several tokenized examples."""
+
+    def tokens_per_row(self) -> float:
+        """Return the mean number of tokens of a row, without padding."""

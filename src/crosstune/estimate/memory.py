@@ -41,7 +41,7 @@ class MemoryParts:
 
     weights: int
     adapters: int
-    """Adapters, and fp32 copies of trained 16-bit weights."""
+    """Adapters, fp32 copies of trained 16-bit weights, and the trained weights of a reference."""
     gradients: int
     optimizer: int
     activations: int
@@ -115,7 +115,7 @@ def step_parts(shape: ModelShape, step: Step) -> MemoryParts:
     gradients, activations, logits, buffers = max(moments, key=sum)
     return MemoryParts(
         weights=weight_bytes(shape, step) // shards,
-        adapters=copy_bytes(step, trained) // shards,
+        adapters=(copy_bytes(step, trained) + reference_bytes(step, trained)) // shards,
         gradients=gradients,
         optimizer=(moment_bytes(trained, step.optimizer) + 4 * trained * step.averages) // shards,
         activations=0 if step.offloads_activations else activations,
@@ -184,6 +184,13 @@ def copy_bytes(step: Step, trained: int) -> int:
 
 def _is_trained_in_16_bits(step: Step) -> bool:
     return step.method in ("full", "llama_pro") and step.weight_bits == 16
+
+
+def reference_bytes(step: Step, trained: int) -> int:
+    """Return the bytes of the trained weights as they were before the training, if they are kept."""
+    if not step.copies_trained:
+        return 0
+    return trained * (4 if step.method in ("lora", "dora") else step.weight_bits // 8)
 
 
 def moment_bytes(trained: int, optimizer: str) -> int:

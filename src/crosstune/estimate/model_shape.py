@@ -135,6 +135,12 @@ class Step:
     batch: int = 1
     context: int = 2048
     """The tokens of the longest row."""
+    answers: int = 1
+    """The answers in a row, each of which may be as long as --context_length."""
+    extra_passes: int = 0
+    """Forward passes without gradients next to the trained one."""
+    copies_trained: bool = False
+    """True if the trained weights are also kept as they were before the training."""
     supervised: int | None = None
     """The supervised tokens of that row; None for all."""
     checkpointing: bool = False

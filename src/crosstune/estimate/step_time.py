@@ -194,13 +194,14 @@ def step_time(
     row = tokens_per_row if tokens_per_row is not None else step.context
     tokens = step.batch * row
     passes = step.num_micro_batches
-    flops = tokens * flops_per_token(shape, step, row)
+    flops = tokens * (flops_per_token(shape, step, row) + step.extra_passes * forward_flops(shape, row))
     if step.fp8_products and speed.fp8:
         linear = shape.active_parameters() - shape.vocab * shape.hidden
         base = 2.0 * (2 + _recomputed_share(shape, step)) * linear
         flops -= (1 - 1 / FP8_RATE) * tokens * base
     products = flops / (speed.tflops * 1e12 * SUSTAINED)
-    traffic = _traffic_bytes(shape, step, tokens) / (speed.memory_gb_s * 1e9)
+    more = 1 + step.extra_passes / 3  # a third of a step is its forward pass
+    traffic = more * _traffic_bytes(shape, step, tokens) / (speed.memory_gb_s * 1e9)
     launches = (
         FAST_LAUNCHES if step.fast else LAUNCHES + LAUNCHES_PER_ADAPTER * len(adapted_linears(shape, step))
     )
@@ -211,7 +212,7 @@ def step_time(
     return StepTime(
         products_s=passes * products,
         traffic_s=passes * traffic,
-        launches_s=passes * shape.num_layers * launches * LAUNCH_S,
+        launches_s=more * passes * shape.num_layers * launches * LAUNCH_S,
         communication_s=after + during - hidden,
         hidden_s=hidden,
         tokens=int(tokens * passes * cluster.size),
@@ -226,6 +227,11 @@ def flops_per_token(shape: ModelShape, step: Step, row: float) -> float:
     share = _recomputed_share(shape, step)
     attention = 2 * row * shape.queries * shape.num_layers
     return 2.0 * (2 * active + trained + share * (active - head)) + attention * (3 + share)
+
+
+def forward_flops(shape: ModelShape, row: float) -> float:
+    """Return the FLOPs of a token in a forward pass without gradients."""
+    return 2.0 * shape.active_parameters() + 2 * row * shape.queries * shape.num_layers
 
 
 def _recomputed_share(shape: ModelShape, step: Step) -> float:

@@ -19,6 +19,9 @@ from crosstune.files.run_lock import writing
 JUDGE_METRICS, JUDGE_PREDICTIONS = "test_metrics.json", "test_predictions.json"
 """Files of a tested judge."""
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
+REFERENCE = "reference.safetensors"
+"""The log probabilities of a preference run's reference."""
+_STAGED = (*RUN_FILES, REFERENCE)
 REPORT = "report.html"
 _KEPT_FOLDERS = ("checkpoints", "adapter", "model")
 
@@ -157,6 +160,7 @@ class RunRecord(Record):
             folder.mkdir(parents=True, exist_ok=True)
             for name in RUN_FILES:  # of a start that took no step
                 (folder / name).unlink(missing_ok=True)
+            clear_leftovers(folder, of=_STAGED.__contains__)
             try:
                 record._open_logs(config_yaml, plan)
             except OSError:
@@ -169,7 +173,7 @@ class RunRecord(Record):
         """Continue the record of a run that resumes at `step`."""
         record = cls(folder, resumes_at=step)
         with writing(folder):
-            clear_leftovers(folder, of=RUN_FILES.__contains__)
+            clear_leftovers(folder, of=_STAGED.__contains__)
             _end_line(folder / "events.jsonl")
             record._open_logs(config_yaml, plan)
         return record

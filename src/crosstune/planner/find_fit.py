@@ -165,7 +165,7 @@ def _weights(plan: Plan, step: Step) -> list[_Change]:
 def _context(step: Step) -> list[_Change]:
     found, context, cost = [], step.context // 2, _SHORTER
     while context >= SHORT_ROW:
-        found.append(_Change(cost, {"context_length": context}, {"context": context}))
+        found.append(_Change(cost, {"context_length": context // step.answers}, {"context": context}))
         context, cost = context // 2, cost + _SHORTER
     return found
 

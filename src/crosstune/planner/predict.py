@@ -6,11 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from crosstune.config.conditions import work_of_rows
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import backend_specs
 from crosstune.estimate.memory import MemoryParts, moment_bytes
 from crosstune.estimate.model_shape import trained_parameters
-from crosstune.estimate.step_time import LARGEST_ERROR, NUM_CHECKED, Cluster, StepTime, find_speed, step_time
+from crosstune.estimate.step_time import (
+    LARGEST_ERROR,
+    NUM_CHECKED,
+    SUSTAINED,
+    Cluster,
+    StepTime,
+    find_speed,
+    forward_flops,
+    step_time,
+)
 from crosstune.planner.find_fit import Fit, find_fit, make_fit
 
 
@@ -39,6 +49,8 @@ class Prediction:
     num_steps: int | None
     time: StepTime | None
     """None for a device of unknown speed."""
+    first_pass_s: float = 0.0
+    """Seconds before the first step, for a reference that is computed once."""
     price_per_hour: float | None = None
     """The price of one machine."""
     fit: Fit | None = None
@@ -48,7 +60,7 @@ class Prediction:
     def hours(self) -> float | None:
         if self.time is None or self.num_steps is None:
             return None
-        return self.num_steps * self.time.seconds / 3600
+        return (self.num_steps * self.time.seconds + self.first_pass_s) / 3600
 
     @property
     def cost(self) -> float | None:
@@ -72,6 +84,7 @@ class Prediction:
             "num_steps": self.num_steps,
             "tokens_per_s": time.tokens_per_s if time else None,
             "step_s": time.seconds if time else None,
+            "first_pass_s": self.first_pass_s if time else None,
             "limited_by": time.limit if time else None,
             "communication_share": time.communication_share if time else None,
             "exposed_communication_share": time.communication_s / time.seconds if time else None,
@@ -100,6 +113,13 @@ def predict(
     if speed is not None:
         row = data.tokens_per_row if data is not None else None
         time = step_time(fitted.shape, fitted.step, speed, cluster=cluster, tokens_per_row=row)
+    first_pass_s = 0.0
+    if speed is not None and data is not None:
+        passes = work_of_rows(config.options()).num_first_passes
+        flops = (
+            passes * data.num_rows * data.tokens_per_row * forward_flops(fitted.shape, data.tokens_per_row)
+        )
+        first_pass_s = flops / (speed.tflops * 1e12 * SUSTAINED) / cluster.size
     num_steps = data.num_steps if data is not None else config.max_steps if config.max_steps > 0 else None
     return Prediction(
         parameters=fitted.shape.num_parameters,
@@ -111,6 +131,7 @@ def predict(
         cluster=cluster,
         num_steps=num_steps,
         time=time,
+        first_pass_s=first_pass_s,
         price_per_hour=price_per_hour,
         fit=find_fit(plan),
     )

@@ -253,7 +253,7 @@ class SftRecipe(TokenRecipe):
         batches = split_rows(list(self.held_out), batch_size=size, pad_id=self.tokenizer.pad_id)
         num_batches = -(-len(self.held_out) // size)
         with averaged(session):  # answers and loss of the same weights
-            result = session.evaluate(_reporting(batches, num_batches, observer))
+            result = session.evaluate(reporting(batches, num_batches, observer))
             samples = self._answer(session, self.questions[: self.config.num_samples], observer)
         metrics = {"loss": result.loss, **result.metrics}
         if self.metric() != "exact_match" or not self.questions:
@@ -347,12 +347,15 @@ def open_tokenizer(config: Config, model_folder: Path) -> Tokenizer:
     )
 
 
-def _reporting(batches: Iterable[TokenBatch], total: int, observer: Observer) -> Iterator[TokenBatch]:
-    """Yield the batches of an evaluation, and report its progress about twenty times."""
-    every = max(1, total // 20)
-    for index, batch in enumerate(batches):
+def reporting(
+    batches: Iterable[Any], total: int, observer: Observer, *, done: int = 0, stage: str = ""
+) -> Iterator[Any]:
+    """Yield the batches of an evaluation after the first `done`, and report its progress about twenty times; a stage that takes
+    longer, about a hundred times."""
+    every = max(1, total // (100 if stage else 20))
+    for index, batch in enumerate(batches, start=done):
         if index and index % every == 0:
-            observer.on_event(Evaluating(done=index, total=total, what="batches"))
+            observer.on_event(Evaluating(done=index, total=total, what="batches", stage=stage))
         yield batch
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from crosstune.config.conditions import ADAPTER_METHODS
+from crosstune.config.conditions import ADAPTER_METHODS, work_of_rows
 from crosstune.config.load import cache_override
 from crosstune.config.recipe_spec import RecipeSpec, load_recipe
 from crosstune.config.resolve.fit_compute import check_compiler
@@ -19,7 +19,7 @@ from crosstune.config.resolve.resolve import resolve
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, naming, raise_all
 from crosstune.core.events import Observers
-from crosstune.core.protocols import HasLongestRows, Recipe
+from crosstune.core.protocols import HasLongestRows, HasMeanRow, Recipe
 from crosstune.data.bundled.named_datasets import BUNDLED
 from crosstune.data.checks.preflight import is_here
 from crosstune.data.read.columns import TARGETS, parse_columns
@@ -342,7 +342,8 @@ def _measure_rows(config: Config, model: ModelFolder | None) -> DataFacts | None
         own = replace(config, truncation="cut", tokenizer=None, chat_template=None)
         found = _measure(open_recipe(own, stand_in, Observers()))
         if found is not None:
-            longest = min(config.context_length, found.longest_row + TEMPLATE_TOKENS)
+            most = work_of_rows(config.options()).num_answers * config.context_length
+            longest = min(most, found.longest_row + TEMPLATE_TOKENS)
             return replace(found, longest_row=longest, longest_target=longest, is_rough=True)
     return None
 
@@ -357,5 +358,7 @@ def _measure(recipe: Recipe) -> DataFacts | None:
         num_steps=recipe.num_steps(),
         longest_row=recipe.longest_row(),
         longest_target=recipe.longest_target(),
-        tokens_per_row=described.get("tokens", 0) / max(1, rows) or recipe.longest_row(),
+        tokens_per_row=recipe.tokens_per_row()
+        if isinstance(recipe, HasMeanRow)
+        else described.get("tokens", 0) / max(1, rows) or recipe.longest_row(),
     )

@@ -113,13 +113,14 @@ class Execution:
             session = self._load()
             if isinstance(self.recipe, PreparesSession):
                 self.group.activity.start("measuring the model before the training")
-                self.recipe.prepare_session(
-                    session,
-                    folder=self.record.folder,
-                    earlier=self.point.run if self.point is not None else None,
-                    writes=self.ranks.first,
-                    observer=self.observer,
-                )
+                with self.stop.droppable():
+                    self.recipe.prepare_session(
+                        session,
+                        folder=self.record.folder,
+                        earlier=self.point.run if self.point is not None else None,
+                        writes=self.ranks.first,
+                        observer=self.observer,
+                    )
             if self.point is not None:
                 self.group.activity.start("restoring the checkpoint")
                 restore_session(

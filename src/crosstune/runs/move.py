@@ -24,6 +24,7 @@ from crosstune.core.protocols import Recipe
 from crosstune.core.weights import result_weights
 from crosstune.data.read.dataset_list import parse_dataset
 from crosstune.files.outputs import check_output
+from crosstune.files.run_record import REFERENCE
 from crosstune.machines.probe import load_machine, probe_machine, typical_machine
 from crosstune.models.adapter_files import TOKENIZER_FILES
 from crosstune.models.locate import ModelFolder
@@ -35,7 +36,8 @@ from crosstune.runs.resume import FIRST_ADAPTER, pick_checkpoint
 from crosstune.runs.resume_identity import check_same, compare, identity_of
 
 DATA_LIMIT = 1_000_000_000
-_LOGS = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl")
+_KEPT = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", REFERENCE)
+"""Files of the run folder in the archive, if present: its logs, and the reference of a preference run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +177,7 @@ def _compare_here(
 
 
 def _members(checkpoint: Checkpoint, home: Path, files: Mapping[str, Path]) -> dict[str, Path]:
-    members = {name: home / name for name in _LOGS if (home / name).is_file()}
+    members = {name: home / name for name in _KEPT if (home / name).is_file()}
     first = home / FIRST_ADAPTER
     members |= {f"{FIRST_ADAPTER}/{path.name}": path for path in sorted(first.glob("*")) if path.is_file()}
     for name in sorted([MANIFEST, SEAL, *checkpoint.manifest.files]):

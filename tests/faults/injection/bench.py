@@ -33,6 +33,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "qlora": {"train_type": "qlora", "quantization_backend": "bnb"} | _ADAPTER,
     "full": {"train_type": "full"},
 }
+PREFERENCE = "preference"
+_ALL = METHODS | {
+    PREFERENCE: {"recipe": "preference", "reference": "precomputed", "packing": False, "context_length": 512} | _ADAPTER
+}  # fmt: skip
 Bits = dict[str, Any]
 
 
@@ -47,17 +51,20 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
-        self.model, self.data = self.home / "model", self.home / "data.jsonl"
+        self.model, self.data, self.pairs = (
+            self.home / name for name in ("model", "data.jsonl", "pairs.jsonl")
+        )
         if not self.data.exists():
             make_model(self.model)
             write_chats(self.data)
+            write_pairs(self.pairs)
 
     def options(self, method: str, folder: Path, **more: Any) -> dict[str, Any]:
         shared = {
             "backend": "cpu",
             "precision": "fp32",
             "model_name": str(self.model),
-            "dataset": str(self.data),
+            "dataset": str(self.pairs if method == PREFERENCE else self.data),
             "output_dir": str(folder.parent),
             "name": folder.name,
             "max_steps": NUM_STEPS,
@@ -73,7 +80,7 @@ class Bench:
             "keep_best": False,
             "log_to": "stdout",
         }
-        return shared | METHODS[method] | more
+        return shared | _ALL[method] | more
 
     def words(self, method: str, folder: Path, **more: Any) -> list[str]:
         """The command that people would type."""
@@ -134,14 +141,26 @@ def write_chats(path: Path, *, num: int = 64, word: str = "count") -> Path:
     return path
 
 
+def write_pairs(path: Path, *, num: int = 64) -> Path:
+    rows = [
+        {"prompt": f"count {n}", "chosen": "1 " * (n % 7 + 1), "rejected": "no " * (n % 3 + 1)}
+        for n in range(num)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 def read_bits(folder: Path) -> Bits:
     """Everything about a finished run that has to be the same: each step's numbers, the state, the result."""
     steps = read_jsonl(folder / "metrics.jsonl")
     newest = open_checkpoint(checkpoint_folders(folder / "checkpoints")[0][1])
-    results = sorted(p for name in ("adapter", "model") for p in (folder / name).glob("*.safetensors"))
+    results = sorted(p for name in ("adapter", "model", ".") for p in (folder / name).glob("*.safetensors"))
     return {
         "steps": [
-            {name: row[name] for name in ("step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens")}
+            {
+                name: row.get(name)
+                for name in ("step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens", "pairs")
+            }
             for row in steps
         ],
         "step": newest.step,
@@ -182,7 +201,12 @@ def lost_or_torn(folder: Path, *, keep: Keep = KEEP, damaged: frozenset[int] = f
 
 def untidy(folder: Path) -> list[str]:
     """Return the leftovers of a kill that a finished resume should have cleared."""
-    strays = [*leftovers(folder / "checkpoints"), *folder.glob(".result.*"), *folder.glob(".*.json*.*")]
+    strays = [
+        *leftovers(folder / "checkpoints"),
+        *folder.glob(".result.*"),
+        *folder.glob(".*.json*.*"),
+        *folder.glob(".reference*"),
+    ]
     return [f"left behind: {path.name}" for path in strays]
 
 

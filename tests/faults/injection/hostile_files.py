@@ -18,6 +18,7 @@ from pathlib import Path
 from crosstune.checkpoint.manifest import MANIFEST, SEAL, seal
 from crosstune.cli.main import main
 from crosstune.models.adapter_files import PEFT_WEIGHTS
+from injection.hostile_pairs import preference_case
 from injection.hostile_runs import RUN_KINDS, damage
 from injection.intact_files import FIXED, ROWS, Workshop
 from injection.mutations import (
@@ -41,6 +42,7 @@ MODEL_FILES = (
     ),
     *("special_tokens_map.json", "model.safetensors", "model.safetensors.index.json"),
 )
+PREFERENCE = "preference"
 RUN_FILES = ("plan.json", "summary.json", "metrics.jsonl", "events.jsonl", "config.yaml")
 
 
@@ -53,13 +55,15 @@ class Case:
     names: tuple[str, ...]
 
 
-def make_case(shop: Workshop, seed: int) -> Case:
-    """Make the damaged files of a seed in a fresh folder."""
+def make_case(shop: Workshop, seed: int, *, only: str | None = None) -> Case:
+    """Make the damaged files of a seed in a fresh folder; of one kind, if `only` names it."""
     chance = random.Random(seed)
     work = shop.home / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    kind = chance.choice([*KINDS, *RUN_KINDS])
+    kind = only or chance.choice([*KINDS, *RUN_KINDS])
+    if kind == PREFERENCE or (only is None and seed % 20 == 13):
+        return Case(*preference_case(shop, work, chance))
     return KINDS[kind](shop, work, chance) if kind in KINDS else Case(*RUN_KINDS[kind](shop, work, chance))
 
 

@@ -13,6 +13,8 @@ from injection.bench import NUM_STEPS, Bench, check_finished, lost_or_torn, weig
 from injection.crash_points import CrashPoints
 
 SCENES = ("save and rotate", "damaged newest")
+START = "first start"
+"""A scene without a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,8 @@ def _set_scene(bench: Bench, method: str, scene: str, folder: Path) -> Path:
     """A run at step 2, alone or with a later checkpoint that is damaged and will be set aside."""
     if folder.exists():
         shutil.rmtree(folder)
+    if scene == START:
+        return folder
     bench.copy_halfway(method, folder)
     if scene == "damaged newest":
         bench.reference(method)

@@ -227,7 +227,9 @@ class Screen:
     def _on_evaluating(self, event: Evaluating) -> None:
         now = time.monotonic()
         amount = f"{event.done}/{event.total} {event.what}"
-        if self.live:
+        if event.stage:
+            self.show_stage(event.stage, event.done, event.total, [amount], unit="{:.1f}".format)
+        elif self.live:
             share = event.done / max(1, event.total)
             self._line.show(BarLine(title=self._stage, share=share, figures=[amount]))
         elif now - self._last_shown >= PLAIN_S:

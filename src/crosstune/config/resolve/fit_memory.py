@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
+from crosstune.config.conditions import work_of_rows
 from crosstune.config.options.training import AUTO
 from crosstune.config.resolve.memory_advice import advise
 from crosstune.config.resolve.plan import Draft
@@ -92,7 +93,9 @@ class _Fitting:
         draft, report = self.draft, self.draft.report
         precision, longest = draft["precision"], draft.facts.longest_row
         compute_bits = 32 if precision == "fp32" else 16
-        context = min(draft["context_length"], longest or draft["context_length"])
+        work = work_of_rows({name: draft[name] for name in draft.request.options()})
+        most = work.num_answers * draft["context_length"]
+        context = min(most, longest or most)
         fast = draft["kernels"] == "fast" and report.engine == "torch"
         shape = self.shape
         return Step(
@@ -107,6 +110,9 @@ class _Fitting:
             double_quant=draft["double_quant"],
             batch=draft["batch_size"],
             context=context,
+            answers=work.num_answers,
+            extra_passes=work.num_passes,
+            copies_trained=work.copies_weights,
             supervised=draft.facts.longest_target,
             checkpointing=draft["use_gradient_checkpointing"],
             compute_bits=compute_bits,

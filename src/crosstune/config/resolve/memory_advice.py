@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from crosstune.config.conditions import ADAPTER_METHODS
+from crosstune.config.conditions import ADAPTER_METHODS, work_of_rows
 from crosstune.config.load import backend_variables
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.backend import BackendSpec, backend_specs
@@ -93,13 +93,18 @@ def advise(
         changes[f"--precision {short}"] = {"compute_bits": 16, "weight_bits": 16}
     changes |= _smaller_weights(options, report, method=method, quantizer=quantizer)
     new_run = [text for text, fields in changes.items() if fits is None or fits(fields)]
-    row = min(options["context_length"], longest_row or options["context_length"])
+    answers = work_of_rows(options).num_answers
+    row = min(
+        options["context_length"], -(-longest_row // answers) if longest_row else options["context_length"]
+    )
     if fits is not None:
         new_run += [f"--lora_rank {SMALL_RANK}"] * (
             method in ADAPTER_METHODS and options["lora_rank"] > SMALL_RANK and fits({"rank": SMALL_RANK})
         )
         shorter = [row >> halvings for halvings in range(1, row.bit_length()) if row >> halvings >= SHORT_ROW]
-        new_run += [f"--context_length {tokens}" for tokens in shorter if fits({"context": tokens})][:1]
+        new_run += [
+            f"--context_length {tokens}" for tokens in shorter if fits({"context": answers * tokens})
+        ][:1]
     elif need != "weights" and row > SHORT_ROW:
         new_run.append(f"a --context_length below {row}")
     return Advice(resumable=tuple(resumable), new_run=(*new_run, "a smaller model"))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from crosstune.config.conditions import KTO, LOSSES
+from crosstune.config.conditions import KTO, LOSSES, WITHOUT_REFERENCE
 
 
 class Functions(Protocol):
@@ -155,7 +155,6 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
     )
 }  # fmt: skip
 assert {*PAIR_LOSSES, KTO} == set(LOSSES)
-WITHOUT_REFERENCE = ("orpo", "simpo", "cpo", "sft")
 WITH_SFT = {"orpo": 1.0, "cpo": 1.0}
 """Losses that include the cross entropy of the chosen answers -> its default weight."""
 BETAS = {"simpo": 2.0}

@@ -57,6 +57,11 @@ class PreferenceLM(CausalLM):
         self.prepared = AnswerLoss(model, self.preference)
         return self.prepared
 
+    def forget_reference(self) -> None:
+        """Free the weights from before the training, of which all log probabilities are known."""
+        assert isinstance(self.prepared, AnswerLoss)
+        self.prepared.forget_reference()
+
     def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
         arrays: dict[str, Any] = {
             **self._token_arrays(batch.tokens),
@@ -108,6 +113,9 @@ class AnswerLoss(CausalLoss):
         return {
             canonical_name(name): array for name, array in tree_flatten(self.model.trainable_parameters())
         }
+
+    def forget_reference(self) -> None:
+        self._reference = {}
 
     def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
         return self._loss(arrays, self._weights())

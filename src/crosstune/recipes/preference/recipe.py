@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.config.conditions import ADAPTER_METHODS, KTO, TRAIN_TYPE_PARTS, parse_losses
+from crosstune.config.conditions import KTO, is_precomputed, parse_losses
 from crosstune.config.schema import Config
 from crosstune.core.errors import UserError, raise_all
-from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
+from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing, Warned
 from crosstune.core.protocols import Backward, Evaluation, Generates, Metrics, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.forked import Fork
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
 from crosstune.data.checks.preflight import warnings_of
 from crosstune.data.render.rendering import encode_prompt
+from crosstune.files.run_record import REFERENCE
 from crosstune.models.folder import folder_shape, longest_context
 from crosstune.recipes.preference.batch import Floats, Group, PreferenceBatch, make_batch
 from crosstune.recipes.preference.data_report import account, describe_answers, pair_warnings
@@ -35,13 +36,16 @@ from crosstune.recipes.preference.losses import (
 from crosstune.recipes.preference.metrics import ACCURACY, ANSWER_LENGTH, wilson
 from crosstune.recipes.preference.open_pairs import PreferenceCorpus, open_preferences, prompt_key, tokenize
 from crosstune.recipes.preference.reference import (
-    REFERENCE,
     model_identity,
     read_reference,
     write_reference,
 )
 from crosstune.recipes.preference.verdicts import Verdicts, reach_of
-from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer
+from crosstune.recipes.sft import TokenRecipe, open_tokenizer, reporting, write_tokenizer
+
+_BATCHES_PER_SAVE, _MOST_SAVES = 16, 50
+"""Batches of the reference between two saves, at least, and the number of saves, at most about."""
+_STAGE = "reference"
 
 
 def make_loss(config: Config) -> PreferenceLoss:
@@ -108,49 +112,60 @@ class PreferenceRecipe(TokenRecipe):
         self._verdicts.reach = reach_of(session.trained_shapes(), num_layers=self._num_layers)
         if not self.loss.needs_reference:
             return
-        if self._is_precomputed():
+        if is_precomputed(self.config.reference, self.config.train_type):
             self._open_reference(session, folder=folder, earlier=earlier, writes=writes, observer=observer)
         if earlier is None:
             self._check_start(session)
 
-    def _is_precomputed(self) -> bool:
-        adapters = TRAIN_TYPE_PARTS[self.config.train_type][0] in ADAPTER_METHODS
-        return self.config.reference == "precomputed" or (self.config.reference == "auto" and not adapters)
-
     def _open_reference(
         self, session: Any, *, folder: Path, earlier: Path | None, writes: bool, observer: Observer
     ) -> None:
-        """Set the reference's log probabilities of all answers: those of the run that is continued, or computed now."""
-        parts = {"train": self.train, "held_out": self.held_out}
-        model = model_identity(self.config, session.task.base_record())
-        identities = {name: f"{_identity(part)} {model}" for name, part in parts.items() if part is not None}
-        stored = read_reference((earlier or folder) / REFERENCE, identities)
+        """Set the reference's log probabilities of all answers: read from the run, or computed now as far as they are missing."""
+        found = {"train": self.train, "held_out": self.held_out}
+        parts = {name: part for name, part in found.items() if part is not None}
+        record, path = session.task.base_record(), (earlier or folder) / REFERENCE
+        model, size = model_identity(self.config, record), rows_per_evaluation(self.config)
+        identities = {name: f"{_identity(part)} {model}" for name, part in parts.items()}
+        rows = {name: len(part) for name, part in parts.items()}
+        made = f"{session.plan.backend.name} {record['precision']} {size} {self.config.share_prompts}"
+        # A run that is continued keeps its numbers on every backend.
+        stored = read_reference(path, identities, rows, made=None if earlier else made)
         if stored is None:
-            stored = {
-                name: self._compute_reference(session, part, observer)
-                for name, part in parts.items()
-                if part is not None
-            }
+            if earlier is not None and path.exists():
+                message = f"{path} belongs to other data or a different model: it is computed again"
+                observer.on_event(Warned(message=message))
+            stored = {name: np.full((count, 2), np.nan, np.float32) for name, count in rows.items()}
+        missing = [
+            (name, range(start, min(start + size, count)))
+            for name, count in rows.items()
+            for start in range(0, count, size)
+            if np.isnan(stored[name][start : start + size]).any()
+        ]
+
+        several = max(_BATCHES_PER_SAVE, -(-len(missing) // _MOST_SAVES))
+        for first in range(0, len(missing), several):
+            places = missing[first : first + several]
+            batches = (self._batch(parts[name], place) for name, place in places)
+            shown = reporting(batches, len(missing), observer, done=first, stage=_STAGE)
+            vectors = session.task.answer_log_probs(session, shown)
+            for (name, place), vector in zip(places, vectors, strict=True):
+                values = vector.reshape(-1, 2) if self.loss.is_paired else vector.reshape(2, -1).T
+                if not np.isfinite(values).all():
+                    raise UserError(
+                        f"The log probabilities of the {name.replace('_', '-')} rows {place.start + 1} to {place.stop} are not finite.",
+                        why="the model overflows in this precision, or has weights that are not finite.",
+                        do="use --precision fp32 or bf16, or a different model",
+                    )
+                stored[name][place.start : place.stop] = values
+            if writes:
+                write_reference(folder / REFERENCE, stored, identities, made=made)
+        if missing:
+            done = len(missing)
+            observer.on_event(Evaluating(done=done, total=done, what="batches", stage=_STAGE))
         if writes and not (folder / REFERENCE).exists():
-            write_reference(folder / REFERENCE, stored, identities)
+            write_reference(folder / REFERENCE, stored, identities, made=made)
         self._reference = stored
-
-    def _compute_reference(self, session: Any, part: PreferenceCorpus, observer: Observer) -> Floats:
-        """Return a row for each preference: its answers, or a single answer and the answer to another prompt."""
-        size = rows_per_evaluation(self.config)
-        starts = range(0, len(part), size)
-
-        def batches() -> Iterator[PreferenceBatch]:
-            for number, start in enumerate(starts):
-                yield self._batch(part, range(start, min(start + size, len(part))))
-                observer.on_event(
-                    Evaluating(done=number + 1, total=len(starts), what="batches of the reference")
-                )
-
-        found = session.task.answer_log_probs(session, batches())
-        if self.loss.is_paired:
-            return np.concatenate([vector.reshape(-1, 2) for vector in found])
-        return np.concatenate([vector.reshape(2, -1).T for vector in found])
+        session.task.forget_reference()
 
     def _check_start(self, session: Any) -> None:
         """Raise unless the model equals the reference in the first batch."""
@@ -185,6 +200,9 @@ class PreferenceRecipe(TokenRecipe):
 
     def num_rows(self) -> int:
         return len(self.train)
+
+    def tokens_per_row(self) -> float:
+        return float(self._lengths.mean())
 
     def longest_target(self) -> int:
         return int(self.corpus.num_supervised.max()) * (2 if self.loss.is_paired else 1)
@@ -256,14 +274,9 @@ class PreferenceRecipe(TokenRecipe):
             return Evaluation(metrics={})
         size, held_out = rows_per_evaluation(self.config), self.held_out
         starts = range(0, len(held_out), size)
-
-        def batches() -> Any:
-            for number, start in enumerate(starts):
-                yield self._batch(held_out, range(start, min(start + size, len(held_out))))
-                observer.on_event(Evaluating(done=number + 1, total=len(starts), what="batches"))
-
+        batches = (self._batch(held_out, range(at, min(at + size, len(held_out)))) for at in starts)
         with averaged(session):
-            result = session.evaluate(batches())
+            result = session.evaluate(reporting(batches, len(starts), observer))
             samples, lengths = self._answer(session)
         accuracy = result.metrics[ACCURACY]
         return Evaluation(

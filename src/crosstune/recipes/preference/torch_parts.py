@@ -16,6 +16,7 @@ from crosstune.recipes.preference.batch import PreferenceBatch
 from crosstune.recipes.preference.losses import PairScores, PreferenceLoss, kto
 from crosstune.recipes.preference.metrics import measure_pairs, measure_singles, metric_names
 from crosstune.torch_engine.device import evaluating
+from crosstune.torch_engine.sharding.local_shard import free_gathered, local_part
 from crosstune.torch_engine.task import MetricSums, Tensors
 from crosstune.torch_engine.tasks.causal_lm import CausalLM, ModelInput, can_share_prompts
 
@@ -46,9 +47,15 @@ class PreferenceLM(CausalLM):
 
     def keep_reference(self, model: nn.Module, trained: Mapping[str, torch.nn.Parameter]) -> None:
         """Keep the weights from before the training: with them, the model is the reference."""
-        self._reference = [(parameter, parameter.detach().clone()) for parameter in trained.values()]
+        self._reference = [
+            (parameter, local_part(parameter.detach()).clone()) for parameter in trained.values()
+        ]
         if self.decoder is None:
             self.shares_prompts = can_share_prompts(model, device=self.context.device)
+
+    def forget_reference(self) -> None:
+        """Free the weights from before the training, of which all log probabilities are known."""
+        self._reference = []
 
     def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
         arrays = {
@@ -133,11 +140,15 @@ class PreferenceLM(CausalLM):
         """Turn the model into the reference in the `with` block, without gradients and dropout."""
         assert self._reference, "the weights from before the training are kept"
         with evaluating(model), torch.no_grad():
-            trained = [parameter.detach().clone() for parameter, _ in self._reference]
-            for parameter, before in self._reference:
-                parameter.copy_(before)
+            trained = [local_part(parameter.detach()).clone() for parameter, _ in self._reference]
+            self._put(model, [before for _, before in self._reference])
             try:
                 yield
             finally:
-                for (parameter, _), after in zip(self._reference, trained, strict=True):
-                    parameter.copy_(after)
+                self._put(model, trained)
+
+    def _put(self, model: nn.Module, values: list[torch.Tensor]) -> None:
+        """Copy into this rank's part of the trained weights. The next pass gathers them again: FSDP2 keeps some between passes."""
+        free_gathered(model)
+        for (parameter, _), value in zip(self._reference, values, strict=True):
+            local_part(parameter).copy_(value)

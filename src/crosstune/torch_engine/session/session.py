@@ -49,7 +49,7 @@ from crosstune.torch_engine.session.metric_totals import MetricTotals
 from crosstune.torch_engine.session.offload_activations import offload_activations
 from crosstune.torch_engine.session.optimizer import Masters, averages_of, set_learning_rate, swap
 from crosstune.torch_engine.session.profiler import TorchProfiler
-from crosstune.torch_engine.sharding.local_shard import is_sharded, without_gradients
+from crosstune.torch_engine.sharding.local_shard import free_gathered, is_sharded, without_gradients
 from crosstune.torch_engine.task import (
     BuildContext,
     HasOwnHead,
@@ -237,6 +237,7 @@ class TorchSession:
         states.import_random(self.device, state.random)
 
     def import_weights(self, weights: Mapping[str, Array]) -> None:
+        free_gathered(self.model)  # of a pass before, by a task that tries out the model
         states.import_weights(self.masters, weights)
         self.masters.publish()
         for master, average in averages_of(self.optimizer).items():
