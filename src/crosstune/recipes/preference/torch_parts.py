@@ -17,7 +17,8 @@ from crosstune.recipes.preference.losses import PairScores, PreferenceLoss, kto
 from crosstune.recipes.preference.metrics import measure_pairs, measure_singles, metric_names
 from crosstune.torch_engine.device import evaluating
 from crosstune.torch_engine.task import MetricSums, Tensors
-from crosstune.torch_engine.tasks.causal_lm import CausalLM, ModelInput, can_share_prompts
+from crosstune.torch_engine.tasks.causal_lm import CausalLM, can_share_prompts
+from crosstune.torch_engine.tasks.model_input import ModelInput
 
 _OTHER = "other_"
 
