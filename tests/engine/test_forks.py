@@ -31,15 +31,17 @@ def make_fork(prompt: int, *answers: int, seed: int = 0) -> Fork:
     return Fork(tuple(examples))
 
 
+ROWS = [[make_fork(13, 5, 9), make_fork(4, 3, 3, seed=1)], [make_fork(11, 2, 4, 6, seed=2)]]
+
+
 def make_batch() -> ForkedBatch:
     """Two rows: one with two prompts, one with three answers; with padding."""
-    return fork_rows(
-        [
-            [make_fork(13, 5, 9), make_fork(4, 3, 3, seed=1)],
-            [make_fork(11, 2, 4, 6, seed=2)],
-        ],
-        pad_id=0,
-    )
+    return fork_rows(ROWS, pad_id=0)
+
+
+def answers_apart() -> TokenBatch:
+    """The same answers, each in a row with its prompt."""
+    return separate_rows(fork_rows([[fork] for row in ROWS for fork in row], pad_id=0))
 
 
 def losses(task: CausalLM, model: Any, batch: TokenBatch, device: str = "cpu") -> torch.Tensor:
@@ -55,8 +57,8 @@ def test_a_batch_of_forks() -> None:
     assert batch.num_tokens == (12 + 6 + 10) + (3 + 4 + 4) + (10 + 3 + 5 + 7)
     first = batch.segments[0] == 1
     assert batch.positions[0, first].tolist() == [*range(12), *range(12, 18), *range(12, 22)]
-    rows = separate_rows(batch)
-    assert rows.input_ids.shape[0] == 7
+    rows = answers_apart()
+    assert rows.input_ids.shape[0] == 7 and separate_rows(batch).segments.max(axis=1).tolist() == [4, 3]
     assert (batch.targets != -100).sum() == (rows.targets != -100).sum() == 5 + 9 + 3 + 3 + 2 + 4 + 6
 
 
@@ -76,7 +78,7 @@ def test_fast_layers(name: str) -> None:
     task.decoder = FastDecoder(model, dtype=torch.float32)
     batch = make_batch()
     weights = torch.linspace(-1, 1, 7)  # a loss may raise one answer and lower another
-    expected = losses(task, model, separate_rows(batch))
+    expected = losses(task, model, answers_apart())
     by_rows = gradients((expected * weights).sum(), adapters)
     found = losses(task, model, batch)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -92,7 +94,7 @@ def test_general_layers(name: str) -> None:
     task.shares_prompts = can_share_prompts(model, device=torch.device("cpu"))
     assert task.shares_prompts == (name not in WINDOWED)
     batch = make_batch()
-    expected = losses(task, model, separate_rows(batch))
+    expected = losses(task, model, answers_apart())
     by_rows = gradients(expected.sum(), adapters)
     found = losses(task, model, batch)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -121,7 +123,7 @@ def test_sequences_of_queries_and_keys_on_a_gpu(name: str) -> None:
     task.decoder = FastDecoder(model, dtype=torch.bfloat16)
     assert task.decoder.drops_padding
     batch = make_batch()
-    expected = losses(task, model, separate_rows(batch), "cuda")
+    expected = losses(task, model, answers_apart(), "cuda")
     by_rows = gradients(expected.sum(), adapters)
     found = losses(task, model, batch, "cuda")
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
@@ -159,7 +161,7 @@ def test_mlx(kind: str) -> None:
         branches=mx.array(split.branches),
         fork_of=mx.array(split.fork_of),
     )
-    rows = separate_rows(batch)
+    rows = answers_apart()
     expected = model(mx.array(rows.input_ids))
     a = np.array(found)[split.targets != -100]
     b = np.array(expected)[rows.targets != -100]

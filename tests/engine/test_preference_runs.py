@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import tiny_of
 
 import crosstune
 from crosstune.checkpoint.tensors import read_tensors, write_tensors
@@ -74,22 +76,25 @@ def test_after_supervised_fine_tuning_the_reference_is_the_tuned_model(
     assert resumed == losses
 
 
-def test_with_the_bare_base_as_reference_the_first_loss_is_another(pairs: Path, tuned: Path) -> None:
-    def open_both(**more: Any) -> tuple[Any, Any]:
-        config = make_config(
-            recipe="preference", model_name="tiny-random", dataset=str(pairs), lora_rank=4, backend="cpu", precision="fp32",
-            batch_size=4, skip_eval=True, **more,
-        )  # fmt: skip
-        plan = make_plan(config)
-        model = find_model(config, Observers())
-        recipe = open_recipe(plan.config, model, Observers())
-        recipe.configure(plan.config)
-        return recipe, open_session(plan, model, task=recipe.task("torch"))
+def open_both(pairs: Path, **more: Any) -> tuple[Any, Any]:
+    """Return the recipe and an opened session."""
+    asked: dict[str, Any] = {
+        "recipe": "preference", "model_name": "tiny-random", "dataset": str(pairs), "lora_rank": 4, "backend": "cpu",
+        "precision": "fp32", "batch_size": 4, "skip_eval": True,
+    }  # fmt: skip
+    config = make_config(**{**asked, **more})
+    plan = make_plan(config)
+    model = find_model(config, Observers())
+    recipe = open_recipe(plan.config, model, Observers())
+    recipe.configure(plan.config)
+    return recipe, open_session(plan, model, task=recipe.task(plan.engine))
 
-    recipe, bare = open_both()
+
+def test_with_the_bare_base_as_reference_the_first_loss_is_another(pairs: Path, tuned: Path) -> None:
+    recipe, bare = open_both(pairs)
     [batch] = recipe.micro_batches(0)
     [of_base] = bare.task.answer_log_probs(bare, [batch])
-    _, session = open_both(base_adapter=str(tuned))
+    _, session = open_both(pairs, base_adapter=str(tuned))
     assert session.evaluate([batch]).loss == pytest.approx(math.log(2), abs=1e-6)
     wrong = session.evaluate([replace(batch, reference=of_base)])
     assert abs(wrong.loss - math.log(2)) > 0.01 and abs(wrong.metrics["rewards/margins"]) > 0.01
@@ -165,6 +170,75 @@ def test_both_engines_and_both_layouts_agree(pairs: Path, tmp_path: Path) -> Non
     ]
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], atol=1e-5)
+
+
+def test_experts_with_adapters_have_a_fixed_reference(pairs: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """With new adapters, and with adapters of supervised fine-tuning."""
+    vocab = json.loads((tiny_model / "config.json").read_text())["vocab_size"]
+    model = tiny_of("mixtral", tmp_path / "mixtral", vocab)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tiny_model / name, model / name)
+    train(pairs, tmp_path, recipe="sft", columns="chosen=completion", lr=1e-2, model_name=str(model))
+    starts = []
+    for more in ({}, {"base_adapter": str(tmp_path / "run" / "adapter")}):
+        recipe, session = open_both(pairs, model_name=str(model), **more)
+        assert any("experts" in name for name in session.masters.masters), "the experts are trained"
+        window = [session.prepare(batch) for batch in recipe.micro_batches(0)]
+        [start] = session.task.answer_log_probs(session, recipe.micro_batches(0))
+        losses = []
+        for _ in range(3):
+            losses.append(session.backward(window).loss)
+            session.update(lr=1e-2)
+        assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[2] < losses[1] < losses[0]
+        [trained] = session.task.answer_log_probs(session, recipe.micro_batches(0))
+        with session.task._as_reference(session.model):
+            [reference] = session.task.answer_log_probs(session, recipe.micro_batches(0))
+        np.testing.assert_array_equal(reference, start)
+        assert np.abs(trained - start).max() > 0.1
+        starts.append(start)
+    assert np.abs(starts[0] - starts[1]).max() > 0.1, "the reference of the second run is the tuned model"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kernels": "fast"},
+        {"backend": "mlx"},
+        {"share_prompts": False},
+        {"preference_loss": "dpo:0.5,sft:1", "gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+def test_packed_pairs_train_like_separate_rows(pairs: Path, tuned: Path, options: dict[str, Any]) -> None:
+    """The step is far from the reference, so that every pair has a gradient of its own."""
+    recipe, session = open_both(
+        pairs, packing=True, context_length=192, batch_size=2, base_adapter=str(tuned), lr=1e-2, **options
+    )
+    session.backward([session.prepare(batch) for batch in recipe.micro_batches(0)])
+    session.update(lr=1e-2)
+    places = [place for row in recipe._order().rows(1) for place in row]
+    packed = recipe.micro_batches(1)
+    assert max(batch.tokens.segments.max() for batch in packed) > 1
+    assert sum(batch.weight for batch in packed) == len(places) > sum(len(b.tokens.segments) for b in packed)
+    apart = [recipe._batch(recipe.train, [[place] for place in places])]
+    expected = session.backward([session.prepare(batch) for batch in apart])
+    session.update(lr=0.0)  # forgets the gradients, keeps the weights
+    found = session.backward([session.prepare(batch) for batch in packed])
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    for name, value in expected.metrics.items():
+        assert found.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+def test_a_packed_run_resumes(pairs: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"packing": True, "context_length": 192, "num_epochs": 4, "save_steps": 2}
+    whole = train(pairs, tmp_path, **options)
+    assert whole[0] == pytest.approx(math.log(2), abs=1e-6) and whole[-1] < whole[0]
+    step = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert train(pairs, tmp_path, resume=str(step), name="again", **options) == whole
+    with pytest.raises(UserError, match="cannot be combined with preference_loss kto"):
+        train(pairs, tmp_path, name="kto", preference_loss="kto", **options)
 
 
 def test_evaluation_has_the_metrics_of_pairs(pairs: Path, tmp_path: Path) -> None:

@@ -92,6 +92,13 @@ class TokenRecipe:
         """Return the indices of the longest examples, repeated if there are fewer than `size`."""
         return np.resize(np.argsort(-self.corpus.lengths(), kind="stable"), size).tolist()
 
+    def fullest_rows(self, size: int) -> list[list[int]]:
+        """Return the indices in the fullest packed rows, repeated if there are fewer than `size`."""
+        assert self.packed is not None
+        lengths, rows = self.packed.lengths, self.packed.rows(0, min(self.num_rows(), _ROWS_SEARCHED))
+        fullest = sorted(rows, key=lambda row: -int(lengths[row].sum()))
+        return [fullest[number % len(fullest)].tolist() for number in range(size)]
+
     def num_steps(self) -> int:
         return self._order().num_steps()
 
@@ -117,6 +124,9 @@ class TokenRecipe:
             "bad_rows", "unlocated_answers", "without_reasoning", "unused_columns", "ignored_by_template", "joined_tokens"
         )  # fmt: skip
         counts = {"rows": facts["rows"], "empty_answers": facts["empty"], "without_answer": without_answer}
+        packed: dict[str, Any] = {}
+        if self.packed is not None:
+            packed = {"packed_rows": self.packed.num_rows(1), "packed_fill": self.packed.fill()}
         return {
             "dataset": name_in_memory(self.config.dataset, cache=cache_override()),
             "format": form,
@@ -125,6 +135,7 @@ class TokenRecipe:
             "num_steps": self.num_steps(),
             "train": self.corpus.stats | counts | {name: facts[name] for name in kept},
             **portrait(self.corpus, self.tokenizer),
+            **packed,
         }
 
 
@@ -164,10 +175,8 @@ class SftRecipe(TokenRecipe):
         pad_id = self.tokenizer.pad_id
         if self.packed is None:
             return pad_rows([self.train[place] for place in self.longest_places(size)], pad_id=pad_id)
-        lengths, rows = self.train.lengths(), self.packed.rows(0, min(self.num_rows(), _ROWS_SEARCHED))
-        fullest = sorted(rows, key=lambda row: -int(lengths[row].sum()))
-        chosen = [fullest[number % len(fullest)] for number in range(size)]
-        return pack_rows([[self.train[int(place)] for place in row] for row in chosen], pad_id=pad_id)
+        rows = self.fullest_rows(size)
+        return pack_rows([[self.train[place] for place in row] for row in rows], pad_id=pad_id)
 
     def task(self, engine: str) -> Task:
         module = importlib.import_module(f"crosstune.{engine}_engine.tasks.causal_lm")
@@ -209,8 +218,6 @@ class SftRecipe(TokenRecipe):
                 {**source, "name": name_in_memory(source["name"], cache=cache_override())}
                 for source in self.data.sources
             ]
-        if self.packed is not None:
-            described |= {"packed_rows": self.packed.num_rows(1), "packed_fill": self.packed.fill()}
         if self.held_out is not None:
             described["eval"] = self.held_out.stats
         if "dataset" not in config.sources:

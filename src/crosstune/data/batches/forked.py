@@ -13,7 +13,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.data.batches.token_batch import IGNORED, LENGTH_STEP, Example, IntArray, TokenBatch, pad_rows
+from crosstune.data.batches.token_batch import (
+    IGNORED,
+    LENGTH_STEP,
+    Example,
+    IntArray,
+    TokenBatch,
+    pack_rows,
+    pad_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -103,11 +111,13 @@ def key_layout(batch: ForkedBatch) -> tuple[IntArray, IntArray, NDArray[np.int64
 
 
 def separate_rows(batch: ForkedBatch, *, pad_id: int = 0) -> TokenBatch:
-    """Return a row of prompt and answer for each branch, for a model that cannot share prompts."""
-    examples = []
+    """Return prompt and answer for each branch, for a model that cannot share prompts: as rows of their own, or for rows of
+    several forks as packed documents of the same row."""
+    rows: list[list[Example]] = []
     for segments, branches, ids, targets in zip(
         batch.segments, batch.branches, batch.input_ids, batch.targets, strict=True
     ):
+        rows.append([])
         for segment in np.unique(segments[segments > 0]):
             prompt = np.flatnonzero((segments == segment) & (branches == 0))
             for branch in np.unique(branches[(segments == segment) & (branches > 0)]):
@@ -115,10 +125,12 @@ def separate_rows(batch: ForkedBatch, *, pad_id: int = 0) -> TokenBatch:
                 supervised = np.concatenate(
                     [np.zeros(len(prompt) + 1, np.bool_), targets[own[:-1]] != IGNORED]
                 )
-                examples.append(
+                rows[-1].append(
                     Example(tokens=ids[np.concatenate([prompt, own])], supervised=supervised, index=0)
                 )
-    return pad_rows(examples, pad_id=pad_id)
+    if batch.is_packed:
+        return pack_rows(rows, pad_id=pad_id)
+    return pad_rows([example for row in rows for example in row], pad_id=pad_id)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ FULL_ENOUGH = 0.8
 def propose(now: Situation) -> list[Change]:
     config = now.config
     if config.recipe != "sft":
-        raise NotApplicable(f"the {config.recipe} recipe does not support packing")
+        raise NotApplicable("only rows of the sft recipe are packed by the ladder")
     if config.packing:
         raise NotApplicable("rows are packed already")
     if not now.mean_tokens or now.mean_tokens > FULL_ENOUGH * now.longest_tokens:

@@ -32,12 +32,9 @@ from crosstune.torch_engine.loading.load import load_model, read_config, readabl
 from crosstune.torch_engine.loading.stream import find_tensors
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
-from crosstune.torch_engine.tasks.causal_lm import (
-    CausalLM,
-    ModelInput,
-    cross_entropy_sum,
-    takes_logits_to_keep,
-)
+from crosstune.torch_engine.tasks.causal_lm import CausalLM, takes_logits_to_keep
+from crosstune.torch_engine.tasks.model_input import ModelInput
+from crosstune.torch_engine.tasks.token_losses import cross_entropy_sum
 
 HEAD = "score"
 """The name of a sequence classifier's head in transformers."""

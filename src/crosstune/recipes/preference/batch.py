@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from crosstune.data.batches.forked import Fork, fork_rows
+from crosstune.core.protocols import Array
+from crosstune.data.batches.forked import Fork, fork_rows, separate_rows
 from crosstune.data.batches.token_batch import Example, TokenBatch, number_answers, pad_rows
 
 Floats = NDArray[np.float32]
+OTHER = "other_"
+"""Prefix of the arrays of answers to other prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,20 @@ class PreferenceBatch:
     def num_tokens(self) -> int:
         return self.tokens.num_tokens
 
+    def arrays(self, token_arrays: Callable[[TokenBatch], Mapping[str, Array]]) -> dict[str, Array]:
+        """Return the arrays for an engine, of which `token_arrays` makes those of tokens."""
+        others = token_arrays(self.others) if self.others is not None else {}
+        arrays = {
+            **token_arrays(self.tokens),
+            **{f"{OTHER}{name}": array for name, array in others.items()},
+            "lengths": self.lengths,
+            "mean_chosen": np.array(self.mean_chosen, dtype=np.float32),
+            "labels": self.labels,
+            "reference": self.reference,
+            "other_reference": self.other_reference,
+        }
+        return {name: array for name, array in arrays.items() if array is not None}
+
 
 def make_batch(
     rows: Sequence[Sequence[Group]],
@@ -71,12 +88,8 @@ def make_batch(
     """Make a micro-batch from rows of groups. `reference` has the log probabilities of all answers of the data, a row for each
     group: of its answers, and for single answers of the other answer too."""
     groups = [group for row in rows for group in row]
-    if shares_prompts:
-        tokens: TokenBatch = fork_rows(
-            [[Fork(group.examples) for group in row] for row in rows], pad_id=pad_id
-        )
-    else:
-        tokens = pad_rows([example for group in groups for example in group.examples], pad_id=pad_id)
+    forks = fork_rows([[Fork(group.examples) for group in row] for row in rows], pad_id=pad_id)
+    tokens = forks if shares_prompts else separate_rows(forks, pad_id=pad_id)
     batch = PreferenceBatch(
         tokens=tokens,
         lengths=np.array([length for group in groups for length in group.lengths], dtype=np.float32),

@@ -1,11 +1,12 @@
-"""Metrics of preference training, under the names that users of TRL know, for torch and MLX arrays alike."""
+"""The loss of a batch of answers and its metrics, under the names that users of TRL know, for torch and MLX arrays alike."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from crosstune.recipes.preference.losses import PairScores, PreferenceLoss
+from crosstune.recipes.preference.losses import Functions, PairScores, PreferenceLoss, kto
 
 ACCURACY = "rewards/accuracies"
 ANSWER_LENGTH = "completions/mean_length"
@@ -28,6 +29,36 @@ def metric_names(loss: PreferenceLoss) -> tuple[str, ...]:
 
 
 Sums = dict[str, tuple[Any, Any]]
+
+
+def loss_and_metrics(
+    loss: PreferenceLoss,
+    f: Functions,
+    arrays: Mapping[str, Any],
+    *,
+    log_probs: Any,
+    reference: Any,
+    entropy: tuple[Any, Any],
+    kl: Any = None,
+) -> tuple[Any, Sums]:
+    """Return the loss, summed over the pairs or single answers of a batch, and the sums of its metrics. `kl`: see `kto`."""
+    if not loss.is_paired:
+        labels = arrays["labels"]
+        losses = kto(log_probs - reference, labels, kl, loss.settings, f)
+        return losses.sum(), measure_singles(
+            log_probs, reference, labels, kl, entropy, beta=loss.settings.beta
+        )
+    lengths = arrays["lengths"]
+    scores = PairScores(
+        chosen=log_probs[::2],
+        rejected=log_probs[1::2],
+        ref_chosen=reference[::2],
+        ref_rejected=reference[1::2],
+        num_chosen=lengths[::2],
+        num_rejected=lengths[1::2],
+        mean_chosen=arrays["mean_chosen"],
+    )
+    return loss(scores, f).sum(), measure_pairs(scores, entropy, loss)
 
 
 def measure_pairs(scores: PairScores, entropy: tuple[Any, Any], loss: PreferenceLoss) -> Sums:

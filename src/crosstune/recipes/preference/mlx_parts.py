@@ -19,11 +19,9 @@ from crosstune.mlx_engine.forks import can_share_prompts, run_branches
 from crosstune.mlx_engine.optimizer import put
 from crosstune.mlx_engine.task import Arrays, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
-from crosstune.recipes.preference.batch import PreferenceBatch
-from crosstune.recipes.preference.losses import PairScores, PreferenceLoss, kto
-from crosstune.recipes.preference.metrics import measure_pairs, measure_singles, metric_names
-
-_OTHER = "other_"
+from crosstune.recipes.preference.batch import OTHER, PreferenceBatch
+from crosstune.recipes.preference.losses import PreferenceLoss
+from crosstune.recipes.preference.metrics import loss_and_metrics, metric_names
 
 
 class MlxFunctions:
@@ -63,17 +61,7 @@ class PreferenceLM(CausalLM):
         self.prepared.forget_reference()
 
     def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
-        arrays: dict[str, Any] = {
-            **self._token_arrays(batch.tokens),
-            "lengths": batch.lengths,
-            "mean_chosen": np.array(batch.mean_chosen, dtype=np.float32),
-            "labels": batch.labels,
-            "reference": batch.reference,
-            "other_reference": batch.other_reference,
-        }
-        if batch.others is not None:
-            arrays |= {f"{_OTHER}{name}": array for name, array in super().arrays(batch.others).items()}
-        return {name: array for name, array in arrays.items() if array is not None}
+        return batch.arrays(self._token_arrays)
 
     def answer_log_probs(self, session: Any, batches: Iterable[PreferenceBatch]) -> list[Array]:
         """Return the log probabilities of the answers of each batch; for single answers, the other answers after them."""
@@ -84,7 +72,12 @@ class PreferenceLM(CausalLM):
     def _token_arrays(self, tokens: TokenBatch) -> Mapping[str, Array]:
         if not isinstance(tokens, ForkedBatch):
             return super().arrays(tokens)
-        if not self._shares_prompts or not (tokens.branches[tokens.segments > 0] == 0).any():
+        # Packed prompts would be padded to the longest: packed documents cost less.
+        if (
+            tokens.is_packed
+            or not self._shares_prompts
+            or not (tokens.branches[tokens.segments > 0] == 0).any()
+        ):
             return super().arrays(separate_rows(tokens))
         split = split_forks(tokens)
         answers = TokenBatch(
@@ -130,36 +123,28 @@ class AnswerLoss(CausalLoss):
         return total * scale, metrics
 
     def _loss(self, arrays: Arrays, weights: dict[str, mx.array]) -> tuple[mx.array, MetricSums]:
-        settings, reference = self.preference.settings, arrays.get("reference")
+        reference = arrays.get("reference")
         if reference is None and self.preference.needs_reference:
             reference = self._of_reference(arrays, weights)
         log_probs, entropy = self._log_probs(arrays, weights)
         if reference is None:
             reference = mx.zeros_like(log_probs)
-        if "labels" in arrays:
-            kl = self._estimate_kl(arrays, weights)
-            labels = arrays["labels"]
-            losses = kto(log_probs - reference, labels, kl, settings, MlxFunctions())
-            sums = measure_singles(log_probs, reference, labels, kl, entropy, beta=settings.beta)
-            return losses.sum(), _detached(sums)
-        lengths = arrays["lengths"]
-        scores = PairScores(
-            chosen=log_probs[::2],
-            rejected=log_probs[1::2],
-            ref_chosen=reference[::2],
-            ref_rejected=reference[1::2],
-            num_chosen=lengths[::2],
-            num_rejected=lengths[1::2],
-            mean_chosen=arrays["mean_chosen"],
+        total, sums = loss_and_metrics(
+            self.preference,
+            MlxFunctions(),
+            arrays,
+            log_probs=log_probs,
+            reference=reference,
+            entropy=entropy,
+            kl=self._estimate_kl(arrays, weights) if "labels" in arrays else None,
         )
-        losses = self.preference(scores, MlxFunctions())
-        return losses.sum(), _detached(measure_pairs(scores, entropy, self.preference))
+        return total, _detached(sums)
 
     def answer_log_probs(self, arrays: Arrays) -> mx.array:
         weights = self._weights()
         found = [self._log_probs(arrays, weights)[0]]
-        if f"{_OTHER}input_ids" in arrays:
-            found.append(self._log_probs(arrays, weights, prefix=_OTHER)[0])
+        if f"{OTHER}input_ids" in arrays:
+            found.append(self._log_probs(arrays, weights, prefix=OTHER)[0])
         return mx.concatenate(found)
 
     def _of_reference(self, arrays: Arrays, weights: dict[str, mx.array], *, prefix: str = "") -> mx.array:
@@ -175,10 +160,10 @@ class AnswerLoss(CausalLoss):
 
     def _estimate_kl(self, arrays: Arrays, weights: dict[str, mx.array]) -> mx.array:
         """Return the mean log ratio of answers to other prompts, at least 0."""
-        found = mx.stop_gradient(self._log_probs(arrays, weights, prefix=_OTHER)[0])
+        found = mx.stop_gradient(self._log_probs(arrays, weights, prefix=OTHER)[0])
         reference = arrays.get("other_reference")
         if reference is None:
-            reference = self._of_reference(arrays, weights, prefix=_OTHER)
+            reference = self._of_reference(arrays, weights, prefix=OTHER)
         return mx.maximum((found - reference).mean(), 0)
 
     def _log_probs(

@@ -20,12 +20,13 @@ from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing, W
 from crosstune.core.protocols import Backward, Evaluation, Generates, Metrics, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.forked import Fork
+from crosstune.data.batches.packing import PackedOrder
 from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
 from crosstune.data.checks.preflight import warnings_of
 from crosstune.data.render.rendering import encode_prompt
 from crosstune.files.run_record import REFERENCE
 from crosstune.models.folder import folder_shape, longest_context
-from crosstune.recipes.preference.batch import Floats, Group, PreferenceBatch, make_batch
+from crosstune.recipes.preference.batch import Floats, PreferenceBatch, make_batch
 from crosstune.recipes.preference.data_report import account, describe_answers, pair_warnings
 from crosstune.recipes.preference.losses import (
     BETAS,
@@ -84,6 +85,11 @@ class PreferenceRecipe(TokenRecipe):
         self.corpus = self.train.corpus
         self._reference: Mapping[str, Floats] = {}
         """The reference's log probabilities by split, if they are computed before the training."""
+        if config.packing:
+            capacity = max(
+                self.corpus.limit, int(self._lengths.max())
+            )  # both answers of a pair stay in a row
+            self.packed = PackedOrder(self._lengths, capacity=capacity, seed=config.seed)
 
     def _tokenize(self, found: Sequence[Any], name: str) -> PreferenceCorpus:
         def show(done: int, total: int, examples: int) -> None:
@@ -145,7 +151,7 @@ class PreferenceRecipe(TokenRecipe):
         several = max(_BATCHES_PER_SAVE, -(-len(missing) // _MOST_SAVES))
         for first in range(0, len(missing), several):
             places = missing[first : first + several]
-            batches = (self._batch(parts[name], place) for name, place in places)
+            batches = (self._batch(parts[name], [[at] for at in place]) for name, place in places)
             shown = reporting(batches, len(missing), observer, done=first, stage=_STAGE)
             vectors = session.task.answer_log_probs(session, shown)
             for (name, place), vector in zip(places, vectors, strict=True):
@@ -196,48 +202,55 @@ class PreferenceRecipe(TokenRecipe):
         )
 
     def longest_row(self) -> int:
+        if self.packed is not None:
+            return int(min(self._lengths.sum(), self.packed.capacity))
         return int(self._lengths.max())
 
     def num_rows(self) -> int:
-        return len(self.train)
+        return self.packed.num_rows(1) if self.packed is not None else len(self.train)
 
     def tokens_per_row(self) -> float:
         return float(self._lengths.mean())
 
     def longest_target(self) -> int:
+        if self.packed is not None:
+            return self.longest_row()
         return int(self.corpus.num_supervised.max()) * (2 if self.loss.is_paired else 1)
 
     def longest_batch(self, size: int) -> PreferenceBatch:
+        if self.packed is not None:
+            return self._batch(self.train, self.fullest_rows(size))
         places = np.resize(np.argsort(-self._lengths, kind="stable"), size).tolist()
-        return self._batch(self.train, places)
+        return self._batch(self.train, [[place] for place in places])
 
     def _order(self) -> RowOrder:
-        return RowOrder.from_config(self.config, num_examples=len(self.train))
+        return RowOrder.from_config(self.config, num_examples=len(self.train), packed=self.packed)
 
     def rows(self, step: int) -> list[int]:
         return [place for row in self._order().rows(step) for place in row]
 
     def micro_batches(self, step: int) -> list[PreferenceBatch]:
-        places, size = self.rows(step), self.config.batch_size
-        groups = [self.train[place] for place in places]
-        mean = float(np.mean([group.lengths[0] for group in groups]))
+        rows, size = self._order().rows(step), self.config.batch_size
+        mean = _mean_chosen(self.train, rows)
         return [
-            self._make(groups[start : start + size], mean_chosen=mean, part="train")
-            for start in range(0, len(groups), size)
+            self._batch(self.train, rows[start : start + size], mean_chosen=mean)
+            for start in range(0, len(rows), size)
         ]
 
-    def _batch(self, corpus: PreferenceCorpus, places: Sequence[int]) -> PreferenceBatch:
-        groups = [corpus[place] for place in places]
-        mean = float(np.mean([group.lengths[0] for group in groups]))
-        return self._make(groups, mean_chosen=mean, part="train" if corpus is self.train else "held_out")
-
-    def _make(self, groups: Sequence[Group], *, mean_chosen: float, part: str) -> PreferenceBatch:
+    def _batch(
+        self,
+        corpus: PreferenceCorpus,
+        rows: Sequence[Sequence[int]],
+        *,
+        mean_chosen: float | None = None,
+    ) -> PreferenceBatch:
+        """Make a batch from rows of indices. `mean_chosen`: for the whole step, if this is a part of it."""
         return make_batch(
-            [[group] for group in groups],
+            [[corpus[place] for place in row] for row in rows],
             pad_id=self.tokenizer.pad_id,
             shares_prompts=self.config.share_prompts and self.loss.is_paired,
-            mean_chosen=mean_chosen,
-            reference=self._reference.get(part),
+            mean_chosen=mean_chosen if mean_chosen is not None else _mean_chosen(corpus, rows),
+            reference=self._reference.get("train" if corpus is self.train else "held_out"),
         )
 
     def identity(self) -> str:
@@ -274,7 +287,10 @@ class PreferenceRecipe(TokenRecipe):
             return Evaluation(metrics={})
         size, held_out = rows_per_evaluation(self.config), self.held_out
         starts = range(0, len(held_out), size)
-        batches = (self._batch(held_out, range(at, min(at + size, len(held_out)))) for at in starts)
+        batches = (
+            self._batch(held_out, [[place] for place in range(len(held_out))[at : at + size]])
+            for at in starts
+        )
         with averaged(session):
             result = session.evaluate(reporting(batches, len(starts), observer))
             samples, lengths = self._answer(session)
@@ -328,6 +344,10 @@ class PreferenceRecipe(TokenRecipe):
         write_tokenizer(self.config, self.tokenizer, folder)
 
 
+def _mean_chosen(corpus: PreferenceCorpus, rows: Sequence[Sequence[int]]) -> float:
+    return float(np.mean([corpus[place].lengths[0] for row in rows for place in row]))
+
+
 def _identity(data: PreferenceCorpus) -> str:
     """Return a hash of the tokens, their masks and the labels."""
     corpus = data.corpus
@@ -342,9 +362,13 @@ def check_options(config: Config) -> list[UserError]:
     """Return a problem for each option that the recipe does not support."""
     problems = []
     loss = make_loss(config)
-    if config.packing:
+    if config.packing and KTO in loss.weights:
         problems.append(
-            UserError("--packing does not work with --recipe preference yet.", do="remove --packing")
+            UserError(
+                "--packing cannot be combined with --preference_loss kto.",
+                why="its KL estimate uses the answers of the other rows of a micro-batch.",
+                do="remove --packing",
+            )
         )
     if config.train_on_prompt:
         problems.append(

@@ -6,21 +6,19 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from crosstune.core.protocols import Array
-from crosstune.recipes.preference.batch import PreferenceBatch
-from crosstune.recipes.preference.losses import PairScores, PreferenceLoss, kto
-from crosstune.recipes.preference.metrics import measure_pairs, measure_singles, metric_names
+from crosstune.recipes.preference.batch import OTHER, PreferenceBatch
+from crosstune.recipes.preference.losses import PreferenceLoss
+from crosstune.recipes.preference.metrics import loss_and_metrics, metric_names
 from crosstune.torch_engine.device import evaluating
 from crosstune.torch_engine.sharding.local_shard import free_gathered, local_part
 from crosstune.torch_engine.task import MetricSums, Tensors
-from crosstune.torch_engine.tasks.causal_lm import CausalLM, ModelInput, can_share_prompts
-
-_OTHER = "other_"
+from crosstune.torch_engine.tasks.causal_lm import CausalLM, can_share_prompts
+from crosstune.torch_engine.tasks.model_input import ModelInput
 
 
 class TorchFunctions:
@@ -58,17 +56,7 @@ class PreferenceLM(CausalLM):
         self._reference = []
 
     def arrays(self, batch: PreferenceBatch) -> Mapping[str, Array]:  # type: ignore[override]
-        arrays = {
-            **super().arrays(batch.tokens),
-            "lengths": batch.lengths,
-            "mean_chosen": np.array(batch.mean_chosen, dtype=np.float32),
-            "labels": batch.labels,
-            "reference": batch.reference,
-            "other_reference": batch.other_reference,
-        }
-        if batch.others is not None:
-            arrays |= {f"{_OTHER}{name}": array for name, array in super().arrays(batch.others).items()}
-        return {name: array for name, array in arrays.items() if array is not None}
+        return batch.arrays(super().arrays)
 
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the loss, summed over the pairs or single answers."""
@@ -80,33 +68,23 @@ class PreferenceLM(CausalLM):
         log_probs, entropy = self._log_probs(model, tensors)
         if reference is None:
             reference = torch.zeros_like(log_probs)
-        if kl is not None:
-            labels = tensors["labels"]
-            ratio = log_probs - reference
-            losses = kto(ratio, labels, kl, self.preference.settings, TorchFunctions())
-            return losses.sum(), measure_singles(
-                log_probs, reference, labels, kl, entropy, beta=self.preference.settings.beta
-            )
-        lengths = tensors["lengths"]
-        scores = PairScores(
-            chosen=log_probs[::2],
-            rejected=log_probs[1::2],
-            ref_chosen=reference[::2],
-            ref_rejected=reference[1::2],
-            num_chosen=lengths[::2],
-            num_rejected=lengths[1::2],
-            mean_chosen=tensors["mean_chosen"],
+        return loss_and_metrics(
+            self.preference,
+            TorchFunctions(),
+            tensors,
+            log_probs=log_probs,
+            reference=reference,
+            entropy=entropy,
+            kl=kl,
         )
-        losses = self.preference(scores, TorchFunctions())
-        return losses.sum(), measure_pairs(scores, entropy, self.preference)
 
     def answer_log_probs(self, session: Any, batches: Iterable[PreferenceBatch]) -> list[Array]:
         """Return the log probabilities of the answers of each batch; for single answers, the other answers after them."""
 
         def compute(model: nn.Module, tensors: Tensors) -> torch.Tensor:
             found = [self._log_probs(model, tensors)[0]]
-            if f"{_OTHER}input_ids" in tensors:
-                found.append(self._log_probs(model, tensors, prefix=_OTHER)[0])
+            if f"{OTHER}input_ids" in tensors:
+                found.append(self._log_probs(model, tensors, prefix=OTHER)[0])
             return torch.cat(found)
 
         return session.map_batches(batches, compute)
@@ -128,11 +106,11 @@ class PreferenceLM(CausalLM):
     @torch.no_grad()
     def _estimate_kl(self, model: nn.Module, tensors: Tensors) -> torch.Tensor:
         """Return the mean log ratio of answers to other prompts, at least 0."""
-        found = self._log_probs(model, tensors, prefix=_OTHER)[0]
+        found = self._log_probs(model, tensors, prefix=OTHER)[0]
         reference = tensors.get("other_reference")
         if reference is None:
             with self._as_reference(model):
-                reference = self._log_probs(model, tensors, prefix=_OTHER)[0]
+                reference = self._log_probs(model, tensors, prefix=OTHER)[0]
         return (found - reference).mean().clamp(min=0)
 
     @contextlib.contextmanager

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.protocols import Array
-from crosstune.data.batches.forked import Fork, ForkedBatch, fork_rows, key_layout, separate_rows
-from crosstune.data.batches.token_batch import IGNORED, Example, TokenBatch, number_answers, without_padding
-from crosstune.estimate.memory import LOGITS_AT_A_TIME
+from crosstune.data.batches.forked import Fork, ForkedBatch, fork_rows, separate_rows
+from crosstune.data.batches.token_batch import IGNORED, Example, TokenBatch, number_answers
 from crosstune.files.json_files import write_json
 from crosstune.models.identity import RECORD, identity
 from crosstune.torch_engine.device import evaluating
-from crosstune.torch_engine.kernels.attention import Documents, Forks
 from crosstune.torch_engine.kernels.decoder import FastDecoder
 from crosstune.torch_engine.loading.blocks import Expansion
 from crosstune.torch_engine.loading.load import load_model
@@ -31,98 +27,18 @@ from crosstune.torch_engine.loading.stream import find_tensors, read_tensor
 from crosstune.torch_engine.results import export
 from crosstune.torch_engine.results.verify import model_logits, original_weights
 from crosstune.torch_engine.task import BuildContext, MetricSums, Tensors
+from crosstune.torch_engine.tasks.model_input import (
+    ModelInput,
+    fast_arrays,
+    fast_hidden,
+    fork_arrays,
+    fork_mask,
+    noise_of,
+)
 from crosstune.torch_engine.tasks.noisy_embeddings import noisy_embeddings
-
-
-def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the summed cross entropy of rows of logits, in fp32."""
-    if logits.numel() <= LOGITS_AT_A_TIME:
-        return F.cross_entropy(logits.float(), targets, reduction="sum")
-    total: torch.Tensor = _Chunked.apply(logits, targets, max(1, LOGITS_AT_A_TIME // logits.shape[-1]), True)
-    return total
-
-
-def cross_entropy_of_tokens(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross entropy of each row of logits, in fp32."""
-    if logits.numel() <= LOGITS_AT_A_TIME:
-        return F.cross_entropy(logits.float(), targets, reduction="none")
-    rows = max(1, LOGITS_AT_A_TIME // logits.shape[-1])
-    pairs = zip(logits.split(rows), targets.split(rows), strict=True)
-    return torch.cat([_Chunked.apply(part, wanted, rows, False) for part, wanted in pairs])
-
-
-class _Chunked(torch.autograd.Function):
-    """Compute the gradient with the loss: one extra tensor like the logits, instead of fp32 logits, their log-softmax and
-    its gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, rows: int, summed: bool
-    ) -> torch.Tensor:
-        """Return the summed loss, or, for at most `rows` rows, the loss of each."""
-        total: Any = torch.zeros((), dtype=torch.float32, device=logits.device)
-        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
-        with torch.autocast(logits.device.type, enabled=False):
-            for start in range(0, logits.shape[0], rows):
-                chunk = slice(start, start + rows)
-                log_probs = F.log_softmax(logits[chunk].float(), dim=-1)
-                total = total + F.nll_loss(log_probs, targets[chunk], reduction="sum" if summed else "none")
-                if gradient is not None:
-                    probs = log_probs.exp_()
-                    probs.scatter_add_(1, targets[chunk][:, None], probs.new_full((len(probs), 1), -1.0))
-                    gradient[chunk] = probs
-        ctx.save_for_backward(*([gradient] if gradient is not None else []))
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        [gradient] = ctx.saved_tensors
-        return gradient * upstream[0].to(gradient.dtype)[..., None], None, None, None
-
+from crosstune.torch_engine.tasks.token_losses import cross_entropy_sum, model_token_losses
 
 _PROBE_TOKENS = 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelInput:
-    """The arrays of a batch, on the host or on the device. "Flat" indices count over all rows."""
-
-    input_ids: Any
-    targets: Any
-    """The supervised tokens, row by row."""
-    answers: Any
-    """The document of each supervised token, numbered over the batch."""
-    columns: Any
-    """The columns of `input_ids` with a supervised token in some row."""
-    places: Any = None
-    """The flat indices of the supervised tokens in these columns; None if all are supervised."""
-    positions: Any = None
-    """Only for packed rows: positions that restart at each document."""
-    rows: Any = None
-    """The flat indices of the supervised tokens. This and the fields below are only set for the fast layers."""
-    bounds: Any = None
-    """The flat index of the first token of each packed document, then the number of tokens."""
-    key_bounds: Any = None
-    """Only for forks: see `Forks`. They have `segments` and `branches`, or in `unpadded_ids` bounds of queries and keys."""
-    keys: Any = None
-    segments: Any = None
-    branches: Any = None
-    unpadded_ids: Any = None
-    """All documents in one row, without padding; `rows` and `bounds` are then indices of this row."""
-    unpadded_positions: Any = None
-    noise_keys: Any = None
-    """For noise on the embeddings, like `input_ids` or, without padding, like `unpadded_ids`."""
-    noise_scales: Any = None
-    unpadded_noise_keys: Any = None
-    unpadded_noise_scales: Any = None
-
-    @classmethod
-    def of(cls, tensors: Tensors) -> ModelInput:
-        """Return the fields from a batch that may have other arrays too."""
-        return cls(**{field.name: tensors[field.name] for field in fields(cls) if field.name in tensors})
-
-    def arrays(self) -> dict[str, Array]:
-        return {name: array for name, array in vars(self).items() if array is not None}
 
 
 class CausalLM:
@@ -176,7 +92,7 @@ class CausalLM:
             else None,
             noise_keys=batch.noise_keys.view("int32") if batch.noise_keys is not None else None,
             noise_scales=batch.noise_scales,
-            **_fork_arrays(batch, drop_padding=decoder is not None and decoder.drops_padding),
+            **fork_arrays(batch, drop_padding=decoder is not None and decoder.drops_padding),
             **(fast_arrays(batch, drop_padding=decoder.drops_padding) if decoder is not None else {}),
         ).arrays()
 
@@ -185,7 +101,7 @@ class CausalLM:
         given = ModelInput.of(tensors)
         fast = self.decoder if given.rows is not None else None
         self.check_packed(model, given.positions)  # calls the model on other tokens
-        with noisy_embeddings(model, *_noise_of(given, fast=fast is not None)):
+        with noisy_embeddings(model, *noise_of(given, fast=fast is not None)):
             if fast is not None:
                 return fast.loss(fast_hidden(fast, given), given.targets), {}
             return cross_entropy_sum(self.supervised_logits(model, given), given.targets), {}
@@ -208,28 +124,35 @@ class CausalLM:
         """
         if self.decoder is not None and given.rows is not None:
             return self.decoder.logits(fast_hidden(self.decoder, given))
+        options, select = self._model_call(model, given)
+        return select(model(**options).logits)
+
+    def _model_call(
+        self, model: nn.Module, given: ModelInput
+    ) -> tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]:
+        """Return the arguments of the model, and a function that picks the supervised tokens from its output."""
         options: dict[str, Any] = {"input_ids": given.input_ids, "use_cache": False}
         if given.branches is not None:
-            options |= {"position_ids": given.positions, "attention_mask": _fork_mask(given, model)}
+            options |= {"position_ids": given.positions, "attention_mask": fork_mask(given, model)}
         elif given.positions is not None:
             self.check_packed(model, given.positions)
             options["position_ids"] = given.positions
-        if takes_logits_to_keep(model):
-            logits = model(**options, logits_to_keep=given.columns).logits
-        else:
-            logits = model(**options).logits[:, given.columns]
-        logits = logits.reshape(-1, logits.shape[-1])
-        return logits if given.places is None else logits.index_select(0, given.places)
+        cuts = takes_logits_to_keep(model)
+        if cuts:
+            options["logits_to_keep"] = given.columns
+
+        def select(output: torch.Tensor) -> torch.Tensor:
+            rows = (output if cuts else output[:, given.columns]).flatten(0, 1)
+            return rows if given.places is None else rows.index_select(0, given.places)
+
+        return options, select
 
     def token_losses(self, model: nn.Module, given: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cross entropy of each supervised token, and its entropy without a gradient."""
         if self.decoder is not None and given.rows is not None:
             return self.decoder.token_losses(fast_hidden(self.decoder, given), given.targets)
-        logits = self.supervised_logits(model, given)
-        with torch.no_grad():
-            parts = logits.detach().split(max(1, LOGITS_AT_A_TIME // logits.shape[-1]))
-            entropies = torch.cat([_entropy(part) for part in parts])
-        return cross_entropy_of_tokens(logits, given.targets), entropies
+        options, select = self._model_call(model, given)
+        return model_token_losses(model, options, select=select, targets=given.targets)
 
     def check_packed(self, model: nn.Module, positions: torch.Tensor | None) -> None:
         """Raise if the model cannot train on packed rows; only those have positions."""
@@ -295,82 +218,6 @@ class CausalLM:
             with original_weights(model, context.folder, self.expansion):
                 as_saved = model_logits(model, prompts, precision=context.precision, device=context.device)
         self._against_trained = {"original": measure_agreement(as_trained, as_saved).to_json()}
-
-
-def fast_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
-    """Return the arrays of the fast layers. With `drop_padding`, a padded batch becomes one row; supervised tokens keep
-    their order."""
-    arrays: dict[str, Array] = {}
-    is_forked = isinstance(batch, ForkedBatch)
-    if drop_padding and (batch.has_padding or is_forked):
-        batch = without_padding(batch)
-        arrays |= {
-            "unpadded_ids": batch.input_ids.astype("int64"),
-            "unpadded_positions": batch.positions.astype("int64"),
-        }
-        if batch.noise_keys is not None and batch.noise_scales is not None:
-            arrays["unpadded_noise_keys"] = batch.noise_keys.view("int32")
-            arrays["unpadded_noise_scales"] = batch.noise_scales
-    [rows] = (batch.targets.reshape(-1) != IGNORED).nonzero()
-    arrays["rows"] = rows.astype("int64")
-    if isinstance(batch, ForkedBatch):
-        if drop_padding:
-            bounds, key_bounds, keys = key_layout(batch)
-            arrays |= {"bounds": bounds, "key_bounds": key_bounds, "keys": keys}
-    elif batch.is_packed:
-        starts = np.diff(batch.positions, axis=1, prepend=batch.positions[:, :1] - 1) != 1
-        starts[:, 0] = True
-        [first] = starts.reshape(-1).nonzero()
-        arrays["bounds"] = np.append(first, batch.targets.size).astype("int32")
-    return arrays
-
-
-def fast_hidden(decoder: FastDecoder, given: ModelInput) -> torch.Tensor:
-    unpadded, forks = given.unpadded_ids is not None, None
-    if given.keys is not None:
-        forks = Forks(key_bounds=given.key_bounds, keys=given.keys, longest=len(given.keys))
-    elif given.branches is not None:
-        forks = Forks(segments=given.segments, branches=given.branches)
-    return decoder.hidden(
-        given.unpadded_ids if unpadded else given.input_ids,
-        positions=given.unpadded_positions if unpadded else given.positions,
-        bounds=given.bounds,
-        rows=given.rows,
-        forks=forks,
-    )
-
-
-def _fork_arrays(batch: TokenBatch, *, drop_padding: bool) -> dict[str, Array]:
-    """Return the arrays that describe answers with shared prompts; the fast layers may have their own."""
-    if drop_padding or not isinstance(batch, ForkedBatch):
-        return {}
-    return {"segments": batch.segments, "branches": batch.branches}
-
-
-def _fork_mask(given: ModelInput, model: nn.Module) -> torch.Tensor:
-    """Return the attention mask of answers with shared prompts for a model of transformers, to be added to the scores."""
-    num_rows, length = given.input_ids.shape
-    forks = Forks(segments=given.segments, branches=given.branches)
-    documents = Documents(num_rows, length, given.positions, forks=forks)
-    device_type = given.input_ids.device.type
-    autocast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if autocast else next(model.parameters()).dtype
-    hidden = ~documents.mask(None, given.input_ids.device)
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(
-        hidden, torch.finfo(dtype).min
-    )
-
-
-def _noise_of(given: ModelInput, *, fast: bool) -> tuple[Any, Any]:
-    """Return the noise keys and scales of the tokens that the model or the fast layers compute."""
-    if fast and given.unpadded_ids is not None:
-        return given.unpadded_noise_keys, given.unpadded_noise_scales
-    return given.noise_keys, given.noise_scales
-
-
-def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    log_probs = torch.log_softmax(logits.float(), dim=-1)
-    return -(log_probs.exp() * log_probs).sum(dim=-1)
 
 
 def count_exact(
