@@ -97,7 +97,7 @@ class TorchSession:
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Return the batch as host tensors, pinned if copies to the device can overlap with the host."""
         arrays = {
-            name: torch.from_numpy(np.ascontiguousarray(array))
+            name: torch.from_numpy(np.require(array, requirements=("C", "W")))
             for name, array in self.task.arrays(batch).items()
         }
         if self.pin_memory:
