@@ -184,13 +184,13 @@ def _make_request(own: argparse.Namespace, config: Config, *, target: str, backe
 
 def _test_on(own: argparse.Namespace, config: Config) -> dict[str, Any]:
     """Test on --dataset: its test split, or all of it."""
-    from crosstune.recipes.judge.open_splits import item_reader, read_split
-    from crosstune.results.judge import judge_scale
+    from crosstune.recipes.judge.open_splits import read_split
+    from crosstune.results.judge import reader_for
 
     if "dataset" not in config.sources:
         raise UserError(f"No data to test {own.target} on.", do="pass --dataset with labeled items")
     request = _make_request(own, config, target=own.target, backend=config.backend)
-    items = read_split(item_reader(config, scale=judge_scale(request)), config.dataset, "test")
+    items = read_split(reader_for(request, config), config.dataset, "test")
     return _test(request, items, own, config, out=own.out, train=())
 
 
@@ -253,15 +253,14 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
     from crosstune.cli.terminal.screen import Screen
     from crosstune.files.json_files import to_json
     from crosstune.files.outputs import check_output, write_output
-    from crosstune.recipes.judge.open_splits import item_reader, read_split
+    from crosstune.recipes.judge.open_splits import read_split
     from crosstune.recipes.judge.predictions import prediction_row
-    from crosstune.results.judge import ask, judge_scale, make_journal, open_judge
+    from crosstune.results.judge import ask, make_journal, open_judge, reader_for
 
     if own.output is not None:
         check_output(own.output, option="output", inputs=[own.input], overwrite=config.overwrite)
     request = _make_request(own, config, target=own.target, backend=config.backend)
-    reader = item_reader(config, labelled=False, scale=judge_scale(request))
-    items = read_split(reader, str(own.input), "test")
+    items = read_split(reader_for(request, config, labelled=False), str(own.input), "test")
     say_start("judge predict", str(own.target), "importing the engine")
     with Screen(live=True) as screen:
         judge = open_judge(request, items=items, config=config, observer=screen)

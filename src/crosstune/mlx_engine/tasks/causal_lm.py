@@ -42,10 +42,10 @@ class CausalLM:
         """
         few_shapes = self.opening.compiled
         length = batch.input_ids.shape[1]
-        width = _round_up(length) if few_shapes else length
+        width = round_up(length) if few_shapes else length
         pad = ((0, 0), (0, width - length))
         row, column = (batch.targets != IGNORED).nonzero()
-        num_places = max(1, _round_up(len(row)) if few_shapes else len(row))
+        num_places = max(1, round_up(len(row)) if few_shapes else len(row))
         places = np.zeros(num_places, dtype=np.int32)
         places[: len(row)] = row * width + column
         arrays: dict[str, Array] = {
@@ -105,7 +105,7 @@ class CausalLM:
         return self.opening.folder
 
 
-def _round_up(number: int) -> int:
+def round_up(number: int) -> int:
     """Round up to one of eight sizes between powers of two: at most an eighth more."""
     multiple = max(SMALLEST_MULTIPLE, 1 << max(0, (number - 1).bit_length() - 4))
     return -(-number // multiple) * multiple
