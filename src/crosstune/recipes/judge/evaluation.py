@@ -20,7 +20,7 @@ UNREADABLE = "unreadable"
 FEW_GROUPS = 10
 """Resampling fewer groups than this gives unreliable intervals."""
 FEWEST_PAIRS, LENGTH_BIAS = 20, 0.1
-"""Pairs needed to look for a length bias, and its smallest fraction."""
+"""Pairs that a length bias is measured on, at least, and the fraction of them above which it is reported."""
 CONSTANT, LONGER, UNTRAINED = "constant", "longer answer", "untrained model"
 
 
@@ -187,15 +187,14 @@ def _notes(items: Sequence[Item], values: Mapping[str, float]) -> list[str]:
 def _length_notes(items: Sequence[Item], found: Sequence[Judgement]) -> list[str]:
     """Warn if the judge chooses the longer answer more often than the labels do."""
     rows = [
-        (len(item.answers[0]) > len(item.answers[1]), item.winner, one.winner)
+        ("A" if len(item.answers[0]) > len(item.answers[1]) else "B", item.winner, one.winner)
         for item, one in zip(items, found, strict=True)
         if len(item.answers[0]) != len(item.answers[1]) and {item.winner, one.winner} <= {"A", "B"}
     ]
     if len(rows) < FEWEST_PAIRS:
         return []
-    labeled, chosen = (
-        np.array([is_a == (row[side] == "A") for row in rows for is_a in row[:1]]) for side in (1, 2)
-    )
+    longer, *winners = map(np.array, zip(*rows, strict=True))
+    labeled, chosen = (side == longer for side in winners)
     if chosen.mean() - labeled.mean() <= LENGTH_BIAS:
         return []
     right = labeled == chosen
