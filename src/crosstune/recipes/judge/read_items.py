@@ -13,7 +13,7 @@ from crosstune.data.read.columns import Columns, check_columns
 from crosstune.data.read.files import Row
 from crosstune.data.read.sources import Source
 from crosstune.recipes.judge.items import WINNERS, Item, Scale, read_scale, swapped
-from crosstune.recipes.judge.verdicts import is_number, parse_text_verdict
+from crosstune.recipes.judge.verdicts import parse_text_verdict
 from crosstune.recipes.preference.read_pairs import ALIASES as PREFERENCE_ALIASES
 from crosstune.recipes.preference.read_pairs import Preference, read_answer, read_preferences
 
@@ -34,8 +34,8 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "id": ("idx", "index"),
     "group": (),
     "messages": (),
-    "chosen": PREFERENCE_ALIASES["chosen"],
-    "rejected": PREFERENCE_ALIASES["rejected"],
+    "chosen": (),
+    "rejected": (),
     "margin": (),
 }
 _KNOWN = frozenset(ALIASES).union(*ALIASES.values())
@@ -108,7 +108,7 @@ class ItemReader:
             "id": _text(fields.get("id")) or str(number),
             "extra": {name: value for name, value in row.items() if name not in fields["used"]},
         }
-        if "chosen" in fields or "rejected" in fields:
+        if _has_preference(row):
             prompt = {"prompt": row["task"]} if row.get("task") is not None else {}
             [one] = read_preferences({**row, **prompt}, paired=True)
             return _from_preference(one, group=group, shared=shared | {"margin": _margin(fields)})
@@ -257,6 +257,12 @@ def _from_preference(one: Preference, *, group: str, shared: dict[str, Any]) -> 
     return swapped(item) if digest[0] % 2 else item
 
 
+def _has_preference(row: Row) -> bool:
+    sides = ("chosen", "rejected")
+    named = [any(row.get(each) is not None for each in (side, *PREFERENCE_ALIASES[side])) for side in sides]
+    return all(named) or any(side in row for side in sides)
+
+
 def _turns_text(turns: Sequence[Mapping[str, Any]]) -> str:
     if len(turns) == 1:
         return str(turns[0]["content"])
@@ -265,11 +271,13 @@ def _turns_text(turns: Sequence[Mapping[str, Any]]) -> str:
 
 def _margin(fields: Mapping[str, Any]) -> float:
     value = fields.get("margin", 0.0)
-    if not is_number(value):
-        raise UserError(
-            f"The margin is not a number: {shown(value)}.", do="write how much better it is, or 0"
-        )
-    return float(value)
+    try:
+        margin = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise UserError(f"The margin is not a number: {shown(value)}.", do="correct it, or rename the column")
+    return margin
 
 
 def _check_scale(score: float, scale: Scale, *, out_of: float | None = None) -> None:
