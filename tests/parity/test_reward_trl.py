@@ -73,7 +73,7 @@ def trl_inputs(batches: list[RewardBatch]) -> dict[str, torch.Tensor]:
     width = max(map(len, rows))
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-    margins = torch.from_numpy(np.concatenate([batch.margins for batch in batches]))
+    margins = torch.from_numpy(np.concatenate([batch.scores for batch in batches]))
     return {"input_ids": ids, "attention_mask": mask, "margin": margins}
 
 

@@ -16,7 +16,7 @@ from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.embedding_noise import NOISE
 from crosstune.mlx_engine.load import check_stored, load_model
 from crosstune.mlx_engine.save_model import save_model
-from crosstune.mlx_engine.task import Arrays, BuildContext, MetricSums
+from crosstune.mlx_engine.task import Arrays, BuildContext, Loss, MetricSums
 from crosstune.models.identity import identity
 
 SMALLEST_MULTIPLE = 32
@@ -66,7 +66,7 @@ class CausalLM:
         found[: len(chosen)] = chosen
         return found
 
-    def prepare_loss(self, model: nn.Module) -> CausalLoss:
+    def prepare_loss(self, model: nn.Module) -> Loss:
         """Make the loss of a model with its adapters."""
         self.prepared = CausalLoss(model)
         return self.prepared

@@ -136,7 +136,7 @@ def _target(item: Item, verdict: VerdictFormat) -> float:
 
 
 def _corpus(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[dict[str, Any]],
     tokenizer: Tokenizer,
     *,
     name: str,

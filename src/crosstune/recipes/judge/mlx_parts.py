@@ -22,19 +22,18 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import read_json, write_json
 from crosstune.files.safetensors_header import read_header
 from crosstune.mlx_engine.adapters import AdaptedLinear, is_head
-from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.limits import memory_errors
 from crosstune.mlx_engine.load import check_readable, read_model
 from crosstune.mlx_engine.model_folders import dense_arrays
 from crosstune.mlx_engine.save_model import save_arrays
 from crosstune.mlx_engine.split_head import split_model
-from crosstune.mlx_engine.task import Arrays, BuildContext, MetricSums
+from crosstune.mlx_engine.task import Arrays, BuildContext, Loss, MetricSums
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM, round_up
 from crosstune.models.folder import config_shape, read_config_json, weight_files
 from crosstune.models.identity import RECORD
 from crosstune.models.llama_layout import CONFIG
 from crosstune.recipes.judge.examples import JudgeBatch
-from crosstune.recipes.judge.rewards import REWARD_METRICS, RewardBatch, bradley_terry, measure_rewards
+from crosstune.recipes.judge.rewards import REWARD_METRICS, bradley_terry, measure_rewards
 
 HEAD = "score"
 """The name of a sequence classifier's head in transformers."""
@@ -159,24 +158,37 @@ class ScalarHead(CausalLM):
         model[HEAD] = Head(weight)
         return model
 
-    def prepare_loss(self, model: nn.Module) -> CausalLoss:
-        self.prepared = ScalarLoss(model, self)
-        return self.prepared
+    def prepare_loss(self, model: nn.Module) -> Loss:
+        split = split_model(model)
+        if split is None:
+            raise UserError(
+                f"--head scalar does not work with '{getattr(model, 'model_type', '?')}' models on MLX.",
+                why="its hidden states cannot be read before its output head.",
+                do="use a torch backend, or --head tokens",
+            )
+        self._split = split
+        return Loss(model, self.loss)
 
     def arrays(self, batch: Any) -> Mapping[str, Array]:
         width = int(batch.ends.max()) + 1
         width = min(round_up(width), batch.input_ids.shape[1]) if self.opening.compiled else width
-        places = np.arange(len(batch.ends)) * width + batch.ends
-        labels = self.labels(batch)
-        return {"input_ids": batch.input_ids[:, :width], "places": places.astype(np.int32), "labels": labels}
+        places = (np.arange(len(batch.ends)) * width + batch.ends).astype(np.int32)
+        return {"input_ids": batch.input_ids[:, :width], "places": places, "scores": batch.scores}
 
-    def labels(self, batch: JudgeBatch) -> Array:
-        """Return what the head learns from a batch."""
-        return batch.scores
+    def loss(self, model: nn.Module, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        return self.measure(self.outputs(arrays["input_ids"], arrays["places"]), arrays["scores"])
 
-    def measure(self, found: mx.array, labels: mx.array) -> tuple[mx.array, MetricSums]:
+    def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
+        return self.loss(self._split.model, arrays)
+
+    def outputs(self, ids: mx.array, places: mx.array) -> mx.array:
+        """Return the head's output after some positions, indices into the flattened rows."""
+        found: mx.array = self._split.model[HEAD](self._split.hidden(ids)[places])[:, 0]
+        return found
+
+    def measure(self, found: mx.array, scores: mx.array) -> tuple[mx.array, MetricSums]:
         """Return the loss of the head's outputs: the squared error, summed over the rows."""
-        error = found - labels
+        error = found - scores
         return (error**2).sum(), {"absolute_error": (mx.stop_gradient(mx.abs(error).sum()), len(error))}
 
     def check_weights(self, model: nn.Module, trained: Mapping[str, Any]) -> None:
@@ -212,46 +224,10 @@ class RewardHead(ScalarHead):
         super().__init__()
         self.center = center
 
-    def labels(self, batch: RewardBatch) -> Array:  # type: ignore[override]
-        return batch.margins
-
-    def measure(self, found: mx.array, labels: mx.array) -> tuple[mx.array, MetricSums]:
+    def measure(self, found: mx.array, scores: mx.array) -> tuple[mx.array, MetricSums]:
         """Return the Bradley-Terry loss, summed over the pairs."""
-        loss = bradley_terry(found, labels, nn.log_sigmoid, center=self.center)
+        loss = bradley_terry(found, scores, nn.log_sigmoid, center=self.center)
         return loss, measure_rewards(mx.stop_gradient(found))
-
-
-class ScalarLoss(CausalLoss):
-    """The loss of a head's outputs, one for each row."""
-
-    def __init__(self, model: nn.Module, task: ScalarHead) -> None:
-        self.model, self.task = model, task
-        split = split_model(model)
-        if split is None:
-            raise UserError(
-                f"--head scalar does not work with '{getattr(model, 'model_type', '?')}' models on MLX.",
-                why="its hidden states cannot be read before its output head.",
-                do="use a torch backend, or --head tokens",
-            )
-        self._split = split
-
-    def __call__(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        return self.task.measure(self.outputs(arrays["input_ids"], arrays["places"]), arrays["labels"])
-
-    def evaluate(self, arrays: Arrays) -> tuple[mx.array, MetricSums]:
-        return self(arrays)
-
-    def scaled(
-        self, arrays: Arrays, weights: Mapping[str, mx.array], scale: mx.array
-    ) -> tuple[mx.array, MetricSums]:
-        total, metrics = self(arrays)
-        return total * scale, metrics
-
-    def outputs(self, ids: mx.array, places: mx.array) -> mx.array:
-        """Return the head's output after some positions, indices into the flattened rows."""
-        assert self._split is not None
-        found: mx.array = self.model[HEAD](self._split.hidden(ids)[places])[:, 0]
-        return found
 
 
 def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
@@ -260,6 +236,6 @@ def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.
     ids = np.array([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts], dtype=np.int32)
     places = np.array([number * width + len(prompt) - 1 for number, prompt in enumerate(prompts)])
     with memory_errors(doing=EVALUATING):
-        found = session.task.prepared.outputs(mx.array(ids), mx.array(places))
+        found = session.task.outputs(mx.array(ids), mx.array(places))
         mx.eval(found)
     return np.array(found).astype(np.float64)

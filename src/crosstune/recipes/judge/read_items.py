@@ -110,8 +110,8 @@ class ItemReader:
         }
         if _has_preference(row):
             prompt = {"prompt": row["task"]} if row.get("task") is not None else {}
-            [one] = read_preferences({**row, **prompt}, paired=True)
-            return _from_preference(one, group=group, shared=shared | {"margin": _margin(fields)})
+            [pair] = read_preferences({**row, **prompt}, paired=True)
+            return _from_preference(pair, group=group, shared=shared | {"margin": _margin(fields)})
         one = read_answer(row) if self.rewards and "answer_a" not in fields else None
         if one is not None:
             return _from_preference(one, group=group, shared=shared)

@@ -45,13 +45,14 @@ class RewardBatch:
     input_ids: IntArray
     ends: IntArray
     """The token of each row whose output is the reward."""
-    margins: NDArray[np.float32]
+    scores: NDArray[np.float32]
+    """The margin of each pair."""
     num_tokens: int
 
     @property
     def weight(self) -> int:
         """The number of pairs."""
-        return len(self.margins)
+        return len(self.scores)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class PairCorpus:
         return RewardBatch(
             input_ids=plain.input_ids,
             ends=np.array([reward_place(row, self.tokenizer) for row in rows], dtype=np.int32),
-            margins=np.array([self.items[place].margin for place in places], dtype=np.float32),
+            scores=np.array([self.items[place].margin for place in places], dtype=np.float32),
             num_tokens=plain.num_tokens,
         )
 

@@ -26,7 +26,7 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import write_json
 from crosstune.models.identity import RECORD, identity
 from crosstune.recipes.judge.examples import JudgeBatch
-from crosstune.recipes.judge.rewards import REWARD_METRICS, RewardBatch, bradley_terry, measure_rewards
+from crosstune.recipes.judge.rewards import REWARD_METRICS, bradley_terry, measure_rewards
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
 from crosstune.torch_engine.loading.load import load_model, read_config, readable_errors
@@ -202,7 +202,7 @@ class ScalarHead:
         trained: nn.Module = model
         return trained
 
-    def arrays(self, batch: JudgeBatch) -> Mapping[str, Array]:
+    def arrays(self, batch: Any) -> Mapping[str, Array]:
         width = int(batch.ends.max()) + 1
         return {
             "input_ids": batch.input_ids[:, :width].astype("int64"),
@@ -248,18 +248,10 @@ class RewardHead(ScalarHead):
         super().__init__()
         self.center = center
 
-    def arrays(self, batch: RewardBatch) -> Mapping[str, Array]:  # type: ignore[override]
-        width = int(batch.ends.max()) + 1
-        return {
-            "input_ids": batch.input_ids[:, :width].astype("int64"),
-            "ends": batch.ends.astype("int64"),
-            "margins": batch.margins,
-        }
-
     def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
         """Return the Bradley-Terry loss, summed over the pairs."""
         rewards = model(tensors["input_ids"], tensors["ends"])
-        loss = bradley_terry(rewards, tensors["margins"], nn.functional.logsigmoid, center=self.center)
+        loss = bradley_terry(rewards, tensors["scores"], nn.functional.logsigmoid, center=self.center)
         return loss, measure_rewards(rewards.detach())
 
 
