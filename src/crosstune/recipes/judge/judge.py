@@ -159,14 +159,13 @@ class Judge:
         for _, places in self._batches(prompts, [fitting], progress):
             found = parts.scalar_scores(self.session, [prompts[place] for place in places])
             rewards |= dict(zip(places, map(float, found), strict=True))
-        judged, place = list[Judgement](), 0
+        judged, start = list[Judgement](), 0
         for item in items:
-            places = range(place, place + len(item.answers))
-            known = tuple(rewards[place] for place in places if place in rewards)
-            judged.append(
-                self._from_rewards(known) if len(known) == len(places) else Judgement(too_long=True)
-            )
-            place = places.stop
+            own = range(start, start + len(item.answers))
+            known = tuple(rewards[place] for place in own if place in rewards)
+            is_whole = len(known) == len(own)
+            judged.append(self._from_rewards(known) if is_whole else Judgement(too_long=True))
+            start = own.stop
         return judged
 
     def _from_rewards(self, rewards: tuple[float, ...]) -> Judgement:
