@@ -76,7 +76,7 @@ VALUES: Mapping[str, Any] = {
     "latent_noise": 0.5, "text_loss_weight": 3.0, "latent_loss_weight": 3.0, "hidden_size": 48, "n_blocks": 1,
     "n_heads": 4, "cond_dim": 16, "latent_tokens": 2, "latent_dim": 96, "dropout": 0.5, "decode_steps": 1,
     "preference_loss": "ipo", "beta": 0.7, "label_smoothing": 0.2, "simpo_gamma": 3.0, "desirable_weight": 2.0,
-    "undesirable_weight": 2.0, "sft_weight": 0.5,
+    "undesirable_weight": 2.0, "sft_weight": 0.5, "center_rewards": 3.0,
     "guidance": 3.0, "columns": "prompt=text", "chat_template": "alpaca",
 }  # fmt: skip
 """Values of options that are neither flags nor choices."""

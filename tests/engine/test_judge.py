@@ -352,7 +352,6 @@ def test_the_whole_test_split_is_judged_unless_limited(tiny_model: Path, data: P
         ({"head": "scalar", "train_type": "dora"}, "--head scalar"),
         ({"verdict": "winner"}, "does not match the data"),
         ({"score_scale": "0-5"}, "outside the scale 0-5"),
-        ({"backend": "mlx", "head": "scalar"}, "torch only"),
     ],
 )
 def test_requests_that_a_judge_refuses(

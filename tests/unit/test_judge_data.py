@@ -17,7 +17,7 @@ from crosstune.data.bundled.translations import BEST_SCORE, PENALTIES, VARIANTS,
 from crosstune.data.read.sources import open_source
 from crosstune.data.render.rendering import encode_conversation
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.recipes.judge.examples import find_label_tokens, soft_label
+from crosstune.recipes.judge.examples import as_preference, find_label_tokens, soft_label
 from crosstune.recipes.judge.items import Item, Scale, digit_labels, number_labels, read_scale, swapped
 from crosstune.recipes.judge.open_splits import find_leaks, open_judge_data, split_groups, without_leaks
 from crosstune.recipes.judge.read_items import ItemReader
@@ -125,9 +125,39 @@ def test_pairs_with_every_name_of_a_winner(write_jsonl: Any) -> None:
     assert swapped(found[4]).winner == "tie"
 
 
+def test_chosen_and_rejected_answers_are_pairs_in_random_order(tmp_path: Path, write_jsonl: Any) -> None:
+    from crosstune.cli.main import main
+
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"p{n}", "chosen": f"yes {n}", "rejected": "no", "margin": "0.5"} for n in range(40)
+    ]
+    rows += [{"chosen": turns, "rejected": [turns[0], {"role": "assistant", "content": "y"}]}]
+    rows += [{"task": "t", "chosen_response": "x", "rejected_response": "x"}]
+    *found, listed, same = read(path := write_jsonl(rows))
+    assert {one.answers[one.winner == "B"] for one in found} == {f"yes {n}" for n in range(40)}
+    assert 10 < Counter(one.winner for one in found)["A"] < 30 and found[0].margin == 0.5
+    assert listed.task == "q" and set(listed.answers) == {"x", "y"} and same.winner == "tie"
+    assert as_preference(listed).answers[listed.winner == "B"] == turns[1:]
+    assert main(["judge", "data", str(path), "--split_to", str(tmp_path / "splits")]) == 0
+    files = [tmp_path / "splits" / f"judge_{name}.json" for name in ("train", "val", "test")]
+    again = [one for file in files for one in read(file)]
+    kept = [
+        sorted(repr((one.task, one.answers, one.winner, one.margin, one.replies)) for one in each)
+        for each in (again, [*found, listed, same])
+    ]
+    assert kept[0] == kept[1]
+    data = open_judge_data(make_config(recipe="judge", head="scalar", dataset=str(path)))
+    assert len(data.train) + len(data.val) + len(data.test) == 41, "a tie teaches no reward"
+    [single] = read(write_jsonl([{"messages": turns}]), labelled=False, rewards=True)
+    assert single.answers == ("x",) and single.prompt == turns[:1], "not a verdict"
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
+        ({"prompt": "p", "chosen": "x"}, "rejected answer is missing"),
+        ({"prompt": "p", "chosen": "x", "rejected": "y", "margin": "much"}, "margin is not a number"),
         (point(score=11), "outside the scale 0-10"),
         (point(score=True), "not a number"),
         (point(score=None), "score is missing"),

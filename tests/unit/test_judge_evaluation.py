@@ -118,6 +118,22 @@ def test_baselines_are_fitted_on_the_training_items() -> None:
     assert of_swaps == ["swap_consistency undefined: pairs were not judged in both orders"]
 
 
+def test_rewards_have_a_mean_margin_and_a_length_bias_is_reported() -> None:
+    """The labels prefer the longer answer in 40 % of the pairs, the judge always."""
+    pairs = [
+        Item(id=f"i{n}", group=f"g{n}", task="t", answers=("xxx", "y"), winner="A" if n < 16 else "B")
+        for n in range(40)
+    ]
+    found = [Judgement(winner="A", rewards=(1.5, 0.5))] * 40
+    report = evaluate_items(pairs, found, scale=TEN)
+    assert report["metrics"]["margin"] == pytest.approx(0.4 - 0.6) and "margin" in report["intervals"]
+    assert report["metrics"]["accuracy"] == 0.4 and "swap_consistency" not in report["metrics"]
+    [said] = [note for note in report["notes"] if "length" in note]
+    assert "the longer answer in 100% of the pairs, the labels in 40%" in said and "0% right where" in said
+    fair = [Judgement(winner=one.winner, rewards=(1.0, 0.0)) for one in pairs]
+    assert not any("length" in note for note in evaluate_items(pairs, fair, scale=TEN)["notes"])
+
+
 def test_calibration_and_feedback_are_measured() -> None:
     items = [replace(one, critique="two wrong words") for one in scored(5, 5)]
     found = [

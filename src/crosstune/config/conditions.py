@@ -291,6 +291,7 @@ ROWS_WITH_FORMATS = Condition(
     lambda now: now["recipe"] == "sft",
     "with the {recipe} recipe, whose rows have one format",
 )
+SCALAR_HEAD = Condition("`--head scalar`", lambda now: now["head"] == "scalar")
 LABELS = Condition("", lambda now: now["head"] != "scalar", "with --head scalar, which predicts a number")
 ANSWERS = Condition(
     "",

@@ -57,6 +57,7 @@ SAME: Mapping[str, str] = _by_name(
         "dpo_beta pref_beta rl_beta": "beta",
         "dpo_label_smoothing": "label_smoothing",
         "pref_ftx rpo_alpha cpo_alpha": "sft_weight",
+        "center_rewards_coefficient": "center_rewards",
         "kto_chosen_weight kto_desirable_weight": "desirable_weight",
         "kto_rejected_weight kto_undesirable_weight": "undesirable_weight",
     }
@@ -106,6 +107,13 @@ SAME_FOR_VALUES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
             "--preference_loss; a list with weights as in dpo:0.8,bco:0.2,sft:1",
         ),
     ),
+    "stage": (
+        "head",
+        {"rm": "scalar"},
+        "crosstune train for sft and pt, --recipe preference for dpo and kto; `crosstune judge train --head scalar` trains "
+        "reward models",
+    ),
+    "reward_model": ("head", {"true": "scalar"}, "`crosstune judge train --head scalar`"),
     # TRL's default, which also leaves rows with messages alone.
     "dataset_text_field": ("dataset_format", {"text": "auto"}, "--columns COLUMN=text"),
     "adapter": ("train_type", {"lora": "lora", "qlora": "qlora"}, "--train_type, or --base_adapter FOLDER"),
@@ -152,7 +160,6 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "use_dora": "--train_type dora",
         "use_peft": "--train_type lora is the default, --train_type full trains all weights",
         "full_finetuning": "--train_type full",
-        "stage": "--recipe sft is the default; --recipe preference is DPO and KTO, --recipe judge --head scalar a reward model",
         "do_train train": "crosstune train always trains",
         "test": "--eval_dataset specifies held-out data",
         "do_eval": "evaluation is on by default; --skip_eval turns it off",
@@ -228,7 +235,7 @@ DIFFERENT: Mapping[str, str] = _by_name(
         "push_to_hub hub_model_id hub_strategy": "upload the result yourself: hf upload REPOSITORY RUN/adapter",
         "token hf_token hub_token use_auth_token api_key": _LOGIN,
         "wandb_api_key": "wandb login, or WANDB_API_KEY in the environment",
-        "rl rlhf_type": "--recipe preference --preference_loss dpo, ipo, orpo, simpo, kto, ...; --recipe judge trains reward models",
+        "rl rlhf_type": "--recipe preference --preference_loss dpo, ipo, orpo, simpo, kto, ...; --recipe judge --head scalar trains reward models",
         "clear_cache_threshold": "cache_limit_gb in a file passed with --mlx_config, or --low_memory",
     }
 )
@@ -244,7 +251,7 @@ load_in_4bit load_in_8bit quantization_bit use_dora deepspeed fsdp fsdp_config n
 noisy_embedding_alpha group_by_length trust_remote_code push_to_hub use_peft full_finetuning
 do_train do_predict loftq_config use_wandb wandb_run_id
 wandb_name xformers_attention use_liger_kernel liger_kernel use_unsloth unsloth label_smoothing_factor plot_loss use_cpu
-no_cuda cpu ddp pretraining_dataset datasets tf32 special_tokens
+no_cuda cpu ddp pretraining_dataset datasets tf32 special_tokens reward_model
 """
 OFF_BY_DEFAULT = frozenset(_OFF.split())
 """Names to ignore if their value is false, 0 or empty, as often in other tools' configurations."""

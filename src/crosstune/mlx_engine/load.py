@@ -51,12 +51,12 @@ def load_model(folder: Path, *, plan: Plan, dtype: mx.Dtype, trained: bool = Tru
     return model
 
 
-def read_model(folder: Path, config: Mapping[str, Any]) -> nn.Module:
-    """Return the model as stored, with lazily loaded weights."""
+def read_model(folder: Path, config: Mapping[str, Any], *, strict: bool = True) -> nn.Module:
+    """Return the model as stored, with lazily loaded weights. Not `strict`: ignore missing and unknown weights."""
     from mlx_lm.utils import load_model as load
 
     with readable_errors(folder):
-        return load(folder, lazy=True, model_config=spell_config(dict(config)))[0]
+        return load(folder, lazy=True, strict=strict, model_config=spell_config(dict(config)))[0]
 
 
 def check_readable(folder: Path, config: Mapping[str, Any]) -> FolderQuantization | None:

@@ -115,7 +115,9 @@ class MlxFolders:
         dtype = None if weights.dtype == "auto" else DTYPES[weights.dtype]
         trained = dict(tree_flatten(session.model.trainable_parameters()))
         saved = {name: array for name, array in trained.items() if ".lora_" not in name}
-        arrays = _dense(weights.folder, adapters=session.adapters, saved=saved, modules=modules, dtype=dtype)
+        arrays = dense_arrays(
+            weights.folder, adapters=session.adapters, saved=saved, modules=modules, dtype=dtype
+        )
         missing = [layer for layer in {*modules, *session.adapters} if f"{layer}.weight" not in arrays]
         if missing:
             raise UserError(
@@ -195,7 +197,7 @@ def write_plain(source: Path, target: Path, *, dtype: str) -> None:
     save_model(target, model, base=source)
 
 
-def _dense(
+def dense_arrays(
     folder: Path,
     *,
     adapters: Mapping[str, AdaptedLinear],

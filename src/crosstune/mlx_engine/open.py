@@ -24,7 +24,7 @@ from crosstune.mlx_engine.limits import memory_errors, set_limits
 from crosstune.mlx_engine.load import DTYPES, num_parameters
 from crosstune.mlx_engine.optimizer import Adam, Masters, Optimizer
 from crosstune.mlx_engine.session import MlxSession, TextSession
-from crosstune.mlx_engine.task import BuildContext, Gradients, Loss, MlxTask
+from crosstune.mlx_engine.task import BuildContext, Gradients, HasOwnHead, Loss, MlxTask
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.wrap_call import recompute_in_backward
 from crosstune.models.adapter_choice import AdapterSettings, Layers
@@ -66,6 +66,8 @@ def open_session(
         model = task.build(opening)
         total_parameters = num_parameters(model)
         adapters = adapt(model, plan)
+        if adapters and isinstance(task, HasOwnHead):
+            train_in_full(model, task.head_names)
         model.eval()  # its mode between steps
         loss = task.prepare_loss(model) if isinstance(task, CausalLM) else Loss(model, task.loss)
         if trained:

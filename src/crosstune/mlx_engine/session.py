@@ -43,7 +43,7 @@ from crosstune.mlx_engine.load import DTYPES
 from crosstune.mlx_engine.optimizer import Masters, Optimizer
 from crosstune.mlx_engine.profiler import MlxProfiler
 from crosstune.mlx_engine.save_model import save_tensors
-from crosstune.mlx_engine.task import Arrays, BuildContext, Gradients, Loss, MetricSums, MlxTask
+from crosstune.mlx_engine.task import Arrays, BuildContext, Gradients, HasOwnHead, Loss, MetricSums, MlxTask
 from crosstune.mlx_engine.tasks.causal_lm import CausalLM
 from crosstune.mlx_engine.wrap_call import bad_arrays, watch_outputs
 from crosstune.models.adapter_choice import AdapterSettings
@@ -217,7 +217,7 @@ class MlxSession:
         if folder is None:  # every rank has the whole model, so only the writing rank has work to do
             return None
         with memory_errors(doing="writing the result"), self.averaged():
-            if self.adapters:
+            if self.adapters and not isinstance(self.task, HasOwnHead):
                 return self._save_adapter(folder / "adapter")
             self._save_model(folder / "model")
             return folder / "model"

@@ -24,6 +24,7 @@ TITLES = {
     "macro_f1": "macro-F1",
     "kappa": "kappa",
     "swap_consistency": "swap consistency",
+    "margin": "mean margin",
     "ece": "calibration error",
     "rouge_l": "ROUGE-L",
 }

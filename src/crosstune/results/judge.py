@@ -28,7 +28,9 @@ from crosstune.recipes.judge.evaluation import (
 )
 from crosstune.recipes.judge.items import Item, Scale, common_scale, read_scale
 from crosstune.recipes.judge.judge import Judge, Judgement, judge_task
+from crosstune.recipes.judge.open_splits import item_reader, without_ties
 from crosstune.recipes.judge.predictions import prediction_row, write_predictions
+from crosstune.recipes.judge.read_items import ItemReader
 from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, read_judge_settings
 from crosstune.results.opened import check_base
 from crosstune.results.trained_folder import Trained, find_trained
@@ -114,10 +116,12 @@ def open_judge(request: JudgeRequest, *, items: Sequence[Item], config: Config, 
     )
 
 
-def judge_scale(request: JudgeRequest) -> Scale | None:
-    """Return the scale of a trained judge; None for other models."""
+def reader_for(request: JudgeRequest, config: Config, *, labelled: bool = True) -> ItemReader:
+    """Return a reader of the items for a judge: by default on its scale."""
     _, settings = find_judge(request)
-    return read_scale(settings.scale) if settings is not None else None
+    scale = read_scale(settings.scale) if settings is not None else None
+    rewards = settings is not None and settings.is_reward
+    return item_reader(config, labelled=labelled, scale=scale, rewards=rewards)
 
 
 def find_judge(request: JudgeRequest) -> tuple[Trained, JudgeSettings | None]:
@@ -171,7 +175,7 @@ def ask(
 
 
 def _read_judgement(row: Mapping[str, Any]) -> Judgement:
-    lists = {name: tuple(row[name]) for name in ("probabilities", "issues")}
+    lists = {name: tuple(row.get(name, ())) for name in ("probabilities", "issues", "rewards")}
     return Judgement(**{**row, **lists})
 
 
@@ -213,6 +217,8 @@ def measure_judge(
     if out is not None:
         check_output_folder(out, option="out")
     judge = open_judge(request, items=items, config=config, observer=observer)
+    if judge.settings.is_reward:
+        items = without_ties(items)
     output = None
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -243,7 +249,13 @@ def _untrained_base(trained: Trained, request: JudgeRequest) -> str:
 
 
 def _check_items(settings: JudgeSettings, items: Sequence[Item], scale: Scale) -> None:
-    if items and items[0].is_pair != (settings.verdict == "winner"):
+    if settings.is_reward and any(item.score is not None for item in items):
+        raise UserError(
+            "A reward model cannot be tested on scores.",
+            why="its rewards have no scale.",
+            do="pass pairs of answers; `crosstune judge predict` gives the rewards of single answers",
+        )
+    if items and items[0].is_pair != (settings.verdict == "winner") and not settings.is_reward:
         kind = "pairs of answers" if items[0].is_pair else "single answers"
         learned = "which of two answers is better" if settings.verdict == "winner" else "to score an answer"
         raise UserError(

@@ -141,7 +141,9 @@ def _questions(request: MakeRequest, place: int, row: Row, scorer: Scorer) -> li
 def _item(messages: Sequence[Any], answers: tuple[str, ...], number: int, reference: str = "") -> Item:
     last = next((turn["content"] for turn in reversed(messages) if turn["role"] == "user"), "")
     extra, name, task = {"prompt": last, "messages": list(messages)}, str(number), _transcript(messages)
-    return Item(id=name, group=name, task=task, answers=answers, reference=reference, extra=extra)
+    replies = tuple([{"role": "assistant", "content": answer}] for answer in answers)
+    turns: Any = {"prompt": list(messages), "replies": replies}
+    return Item(id=name, group=name, task=task, answers=answers, reference=reference, extra=extra, **turns)
 
 
 def _transcript(messages: Sequence[Any]) -> str:

@@ -65,11 +65,10 @@ def find_scorer(name: str, *, backend: str = "auto") -> Scorer:
             for one in judge.judge(items)
         ]
 
-    is_reward = settings.head == "scalar" and settings.verdict == "winner"  # a reward has no scale
-    compares = settings.verdict == "winner" and not is_reward
+    compares = settings.verdict == "winner" and not settings.is_reward
     scale = 1.0 if settings.verdict == "winner" else read_scale(settings.scale).span
     files = file_stamps(trained.adapter, Path(trained.base).expanduser())
-    identity, span = [asdict(request), asdict(settings), files], math.inf if is_reward else scale
+    identity, span = [asdict(request), asdict(settings), files], math.inf if settings.is_reward else scale
     kind: Any = {"compares": compares, "span": span, "tie": ROUNDING * scale}
     return Scorer(name=name, open=open_scorer, identity=identity, **kind)
 

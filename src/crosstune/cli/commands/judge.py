@@ -47,6 +47,7 @@ ACTIONS = {
 
 EXAMPLES = """examples:
   crosstune judge train --model smollm2-135m --dataset judge_translations --max_samples 1000
+  crosstune judge train --head scalar --dataset pairs.jsonl
   crosstune judge train --dataset ratings.csv --columns original=task,mean=score --score_scale 0-100
   crosstune judge eval runs/NAME
   crosstune judge eval runs/NAME --dataset test.jsonl --judge_by generation
@@ -54,7 +55,8 @@ EXAMPLES = """examples:
   crosstune judge predict runs/NAME --input answers.jsonl --output verdicts.jsonl
   crosstune judge data ratings.csv --split_to splits
 
-A row has a task, an answer and a score; or a task, answer_a, answer_b and a winner; or messages that end with the verdict."""
+A row has a task, an answer and a score; or a task, answer_a, answer_b and a winner; or a prompt, a chosen and a rejected
+answer; or messages that end with the verdict."""
 
 
 def make_parser() -> Parser:
@@ -184,13 +186,13 @@ def _make_request(own: argparse.Namespace, config: Config, *, target: str, backe
 
 def _test_on(own: argparse.Namespace, config: Config) -> dict[str, Any]:
     """Test on --dataset: its test split, or all of it."""
-    from crosstune.recipes.judge.open_splits import item_reader, read_split
-    from crosstune.results.judge import judge_scale
+    from crosstune.recipes.judge.open_splits import read_split
+    from crosstune.results.judge import reader_for
 
     if "dataset" not in config.sources:
         raise UserError(f"No data to test {own.target} on.", do="pass --dataset with labeled items")
     request = _make_request(own, config, target=own.target, backend=config.backend)
-    items = read_split(item_reader(config, scale=judge_scale(request)), config.dataset, "test")
+    items = read_split(reader_for(request, config), config.dataset, "test")
     return _test(request, items, own, config, out=own.out, train=())
 
 
@@ -253,15 +255,14 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
     from crosstune.cli.terminal.screen import Screen
     from crosstune.files.json_files import to_json
     from crosstune.files.outputs import check_output, write_output
-    from crosstune.recipes.judge.open_splits import item_reader, read_split
+    from crosstune.recipes.judge.open_splits import read_split
     from crosstune.recipes.judge.predictions import prediction_row
-    from crosstune.results.judge import ask, judge_scale, make_journal, open_judge
+    from crosstune.results.judge import ask, make_journal, open_judge, reader_for
 
     if own.output is not None:
         check_output(own.output, option="output", inputs=[own.input], overwrite=config.overwrite)
     request = _make_request(own, config, target=own.target, backend=config.backend)
-    reader = item_reader(config, labelled=False, scale=judge_scale(request))
-    items = read_split(reader, str(own.input), "test")
+    items = read_split(reader_for(request, config, labelled=False), str(own.input), "test")
     say_start("judge predict", str(own.target), "importing the engine")
     with Screen(live=True) as screen:
         judge = open_judge(request, items=items, config=config, observer=screen)
@@ -286,6 +287,8 @@ def _predict(own: argparse.Namespace, config: Config) -> int:
 
 def _data(own: argparse.Namespace, config: Config) -> int:
     """Show the splits and examples of a dataset, or split it by group."""
+    from crosstune.recipes.judge.examples import as_preference
+    from crosstune.recipes.judge.items import WINNERS
     from crosstune.recipes.judge.open_splits import open_judge_data
     from crosstune.recipes.judge.verdicts import choose_format, training_messages
 
@@ -298,8 +301,15 @@ def _data(own: argparse.Namespace, config: Config) -> int:
     data = open_judge_data(config)
     splits = {"train": data.train, "val": data.val, "test": data.test}
     verdict = choose_format(config.verdict, scale=data.scale, items=list(data.train))
+    rewards = config.head == "scalar" and verdict.name == "winner"
+    examples = [
+        as_preference(item).conversations()[WINNERS.index(item.winner)]["messages"]
+        if rewards and item.winner
+        else training_messages(item, verdict)
+        for item in data.train[: own.show]
+    ]
     found: dict[str, Any] = {
-        "verdict": verdict.name,
+        "verdict": "reward" if rewards else verdict.name,
         "scale": str(verdict.scale),
         "splits": {
             name: {
@@ -310,7 +320,7 @@ def _data(own: argparse.Namespace, config: Config) -> int:
             }
             for name, items in splits.items()
         },
-        "shown": [training_messages(item, verdict) for item in data.train[: own.show]],
+        "shown": examples,
         "leaking_rows": data.num_leaking,
         "notes": list(data.notes),
     }
@@ -318,7 +328,10 @@ def _data(own: argparse.Namespace, config: Config) -> int:
 
 
 def _data_lines(dataset: str, found: Mapping[str, Any]) -> Iterator[Line]:
-    yield f"data     {dataset}, judged by {found['verdict']} on the scale {found['scale']}"
+    how = f"judged by {found['verdict']} on the scale {found['scale']}"
+    if found["verdict"] == "reward":
+        how = "pairs that teach rewards (Bradley-Terry); an example shows the better answer"
+    yield f"data     {dataset}, {how}"
     for name, facts in found["splits"].items():
         labels = "  ".join(f"{label}: {count}" for label, count in facts["labels"].items())
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from crosstune.config.conditions import JUDGE, LABELS
+from crosstune.config.conditions import JUDGE, LABELS, SCALAR_HEAD
 from crosstune.config.option import Holds, OnResume, backend_choices, option
 
 _option = partial(option, needs=(JUDGE,), on_resume=OnResume.MAY_CHANGE_DATA)
@@ -21,8 +21,15 @@ class JudgeOptions:
     )
     head: str = _option(
         "tokens",
-        "Source of the scores: the language model's score tokens, or a scalar head (a reward model, torch only)",
+        "Source of the verdicts: the language model's label tokens, or a scalar head, which learns scores from scored answers and "
+        "rewards from pairs (a reward model)",
         choices=("tokens", "scalar"),
+    )
+    center_rewards: float = option(
+        0.0,
+        "Weight of the squared sum of the two rewards of a pair, which keeps the mean reward near 0; usual: 0.01",
+        high=1e6,
+        needs=(JUDGE, SCALAR_HEAD),
     )
     score_scale: str = _option(
         "0-10", "Lowest and highest score in the data, as in 1-5; unset: the column score_scale, or else 0-10"

@@ -29,7 +29,7 @@ class PreferenceOptions:
     label_smoothing: float = _option(
         0.0, "Assumed fraction of wrong labels", high=0.49, needs=(PREFERENCE, SMOOTHED_LOSS)
     )
-    simpo_gamma: float = _option(1.0, "Target margin of simpo", high=1e6, needs=(PREFERENCE, SIMPO))
+    simpo_gamma: float = _option(0.5, "Target margin of simpo", high=1e6, needs=(PREFERENCE, SIMPO))
     desirable_weight: float = _option(
         1.0, "Weight of the desirable answers of kto", low=1e-6, high=1e6, needs=(PREFERENCE, KTO_LOSS)
     )

@@ -279,7 +279,8 @@ def _how_to_read(row: Row) -> dict[str, str]:
     if {"chosen", "rejected"} <= row.keys():
         return {
             "why": "these are preferences.",
-            "do": "train on them with --recipe preference, or on the chosen answers with --columns chosen=completion",
+            "do": "train on them with --recipe preference, or on the chosen answers with --columns chosen=completion; "
+            "`crosstune judge train --head scalar` trains a reward model",
         }
     known = "; ".join(f"{' + '.join(columns)} ({name})" for name, columns in COLUMNS.items())
     how = f"read its text with --columns {next(iter(row))}=text" if len(row) == 1 else _NAME_COLUMNS

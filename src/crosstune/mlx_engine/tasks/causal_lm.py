@@ -16,7 +16,7 @@ from crosstune.mlx_engine.causal_loss import CausalLoss
 from crosstune.mlx_engine.embedding_noise import NOISE
 from crosstune.mlx_engine.load import check_stored, load_model
 from crosstune.mlx_engine.save_model import save_model
-from crosstune.mlx_engine.task import Arrays, BuildContext, MetricSums
+from crosstune.mlx_engine.task import Arrays, BuildContext, Loss, MetricSums
 from crosstune.models.identity import identity
 
 SMALLEST_MULTIPLE = 32
@@ -42,10 +42,10 @@ class CausalLM:
         """
         few_shapes = self.opening.compiled
         length = batch.input_ids.shape[1]
-        width = _round_up(length) if few_shapes else length
+        width = round_up(length) if few_shapes else length
         pad = ((0, 0), (0, width - length))
         row, column = (batch.targets != IGNORED).nonzero()
-        num_places = max(1, _round_up(len(row)) if few_shapes else len(row))
+        num_places = max(1, round_up(len(row)) if few_shapes else len(row))
         places = np.zeros(num_places, dtype=np.int32)
         places[: len(row)] = row * width + column
         arrays: dict[str, Array] = {
@@ -66,7 +66,7 @@ class CausalLM:
         found[: len(chosen)] = chosen
         return found
 
-    def prepare_loss(self, model: nn.Module) -> CausalLoss:
+    def prepare_loss(self, model: nn.Module) -> Loss:
         """Make the loss of a model with its adapters."""
         self.prepared = CausalLoss(model)
         return self.prepared
@@ -105,7 +105,7 @@ class CausalLM:
         return self.opening.folder
 
 
-def _round_up(number: int) -> int:
+def round_up(number: int) -> int:
     """Round up to one of eight sizes between powers of two: at most an eighth more."""
     multiple = max(SMALLEST_MULTIPLE, 1 << max(0, (number - 1).bit_length() - 4))
     return -(-number // multiple) * multiple

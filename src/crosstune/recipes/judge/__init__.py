@@ -11,7 +11,7 @@ from crosstune.config.schema import Config
 from crosstune.recipes.judge.open_splits import open_judge_data
 from crosstune.recipes.judge.presets import OPTIONS, choose_preset
 from crosstune.recipes.judge.read_items import TARGETS
-from crosstune.recipes.judge.recipe import JudgeRecipe
+from crosstune.recipes.judge.recipe import open_recipe
 from crosstune.recipes.judge.verdicts import choose_format
 
 
@@ -31,7 +31,7 @@ def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]
 
 
 SPEC = RecipeSpec(
-    open=JudgeRecipe,
+    open=open_recipe,
     data_options=("dataset", "eval_dataset", "test_dataset"),
     columns=TARGETS,
     preset_options=tuple(OPTIONS),

@@ -19,6 +19,8 @@ Metric = Callable[[Places], float]
 UNREADABLE = "unreadable"
 FEW_GROUPS = 10
 """Resampling fewer groups than this gives unreliable intervals."""
+FEWEST_PAIRS, LENGTH_BIAS = 20, 0.1
+"""Pairs that a length bias is measured on, at least, and the fraction of them above which it is reported."""
 CONSTANT, LONGER, UNTRAINED = "constant", "longer answer", "untrained model"
 
 
@@ -39,7 +41,7 @@ def evaluate_items(
         "num_groups": len({item.group for item in items}),
         "num_unreadable": sum(not one.is_parsed for one in found),
         "metrics": values,
-        "notes": _notes(items, values),
+        "notes": [*_notes(items, values), *(_length_notes(items, found) if is_pair else ())],
         "confusion": confusion,
     }
     if intervals:
@@ -147,12 +149,25 @@ def _compare_winners(
         return lambda at: metric(confusion_matrix(expected[at], winners[at], num_classes=len(classes)))
 
     table = confusion_matrix(expected, winners, num_classes=len(classes))
-    return {
+    computed: dict[str, Metric] = {
         "accuracy": counted(metrics.accuracy),
         "macro_f1": counted(metrics.macro_f1),
         "kappa": counted(metrics.cohen_kappa),
         "swap_consistency": lambda at: consistent[at].mean(),
-    }, {"labels": classes, "counts": table.tolist()}
+    }
+    if any(one.rewards for one in found):  # these do not depend on the order
+        del computed["swap_consistency"]
+        margins = np.array(
+            [
+                (one.rewards[0] - one.rewards[1]) * (1 if item.winner == "A" else -1)
+                if one.rewards
+                else math.nan
+                for item, one in zip(items, found, strict=True)
+            ]
+        )
+        known = np.isfinite(margins)
+        computed["margin"] = lambda at: margins[at][known[at]].mean() if known[at].any() else math.nan
+    return computed, {"labels": classes, "counts": table.tolist()}
 
 
 def _notes(items: Sequence[Item], values: Mapping[str, float]) -> list[str]:
@@ -167,6 +182,31 @@ def _notes(items: Sequence[Item], values: Mapping[str, float]) -> list[str]:
         same_label = f"every item has the same label, {labels.pop()}" if len(labels) == 1 else ""
         notes.append(f"{', '.join(undefined)} undefined: {same_label or 'every verdict is the same'}")
     return notes
+
+
+def _length_notes(items: Sequence[Item], found: Sequence[Judgement]) -> list[str]:
+    """Warn if the judge chooses the longer answer more often than the labels do."""
+    rows = [
+        ("A" if len(item.answers[0]) > len(item.answers[1]) else "B", item.winner, one.winner)
+        for item, one in zip(items, found, strict=True)
+        if len(item.answers[0]) != len(item.answers[1]) and {item.winner, one.winner} <= {"A", "B"}
+    ]
+    if len(rows) < FEWEST_PAIRS:
+        return []
+    longer, *winners = map(np.array, zip(*rows, strict=True))
+    labeled, chosen = (side == longer for side in winners)
+    if chosen.mean() - labeled.mean() <= LENGTH_BIAS:
+        return []
+    right = labeled == chosen
+    parts = [
+        f"{right[which].mean():.0%} right where the better answer is the {name} one"
+        for which, name in ((labeled, "longer"), (~labeled, "shorter"))
+        if which.any()
+    ]
+    return [
+        f"length bias: it prefers the longer answer in {chosen.mean():.0%} of the pairs, the labels in "
+        f"{labeled.mean():.0%}; {', '.join(parts)}"
+    ]
 
 
 def _add_calibration(report: Report, items: Sequence[Item], found: Sequence[Judgement], scale: Scale) -> None:

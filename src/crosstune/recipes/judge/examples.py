@@ -1,4 +1,4 @@
-"""Tokenize items: conversations with soft labels for training, prompts for judging, and the tokens of the labels."""
+"""Tokenize items: conversations with soft labels for training, prompts and answers for judging, the tokens of labels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from crosstune.data.tokens.encode import OnProgress
 from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.recipes.judge.items import Item
 from crosstune.recipes.judge.metrics import Floats, log_softmax
-from crosstune.recipes.judge.verdicts import Messages, VerdictFormat, prompt_messages, training_messages
+from crosstune.recipes.judge.verdicts import VerdictFormat, prompt_messages, training_messages
+from crosstune.recipes.preference.read_pairs import Preference
 
 _QUESTION = [{"role": "user", "content": "Rate the answer."}]
 
@@ -40,7 +41,7 @@ def encode_items(
 ) -> ItemCorpus:
     """Tokenize conversations with their verdicts. A score between two labels becomes a soft label, if --soft_scores."""
     corpus = _corpus(
-        [training_messages(item, verdict) for item in items],
+        [{"messages": training_messages(item, verdict)} for item in items],
         tokenizer,
         name=name,
         context_length=config.context_length,
@@ -66,7 +67,7 @@ def encode_prompts(
     """Return the tokens of each item up to its label, rendered exactly as in training."""
     any_verdict = {"role": "assistant", "content": verdict.write(verdict.labels.texts[0])}
     corpus = _corpus(
-        [[*prompt_messages(item, verdict), any_verdict] for item in items],
+        [{"messages": [*prompt_messages(item, verdict), any_verdict]} for item in items],
         tokenizer,
         name="the items to judge",
         context_length=2**24,
@@ -79,6 +80,37 @@ def encode_prompts(
         assert place > 0, "our own verdict has its label at the expected place"
         prompts.append(example.tokens[:place].tolist())
     return prompts
+
+
+def as_preference(item: Item) -> Preference:
+    """Return the answers of an item in the conversation that a reward model reads."""
+    if item.replies:
+        return Preference(prompt=list(item.prompt), answers=item.replies, tools=item.tools)
+    named = {"Rubric": item.rubric, "Task": item.task, "Reference": item.reference}
+    parts = [f"{name}: {text}" for name, text in named.items() if text]
+    asked = item.task if len(parts) == 1 else "\n".join(parts)
+    return Preference(
+        prompt=[{"role": "user", "content": asked}],
+        answers=tuple([{"role": "assistant", "content": answer}] for answer in item.answers),
+    )
+
+
+def encode_answers(items: Sequence[Item], *, tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the tokens of each answer in its conversation, up to the token whose output is the reward."""
+    corpus = _corpus(
+        [row for item in items for row in as_preference(item).conversations()],
+        tokenizer,
+        name="the answers to judge",
+        context_length=2**24,
+        truncation="error",
+        model_limit=None,
+    )
+    return [example.tokens[: reward_place(example, tokenizer) + 1].tolist() for example in corpus]
+
+
+def reward_place(example: Example, tokenizer: Tokenizer) -> int:
+    """Return the last token that is not the padding token, where a sequence classifier of transformers reads its output."""
+    return int(np.flatnonzero(example.tokens != tokenizer.pad_id)[-1])
 
 
 def soft_label(
@@ -104,15 +136,14 @@ def _target(item: Item, verdict: VerdictFormat) -> float:
 
 
 def _corpus(
-    conversations: Sequence[Messages],
+    rows: Sequence[dict[str, Any]],
     tokenizer: Tokenizer,
     *,
     name: str,
     progress: Any = None,
     **options: Any,
 ) -> Corpus:
-    rows = [{"messages": messages} for messages in conversations]
-    source = Source(name=name, parts=(RowsPart(name=name, loaded=rows),), form="messages")
+    source = Source(name=name, parts=(RowsPart(name=name, loaded=list(rows)),), form="messages")
     return open_corpus(source, tokenizer, asked_format="messages", whole=False, progress=progress, **options)
 
 

@@ -40,6 +40,13 @@ class Item:
     """The prompt in the data; empty if the prompt is made from the fields above."""
     verdict: str = ""
     """The verdict in the data, as written."""
+    prompt: Sequence[dict[str, Any]] = ()
+    """The turns before the answers, if the data has turns; `task` and `answers` are their text."""
+    replies: tuple[Sequence[dict[str, Any]], ...] = ()
+    """The turns of each answer; empty if the data has text."""
+    tools: Sequence[Any] | None = None
+    margin: float = 0.0
+    """How much higher the reward of the better answer should be."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row, kept for predictions."""
 
@@ -54,7 +61,8 @@ class Item:
 
 def swapped(item: Item) -> Item:
     """Return a pair with its answers in the other order."""
-    return replace(item, answers=item.answers[::-1], winner=other_winner(item.winner))
+    answers, replies = item.answers[::-1], item.replies[::-1]
+    return replace(item, answers=answers, replies=replies, winner=other_winner(item.winner))
 
 
 def other_winner(winner: str | None) -> str | None:

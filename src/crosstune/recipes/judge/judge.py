@@ -1,4 +1,4 @@
-"""Judge items with a session's model: by the probabilities of the labels, a generated verdict, or a scalar head."""
+"""Judge items with a session's model: by the probabilities of the labels, a generated verdict, a scalar head, or rewards."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from crosstune.core.errors import UserError
 from crosstune.core.protocols import Generates, Task
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.recipes.judge.examples import LabelTokens, common_length, encode_prompts, find_label_tokens
+from crosstune.recipes.judge.examples import (
+    LabelTokens,
+    common_length,
+    encode_answers,
+    encode_prompts,
+    find_label_tokens,
+)
 from crosstune.recipes.judge.items import WINNERS, Item, other_winner, swapped
-from crosstune.recipes.judge.metrics import Floats, fit_temperature, soften
+from crosstune.recipes.judge.metrics import Floats, fit_temperature, log_softmax, soften
 from crosstune.recipes.judge.verdicts import JudgeSettings, VerdictFormat
 
 Progress = Callable[[int, int], None]
@@ -37,6 +42,8 @@ class Judgement:
     """Calibrated probability that the score is at most a point off, or that the winner is right."""
     consistent: bool | None = None
     """For pairs: True if both orders of the answers have the same winner."""
+    rewards: tuple[float, ...] = ()
+    """The reward of each answer of a pair."""
     text: str = ""
     issues: tuple[str, ...] = ()
     feedback: str = ""
@@ -77,6 +84,8 @@ class Judge:
         """Judge every item; pairs in both orders. `progress` gets the number of finished prompts and their total."""
         if not items:
             return []
+        if self.settings.is_reward:
+            return self._judge_by_rewards(items, progress=progress)
         is_pair = items[0].is_pair
         asked = [*items, *(swapped(item) for item in items)] if is_pair else items
         prompts = self.prompts(asked)
@@ -134,11 +143,38 @@ class Judge:
         return self._before_verdict(prompts, answer, progress)
 
     def _judge_by_scalar(self, prompts: Prompts, *, progress: Progress | None) -> list[Judgement]:
-        parts, scale = _parts(self.session.plan.engine), self.verdict.scale
+        parts, scale = engine_parts(self.session.plan.engine), self.verdict.scale
         values = self._before_verdict(
             prompts, lambda batch: parts.scalar_scores(self.session, batch), progress
         )
         return [Judgement(score=scale.low + scale.span * min(1.0, max(0.0, float(v)))) for v in values]
+
+    def _judge_by_rewards(self, items: Sequence[Item], *, progress: Progress | None) -> list[Judgement]:
+        """Return the reward of each single answer, or the winner of each pair."""
+        prompts = encode_answers(items, tokenizer=self.tokenizer)
+        longest = self.max_tokens or max(map(len, prompts))
+        fitting = [place for place, prompt in enumerate(prompts) if len(prompt) <= longest]
+        rewards: dict[int, float] = {}
+        parts = engine_parts(self.session.plan.engine)
+        for _, places in self._batches(prompts, [fitting], progress):
+            found = parts.scalar_scores(self.session, [prompts[place] for place in places])
+            rewards |= dict(zip(places, map(float, found), strict=True))
+        judged, start = list[Judgement](), 0
+        for item in items:
+            own = range(start, start + len(item.answers))
+            known = tuple(rewards[place] for place in own if place in rewards)
+            is_whole = len(known) == len(own)
+            judged.append(self._from_rewards(known) if is_whole else Judgement(too_long=True))
+            start = own.stop
+        return judged
+
+    def _from_rewards(self, rewards: tuple[float, ...]) -> Judgement:
+        """Compare two rewards as Bradley and Terry: the probability that A is better is the sigmoid of the difference."""
+        if len(rewards) == 1:
+            return Judgement(score=rewards[0])
+        probs = log_softmax(np.array([*rewards, -1e4]))
+        found = replace(self._from_log_probs(probs), rewards=rewards)
+        return replace(found, winner="tie") if rewards[0] == rewards[1] else found
 
     def _before_verdict(
         self, prompts: Prompts, compute: Callable[[Prompts], Sequence[Any]], progress: Progress | None
@@ -154,7 +190,7 @@ class Judge:
     def _log_probs(self, items: Sequence[Item], prompts: Prompts, *, progress: Progress | None) -> Floats:
         """Return the log probability of each label for each item, normalized over the labels."""
         known: list[dict[tuple[int, ...], Floats]] = [{} for _ in items]
-        parts, current = _parts(self.session.plan.engine), None
+        parts, current = engine_parts(self.session.plan.engine), None
         prefix, start = None, 0
         for group, places in self._batches(prompts, self._groups(items), progress):
             if group is not current:
@@ -242,17 +278,12 @@ class Judge:
 
 
 def judge_task(head: str, engine: str) -> Task:
-    """Return the task of a head; raise a UserError if the engine does not support it."""
-    parts = _parts(engine)
-    if head == "scalar" and not hasattr(parts, "ScalarHead"):
-        raise UserError(
-            "--head scalar works with torch only.",
-            why=f"the {engine} engine does not support scalar heads.",
-            do="use --head tokens, or a torch backend",
-        )
+    """Return the task of a head."""
+    parts = engine_parts(engine)
     task: Task = parts.ScalarHead() if head == "scalar" else parts.ScoreTokens()
     return task
 
 
-def _parts(engine: str) -> Any:
+def engine_parts(engine: str) -> Any:
+    """Return the module with the parts of this recipe for an engine."""
     return importlib.import_module(f"crosstune.recipes.judge.{engine}_parts")

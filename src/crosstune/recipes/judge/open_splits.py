@@ -60,6 +60,9 @@ def open_judge_data(config: Config) -> JudgeData:
     reader.check_together(everything, config.dataset)
     scale = common_scale(everything, default=reader.scale)
     notes = []
+    if config.head == "scalar" and (ties := len(everything) - len(without_ties(everything))):
+        found = {split: without_ties(items) for split, items in found.items()}
+        notes.append(f"{ties:,} pairs without a better answer are left out")
     if missing := [split for split in ("val", "test") if not found[split]]:
         shares = dict.fromkeys(missing, HELD_OUT_SHARE)
         found |= split_groups(found["train"], shares=shares, seed=config.seed)
@@ -80,7 +83,14 @@ def open_judge_data(config: Config) -> JudgeData:
     )
 
 
-def item_reader(config: Config, *, labelled: bool = True, scale: Scale | None = None) -> ItemReader:
+def without_ties(items: Sequence[Item]) -> list[Item]:
+    """Return the items that a reward model can learn from or be tested on."""
+    return [item for item in items if item.winner != "tie"]
+
+
+def item_reader(
+    config: Config, *, labelled: bool = True, scale: Scale | None = None, rewards: bool = False
+) -> ItemReader:
     """Return a reader for the options of a configuration. `scale` is the default if neither user nor data specifies one."""
     asked = "score_scale" in config.sources
     return ItemReader(
@@ -90,6 +100,7 @@ def item_reader(config: Config, *, labelled: bool = True, scale: Scale | None = 
         group_by=config.group_by,
         references=config.references,
         labelled=labelled,
+        rewards=rewards,
     )
 
 

@@ -34,6 +34,7 @@ def prediction_row(item: Item, found: Judgement) -> dict[str, Any]:
     if item.is_pair:
         row |= {"answer_a": item.answers[0], "answer_b": item.answers[1]}
         row |= {"expected": item.winner, "predicted": found.winner, "consistent": found.consistent}
+        row |= {"rewards": list(found.rewards)} if found.rewards else {}
     else:
         row |= {"answer": item.answers[0], "expected": item.score, "predicted": found.score}
     return row | {
@@ -72,6 +73,7 @@ def _short_row(found: Judgement) -> dict[str, Any]:
         "predicted": found.score if found.winner is None else found.winner,
         "confidence": found.confidence,
         "consistent": found.consistent,
+        "rewards": list(found.rewards) or None,
         "text": found.text,
         "feedback": found.feedback,
     }
@@ -160,7 +162,11 @@ def _read_verdict(row: Mapping[str, Any], is_pair: bool, place: str) -> Judgemen
         if is_number(value) and not -most <= value <= most:
             why = f"{name} is {value!r:.40}, more than {most:g}."
             raise UserError(f"{place} is not a prediction.", why=why)
+    rewards = row.get("rewards") or ()
+    if not (isinstance(rewards, (list, tuple)) and len(rewards) in (0, 2) and all(map(is_number, rewards))):
+        raise UserError(f"{place} is not a prediction.", why=f"rewards is {rewards!r:.40}, not two numbers.")
     return Judgement(
+        rewards=tuple(map(float, rewards)),
         score=None if is_pair or predicted is None else float(predicted),
         winner=predicted if is_pair else None,
         consistent=row.get("consistent") if is_pair else None,

@@ -1,7 +1,8 @@
-"""Read items from rows: conversations with a verdict, scored answers, and pairs of answers."""
+"""Read items from rows: conversations with a verdict, scored answers, pairs of answers, chosen and rejected answers."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,8 +12,10 @@ from crosstune.core.errors import UserError, shown
 from crosstune.data.read.columns import Columns, check_columns
 from crosstune.data.read.files import Row
 from crosstune.data.read.sources import Source
-from crosstune.recipes.judge.items import WINNERS, Item, Scale, read_scale
+from crosstune.recipes.judge.items import WINNERS, Item, Scale, read_scale, swapped
 from crosstune.recipes.judge.verdicts import parse_text_verdict
+from crosstune.recipes.preference.read_pairs import ALIASES as PREFERENCE_ALIASES
+from crosstune.recipes.preference.read_pairs import Preference, read_answer, read_preferences
 
 # Column -> other names, tried in this order if the row has no column of the first name.
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -31,6 +34,9 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "id": ("idx", "index"),
     "group": (),
     "messages": (),
+    "chosen": (),
+    "rejected": (),
+    "margin": (),
 }
 _KNOWN = frozenset(ALIASES).union(*ALIASES.values())
 TARGETS = tuple(ALIASES)
@@ -40,7 +46,8 @@ _WINNER_NAMES = {
     "response2": "B", "second": "B", "tie": "tie", "0": "tie", "c": "tie", "draw": "tie", "equal": "tie", "none": "tie",
 }  # fmt: skip
 _SHAPES = (
-    "a row has `messages` that end with the verdict; or task, answer and score; or task, answer_a, answer_b and winner; "
+    "a row has `messages` that end with the verdict; or task, answer and score; or task, answer_a, answer_b and winner; or "
+    "prompt, chosen and rejected; "
     "--columns maps other names, as in --columns original=task,mean=score"
 )
 
@@ -59,6 +66,8 @@ class ItemReader:
     references: str = "auto"
     labelled: bool = True
     """True if every row must have a score or a winner."""
+    rewards: bool = False
+    """True for a reward model: a conversation ends with the answer, not with a verdict."""
 
     def read(self, source: Source) -> list[Item]:
         """Return the items of a source; raise for a bad row."""
@@ -99,6 +108,13 @@ class ItemReader:
             "id": _text(fields.get("id")) or str(number),
             "extra": {name: value for name, value in row.items() if name not in fields["used"]},
         }
+        if _has_preference(row):
+            prompt = {"prompt": row["task"]} if row.get("task") is not None else {}
+            [pair] = read_preferences({**row, **prompt}, paired=True)
+            return _from_preference(pair, group=group, shared=shared | {"margin": _margin(fields)})
+        one = read_answer(row) if self.rewards and "answer_a" not in fields else None
+        if one is not None:
+            return _from_preference(one, group=group, shared=shared)
         if "messages" in fields and "score" not in fields and "winner" not in fields:
             return self._from_messages(fields, group=group, shared=shared)
         scale, task, more = self._own_scale(fields), _required(fields, "task"), _text(fields.get("input"))
@@ -112,7 +128,7 @@ class ItemReader:
         shared["group"] = group or shared["task"]
         if "answer_a" in fields or "answer_b" in fields:
             answers = (_required(fields, "answer_a"), _required(fields, "answer_b"))
-            return Item(**shared, answers=answers, winner=self._winner(fields))
+            return Item(**shared, answers=answers, winner=self._winner(fields), margin=_margin(fields))
         score = self._score(fields, scale or self.scale)
         return Item(**shared, answers=(_required(fields, "answer"),), score=score, scale=scale)
 
@@ -207,11 +223,61 @@ def split_row(item: Item, name: str, *, scale: Scale) -> dict[str, Any]:
     if item.messages:
         said = [*map(dict, item.messages), {"role": "assistant", "content": item.verdict}]
         return row | {"messages": said, "source": item.task, "translation": item.answers[0]}
+    if item.replies:
+        better = item if item.winner != "B" else swapped(item)
+        sides = dict(zip(("chosen", "rejected"), map(list, better.replies), strict=True))
+        return row | {"prompt": list(item.prompt), **sides, "tools": item.tools, "margin": item.margin}
     row |= {"task": item.task, "reference": item.reference, "rubric": item.rubric}
     row |= {"critique": item.critique, "issues": list(item.issues)}
     if item.is_pair:
-        return row | {"answer_a": item.answers[0], "answer_b": item.answers[1], "winner": item.winner}
+        pair = {"answer_a": item.answers[0], "answer_b": item.answers[1], "winner": item.winner}
+        return row | pair | ({"margin": item.margin} if item.margin else {})
     return row | {"answer": item.answers[0], "score": item.score}
+
+
+def _from_preference(one: Preference, *, group: str, shared: dict[str, Any]) -> Item:
+    """Return the item of a chosen and a rejected answer, or of a single answer.
+
+    A hash of the texts decides which answer is A, so that the order tells a judge nothing.
+    """
+    task, *answers = (_turns_text(turns) for turns in (one.prompt, *one.answers))
+    item = Item(
+        **shared,
+        group=group or task,
+        task=task,
+        answers=tuple(answers),
+        prompt=one.prompt,
+        replies=one.answers,
+        tools=one.tools,
+    )
+    if not item.is_pair:
+        return item
+    item = replace(item, winner="A" if one.answers[0] != one.answers[1] else "tie")
+    digest = hashlib.sha256(repr([task, *answers]).encode(errors="surrogatepass")).digest()
+    return swapped(item) if digest[0] % 2 else item
+
+
+def _has_preference(row: Row) -> bool:
+    sides = ("chosen", "rejected")
+    named = [any(row.get(each) is not None for each in (side, *PREFERENCE_ALIASES[side])) for side in sides]
+    return all(named) or any(side in row for side in sides)
+
+
+def _turns_text(turns: Sequence[Mapping[str, Any]]) -> str:
+    if len(turns) == 1:
+        return str(turns[0]["content"])
+    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
+
+
+def _margin(fields: Mapping[str, Any]) -> float:
+    value = fields.get("margin", 0.0)
+    try:
+        margin = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise UserError(f"The margin is not a number: {shown(value)}.", do="correct it, or rename the column")
+    return margin
 
 
 def _check_scale(score: float, scale: Scale, *, out_of: float | None = None) -> None:

@@ -16,14 +16,15 @@ from crosstune.core.events import Evaluating, Observer, Observers, Tokenizing
 from crosstune.core.protocols import Evaluation, Sample, Session, Task
 from crosstune.core.weights import averaged
 from crosstune.data.batches.epoch_order import Mixture
-from crosstune.data.batches.row_order import rows_per_evaluation
+from crosstune.data.batches.row_order import RowOrder, rows_per_evaluation
 from crosstune.data.checks.preflight import warnings_of
 from crosstune.models.folder import longest_context
 from crosstune.recipes.judge.evaluation import defined_metrics, evaluate_items
-from crosstune.recipes.judge.examples import ItemCorpus, JudgeBatch, encode_items, find_label_tokens
+from crosstune.recipes.judge.examples import ItemCorpus, encode_items, find_label_tokens
 from crosstune.recipes.judge.items import Item
-from crosstune.recipes.judge.judge import Judge, judge_task
-from crosstune.recipes.judge.open_splits import open_judge_data
+from crosstune.recipes.judge.judge import Judge, engine_parts, judge_task
+from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
+from crosstune.recipes.judge.rewards import PairCorpus, encode_pairs
 from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, training_messages
 from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer
 
@@ -31,16 +32,23 @@ from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer
 class JudgeRecipe(TokenRecipe):
     """The tokenized items of one run, and their evaluation."""
 
-    def __init__(self, config: Config, *, model_folder: Path, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model_folder: Path,
+        observer: Observer | None = None,
+        data: JudgeData | None = None,
+    ) -> None:
         self.config, self.observer = config, observer or Observers()
         self.tokenizer = open_tokenizer(config, model_folder)
-        self.data = open_judge_data(config)
+        self.data = data if data is not None else open_judge_data(config)
         items = [*self.data.train, *self.data.val]
         self.verdict = choose_format(config.verdict, scale=self.data.scale, items=items)
         _check(config, pairs=self.verdict.name == "winner")
         self.tokens = find_label_tokens(self.verdict, self.tokenizer)
         self._limit = longest_context(model_folder)
-        self.train = self._encode(self.data.train, "training")
+        self.train: Any = self._encode(self.data.train, "training")
         if config.balance_scores:
             self._balance()
         self.corpus = self.train.corpus
@@ -49,22 +57,24 @@ class JudgeRecipe(TokenRecipe):
         if config.head == "scalar":
             self.weight_name = "examples"
 
-    def _encode(self, items: Sequence[Item], name: str) -> ItemCorpus:
+    def _encode(self, items: Sequence[Item], name: str) -> ItemCorpus | PairCorpus:
+        return encode_items(items, verdict=self.verdict, tokens=self.tokens, **self._encoding(name))
+
+    def _encoding(self, name: str) -> dict[str, Any]:
+        """Return the options of a tokenization."""
+
         def show(done: int, total: int, examples: int) -> None:
             self.observer.on_event(
                 Tokenizing(source=name, done_bytes=done, total_bytes=total, examples=examples)
             )
 
-        return encode_items(
-            items,
-            verdict=self.verdict,
-            tokens=self.tokens,
-            tokenizer=self.tokenizer,
-            config=self.config,
-            name=f"the {name} items of {self.config.dataset}",
-            model_limit=self._limit,
-            progress=show,
-        )
+        return {
+            "tokenizer": self.tokenizer,
+            "config": self.config,
+            "name": f"the {name} items of {self.config.dataset}",
+            "model_limit": self._limit,
+            "progress": show,
+        }
 
     def _balance(self) -> None:
         """Sort the examples by label for a mixture that draws every label equally often."""
@@ -77,14 +87,14 @@ class JudgeRecipe(TokenRecipe):
     def task(self, engine: str) -> Task:
         return judge_task(self.config.head, engine)
 
-    def longest_batch(self, size: int) -> JudgeBatch:
+    def longest_batch(self, size: int) -> Any:
         return next(self._batches(self.train, self.longest_places(size), size=size))
 
-    def micro_batches(self, step: int) -> list[JudgeBatch]:
+    def micro_batches(self, step: int) -> list[Any]:
         places = [row[0] for row in self._order().rows(step)]
         return list(self._batches(self.train, places, size=self.config.batch_size))
 
-    def _batches(self, corpus: ItemCorpus, places: Sequence[int], *, size: int) -> Iterator[JudgeBatch]:
+    def _batches(self, corpus: Any, places: Sequence[int], *, size: int) -> Iterator[Any]:
         pad_id, by_rows = self.tokenizer.pad_id, self.config.head == "scalar"
         for start in range(0, len(places), size):
             yield corpus.batch(places[start : start + size], pad_id=pad_id, by_rows=by_rows)
@@ -166,6 +176,57 @@ class JudgeRecipe(TokenRecipe):
         self.settings().write(folder)
 
 
+class RewardRecipe(JudgeRecipe):
+    """The tokenized pairs of a reward model, learned with the Bradley-Terry loss, and their evaluation."""
+
+    train: PairCorpus
+
+    def __init__(self, config: Config, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.weight_name = "pairs"
+
+    def _encode(self, items: Sequence[Item], name: str) -> PairCorpus:
+        return encode_pairs(items, **self._encoding(name))
+
+    def task(self, engine: str) -> Task:
+        task: Task = engine_parts(engine).RewardHead(center=self.config.center_rewards)
+        return task
+
+    def longest_row(self) -> int:
+        return int(self.train.lengths.max())
+
+    def num_rows(self) -> int:
+        return len(self.train)
+
+    def longest_places(self, size: int) -> list[int]:
+        return np.resize(np.argsort(-self.train.lengths, kind="stable"), size).tolist()
+
+    def _order(self) -> RowOrder:
+        return RowOrder.from_config(self.config, num_examples=len(self.train))
+
+    def rows(self, step: int) -> list[int]:
+        return [place for row in self._order().rows(step) for place in row]
+
+    def describe(self) -> Mapping[str, Any]:
+        described = dict(super().describe())
+        for name in ("scale", "labels"):
+            described.pop(name)
+        learned = (
+            f"the data has pairs, so the head learns rewards from {len(self.train):,} of them (Bradley-Terry)"
+        )
+        if num_long := self.train.pairs.num_too_long:
+            learned += f"; {num_long:,} more do not fit the context"
+        notes = [learned, *described.get("notes", ())]
+        return described | {"format": "judge: rewards", "pairs": len(self.train), "notes": notes}
+
+
+def open_recipe(config: Config, *, model_folder: Path, observer: Observer | None = None) -> JudgeRecipe:
+    """Open the data. With a scalar head, its form decides: pairs teach rewards, scored answers scores."""
+    data = open_judge_data(config)
+    kind = RewardRecipe if config.head == "scalar" and data.train[0].is_pair else JudgeRecipe
+    return kind(config, model_folder=model_folder, observer=observer, data=data)
+
+
 def _check(config: Config, *, pairs: bool) -> None:
     """Raise for options that a judge does not support."""
     scalar, cut = config.head == "scalar", config.truncation
@@ -184,7 +245,18 @@ def _check(config: Config, *, pairs: bool) -> None:
             "a scalar head needs full or lora",
             "use --train_type full or lora",
         ),
-        (scalar and pairs, "--head scalar with pairs", "it learns scores", "use --head tokens"),
+        (
+            scalar and pairs and config.balance_scores,
+            "--balance_scores with rewards",
+            "every pair has a better answer",
+            "remove --balance_scores",
+        ),
+        (
+            not pairs and config.center_rewards,
+            "--center_rewards with scores",
+            "it centers rewards learned from pairs",
+            "remove --center_rewards, or pass rows with prompt, chosen and rejected",
+        ),
     ):
         if wrong:
             raise UserError(f"{asked} does not work with the judge recipe.", why=f"{why}.", do=do)

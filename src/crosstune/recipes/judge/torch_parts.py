@@ -1,4 +1,4 @@
-"""Train and run a judge with torch: label tokens with soft targets and shared prefixes, or a scalar head."""
+"""Train and run a judge with torch: label tokens with soft targets and shared prefixes, or a head for scores or rewards."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import write_json
 from crosstune.models.identity import RECORD, identity
 from crosstune.recipes.judge.examples import JudgeBatch
+from crosstune.recipes.judge.rewards import REWARD_METRICS, bradley_terry, measure_rewards
 from crosstune.torch_engine.device import evaluating, memory_errors
 from crosstune.torch_engine.loading.adapters import AdaptedLinear
 from crosstune.torch_engine.loading.load import load_model, read_config, readable_errors
@@ -198,7 +199,7 @@ class ScalarHead:
         trained: nn.Module = model
         return trained
 
-    def arrays(self, batch: JudgeBatch) -> Mapping[str, Array]:
+    def arrays(self, batch: Any) -> Mapping[str, Array]:
         width = int(batch.ends.max()) + 1
         return {
             "input_ids": batch.input_ids[:, :width].astype("int64"),
@@ -235,6 +236,22 @@ class ScalarHead:
         write_json(folder / RECORD, self.base_record())
 
 
+class RewardHead(ScalarHead):
+    """A sequence classifier with one output: the reward of an answer, learned from pairs."""
+
+    metric_names = REWARD_METRICS
+
+    def __init__(self, *, center: float = 0.0) -> None:
+        super().__init__()
+        self.center = center
+
+    def loss(self, model: nn.Module, tensors: Tensors) -> tuple[torch.Tensor, MetricSums]:
+        """Return the Bradley-Terry loss, summed over the pairs."""
+        rewards = model(tensors["input_ids"], tensors["ends"])
+        loss = bradley_terry(rewards, tensors["scores"], nn.functional.logsigmoid, center=self.center)
+        return loss, measure_rewards(rewards.detach())
+
+
 def _forward(model: Any, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return the head's output after the token `ends` of each row, in fp32. Rows are padded on the right."""
     hidden = getattr(model, model.base_model_prefix)(input_ids=ids, use_cache=False).last_hidden_state
@@ -244,7 +261,7 @@ def _forward(model: Any, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """Return the score of each prompt as a fraction of the scale."""
+    """Return the head's output for each prompt: the score as a fraction of the scale, or the reward."""
     rows = [torch.tensor(list(prompt)) for prompt in prompts]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True).to(session.device)
     ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=session.device)

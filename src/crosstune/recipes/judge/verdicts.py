@@ -166,6 +166,11 @@ class JudgeSettings:
     temperature: float = 1.0
     """Divisor of the labels' log probabilities that calibrates the confidence; fitted on the validation items."""
 
+    @property
+    def is_reward(self) -> bool:
+        """True for a reward model, trained on pairs: it gives an answer a reward without a scale."""
+        return self.head == "scalar" and self.verdict == "winner"
+
     def format(self) -> VerdictFormat:
         return VerdictFormat(name=self.verdict, scale=read_scale(self.scale), explains=self.explains)
 

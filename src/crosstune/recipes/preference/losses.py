@@ -46,7 +46,7 @@ class PairScores:
 class Settings:
     beta: float = 0.1
     label_smoothing: float = 0.0
-    gamma: float = 1.0
+    gamma: float = 0.5
     """The target margin of SimPO."""
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0

@@ -81,6 +81,15 @@ def read_preferences(row: Row, *, paired: bool, place: str = "") -> list[Prefere
     return [Preference(prompt=prompt, answers=(answer,), is_desirable=label, tools=tools, place=place)]
 
 
+def read_answer(row: Row) -> Preference | None:
+    """Return the single answer of a row, without a label; None if its columns have other names."""
+    found = _named(row)
+    if "prompt" not in found or ("completion" not in found and isinstance(found["prompt"], str)):
+        return None
+    prompt, answer = _single(found)
+    return Preference(prompt=prompt, answers=(answer,), tools=tools_of(row))
+
+
 def _named(row: Row) -> dict[str, Any]:
     """Return the values of a row by our column names."""
     found: dict[str, Any] = {}

@@ -1,0 +1,111 @@
+"""Learn rewards from pairs of answers: tokenized pairs, their batches, and the Bradley-Terry loss on both engines."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from crosstune.config.schema import Config
+from crosstune.data.batches.token_batch import IntArray, pad_rows
+from crosstune.data.tokens.corpus import Corpus
+from crosstune.data.tokens.encode import OnProgress
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.recipes.judge.examples import as_preference, reward_place
+from crosstune.recipes.judge.items import Item, swapped
+from crosstune.recipes.preference.open_pairs import PreferenceCorpus, tokenize
+
+REWARD_METRICS = ("accuracy", "margin", "mean_reward")
+
+
+def bradley_terry(rewards: Any, margins: Any, log_sigmoid: Callable[[Any], Any], *, center: float) -> Any:
+    """Return the loss summed over pairs (arXiv:1706.03741), with margins (2307.09288) and the penalty of reward sums that are
+    not 0 (2312.09244). Rewards are in the order of the pairs, the better answer first."""
+    better, worse = rewards[::2], rewards[1::2]
+    loss = -log_sigmoid(better - worse - margins).sum()
+    return loss + center * ((better + worse) ** 2).sum() if center else loss
+
+
+def measure_rewards(rewards: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the sums of the metrics and their weights."""
+    better, worse = rewards[::2], rewards[1::2]
+    found = ((better > worse).sum(), len(better)), ((better - worse).sum(), len(better))
+    return dict(zip(REWARD_METRICS, (*found, (rewards.sum(), len(rewards))), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardBatch:
+    """The rows of pairs, the better answer first."""
+
+    input_ids: IntArray
+    ends: IntArray
+    """The token of each row whose output is the reward."""
+    scores: NDArray[np.float32]
+    """The margin of each pair."""
+    num_tokens: int
+
+    @property
+    def weight(self) -> int:
+        """The number of pairs."""
+        return len(self.scores)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairCorpus:
+    """Tokenized pairs whose answers both fit into the context."""
+
+    pairs: PreferenceCorpus
+    items: Sequence[Item]
+    tokenizer: Tokenizer
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def corpus(self) -> Corpus:
+        """A row for each answer."""
+        return self.pairs.corpus
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of tokens of each pair."""
+        lengths, first = self.corpus.lengths(), self.pairs.first
+        return np.asarray(lengths[first] + lengths[first + 1], np.int64)
+
+    def batch(self, places: Sequence[int], *, pad_id: int, by_rows: bool = True) -> RewardBatch:
+        rows = [example for place in places for example in self.pairs[place].examples]
+        plain = pad_rows(rows, pad_id=pad_id)
+        return RewardBatch(
+            input_ids=plain.input_ids,
+            ends=np.array([reward_place(row, self.tokenizer) for row in rows], dtype=np.int32),
+            scores=np.array([self.items[place].margin for place in places], dtype=np.float32),
+            num_tokens=plain.num_tokens,
+        )
+
+    def identity(self) -> str:
+        sha = hashlib.sha256(self.corpus.hashes().astype("<u8").tobytes())
+        sha.update(self.pairs.first.astype("<i8").tobytes())
+        sha.update(np.array([item.margin for item in self.items], "<f4").tobytes())
+        return sha.hexdigest()
+
+
+def encode_pairs(
+    items: Sequence[Item],
+    *,
+    tokenizer: Tokenizer,
+    config: Config,
+    name: str,
+    model_limit: int | None,
+    progress: OnProgress | None = None,
+) -> PairCorpus:
+    """Tokenize the conversation with each answer of the pairs."""
+    ordered = [item if item.winner == "A" else swapped(item) for item in items]
+    found = [replace(as_preference(item), place=str(number)) for number, item in enumerate(ordered)]
+    pairs = tokenize(found, tokenizer, config=config, name=name, model_limit=model_limit, progress=progress)
+    kept = [items[int(one.place)] for one in pairs.preferences]
+    return PairCorpus(pairs=pairs, items=kept, tokenizer=tokenizer)
