@@ -112,7 +112,12 @@ def write_tokenizer(folder: Path, kind: str, vocab: int = 1000) -> int:
         made.add_tokens([AddedToken(ADDED[0], special=False, normalized=False)])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>", "pad_token": "<|endoftext|>"}
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "<|im_end|>",
+        "unk_token": "<unk>",
+        "pad_token": "<|endoftext|>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     bos = "" if kind in BYTE_LEVEL else "{{ bos_token }}"
     (folder / "chat_template.jinja").write_text(bos + CHATML)
@@ -155,7 +160,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "granite": (
         "granite",
         "smollm",
-        {"attention_multiplier": 0.1, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+        {
+            "attention_multiplier": 0.1,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
     ),
 }
 """Name -> (model_type, tokenizer, options)."""
@@ -195,7 +205,14 @@ def make_texts(count: int, *, special: list[str], seed: int = 0) -> list[str]:
     words = [word for text in CORPUS for word in text.split()]
     spaces = [" ", " ", " ", "  ", "    ", "\n", "\n\n", "\t", "\r\n", " \n ", "\u00a0", "\u3000"]
     ranges = [(0x21, 0x7E), (0xA1, 0x24F), (0x370, 0x3FF), (0x400, 0x4FF), (0x5D0, 0x5EA), (0x621, 0x64A)]
-    ranges += [(0x904, 0x939), (0x4E00, 0x9FA5), (0x3041, 0x30FF), (0xAC00, 0xD7A3), (0x1F300, 0x1F6FF), (0x2190, 0x22FF)]
+    ranges += [
+        (0x904, 0x939),
+        (0x4E00, 0x9FA5),
+        (0x3041, 0x30FF),
+        (0xAC00, 0xD7A3),
+        (0x1F300, 0x1F6FF),
+        (0x2190, 0x22FF),
+    ]
 
     def piece() -> str:
         choice = draw.random()

@@ -159,8 +159,6 @@ def read_family(folder: Path, config: dict[str, Any]) -> tuple[Family, Config]:
     rules = {key: whole(1) for key in _COMMON} | {family.norm_eps[0]: real(0)}
     check_fields(config, rules, required=tuple(rules), source=folder / CONFIG)
     reasons = [family.needs(config)]
-    if "quantization_config" in config:
-        reasons.append("its weights are quantized")
     if config.get("hidden_act", family.activation) not in (family.activation, "swish"):
         reasons.append(f"its activation is {config['hidden_act']} instead of {family.activation}")
     for kind, rope in _rope(config).items():

@@ -41,9 +41,7 @@ _TOKENIZER = {
 }
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"<C>|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_MARKS = (
-    r"<C>|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_MARKS = r"<C>|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASES = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|%s"
@@ -172,7 +170,7 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
     if max(ids.values(), default=0) >= num_rows:
         raise unsupported(folder, f"its tokenizer has tokens beyond the {num_rows:,} embeddings")
     by_id = {number: token for token, number in ids.items()}
-    types = {number: NORMAL for number in by_id}
+    types = dict.fromkeys(by_id, NORMAL)
     if kind.model != "gpt2":
         types |= {
             number: _BYTE
@@ -190,7 +188,9 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
     writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(num_rows)])
     writer.add_token_types([types.get(number, UNUSED) for number in range(num_rows)])
     if kind.model == "gpt2":
-        writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in model["merges"]])
+        writer.add_token_merges(
+            [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+        )
     else:
         scores = _scores(model, unigram=unigram)
         writer.add_token_scores([scores.get(by_id.get(number, ""), _LOWEST) for number in range(num_rows)])

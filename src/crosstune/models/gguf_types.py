@@ -12,13 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.core.quantization import GGUF_BLOCKS as BLOCKS
+from crosstune.core.quantization import GGUF_PLAIN as PLAIN
+from crosstune.core.quantization import GGUF_RECIPES as RECIPES
 from crosstune.models import llama_cpp
 
-PLAIN = ("f32", "f16", "bf16")
-BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-RECIPES = {"q6_k": "Q6_K", "q5_k_m": "Q5_K", "q4_k_m": "Q4_K", "iq4_xs": "IQ4_XS", "q3_k_m": "Q3_K"}
-"""Name -> the type of most tensors. llama.cpp quantizes to them."""
-KINDS = (*PLAIN, *BLOCKS, *RECIPES)
 _FALLBACKS = {"IQ4_XS": "IQ4_NL", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """For rows that are not a multiple of 256 weights."""
 _LARGEST_HALF = 65504.0

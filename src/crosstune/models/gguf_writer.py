@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
+from crosstune.core.quantization import GGUF_RECIPES
 from crosstune.models import llama_cpp
 from crosstune.models.folder import read_config_json, weight_files
-from crosstune.models.gguf import require_gguf
+from crosstune.models.gguf import ARCHITECTURES, require_gguf
 from crosstune.models.gguf_families import (
     Config,
     Family,
@@ -22,9 +23,11 @@ from crosstune.models.gguf_families import (
     plan_tensors,
     read_family,
     read_metadata,
+    unsupported,
 )
+from crosstune.models.gguf_metadata import PRE_TOKENIZERS
 from crosstune.models.gguf_tokenizer import add_tokenizer, find_kind, read_tokenizer
-from crosstune.models.gguf_types import RECIPES, Recipe, encode, size_of
+from crosstune.models.gguf_types import Recipe, encode, size_of
 from crosstune.models.staged import Progress, silent
 from crosstune.models.weights import stored_arrays
 
@@ -44,7 +47,7 @@ def write_gguf(
     """Write the model of a plain folder as one GGUF file of type `kind`, and return the type of each tensor. `chosen`
     replaces types of the recipe."""
     require_gguf(str(path))
-    if kind in RECIPES or importance is not None:
+    if kind in GGUF_RECIPES or importance is not None:
         llama_cpp.require_llama_cpp(f"Cannot write {path.name} with {kind} weights.")
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
@@ -83,6 +86,8 @@ def write_gguf(
 def open_folder(folder: Path) -> tuple[Family, Config, list[Planned]]:
     """Return the family, config and GGUF tensors of a folder; raise a UserError if it is not supported."""
     family, config = read_family(folder, read_config_json(folder))
+    if "quantization_config" in config:
+        raise unsupported(folder, "its weights are quantized")
     stored = {name: array for file in weight_files(folder) for name, array in stored_arrays(file).items()}
     if config.get("tie_word_embeddings", family.arch.startswith("gemma")):
         stored.pop("lm_head.weight", None)
@@ -110,17 +115,24 @@ def make_recipe(
     )
 
 
-def check_folder(folder: Path) -> list[str]:
-    """Raise a UserError if the config or tokenizer of a folder is not supported; return warnings."""
+def check_gguf(folder: Path, kind: str) -> list[str]:
+    """Raise a UserError if the config or tokenizer of a folder is not supported, or llama.cpp is needed and missing.
+    Return warnings."""
     family, config = read_family(folder, read_config_json(folder))
-    kind, warnings = find_kind(folder, read_tokenizer(folder)), []
+    splitting, warnings = find_kind(folder, read_tokenizer(folder)), []
+    if kind in GGUF_RECIPES:
+        llama_cpp.require_llama_cpp(f"Cannot write {kind} weights.")
+    if not is_readable(folder):
+        llama_cpp.require_llama_cpp(
+            f"Cannot check a GGUF file of a {config['model_type']} model like {folder}."
+        )
     window = ignored_window(family, config)
     if window is not None and window < config["max_position_embeddings"]:
         warnings.append(
             f"llama.cpp does not apply the model's sliding window of {window} tokens: beyond {window} tokens of prompt "
             "and answer, its results differ from the trained model's"
         )
-    if kind.normalizes:
+    if splitting.normalizes:
         warnings.append(
             "llama.cpp does not normalize text to Unicode NFC as the tokenizer does: decomposed characters, such as a "
             "letter followed by a combining accent, get different tokens"
@@ -128,12 +140,29 @@ def check_folder(folder: Path) -> list[str]:
     return warnings
 
 
+def is_readable(folder: Path) -> bool:
+    """Return True if crosstune and transformers read the GGUF file of this folder, so that it can be checked without
+    llama.cpp: a Llama with plain RoPE, no biases, and a tokenizer that splits text like GPT-2 or SmolLM."""
+    family, config = read_family(folder, read_config_json(folder))
+    plain = not config.get("attention_bias") and not config.get("mlp_bias")
+    scaling = read_metadata(family, config).get("rope.scaling.type")
+    rope = (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("rope_type", "default")
+    pre = find_kind(folder, read_tokenizer(folder)).pre
+    return (
+        config["model_type"] in ARCHITECTURES
+        and plain
+        and scaling is None
+        and rope == "default"
+        and pre in PRE_TOKENIZERS
+    )
+
+
 def can_write_gguf(folder: Path) -> bool:
     """Return True if `write_gguf` supports the model of a folder, by its config and tokenizer."""
     if find_spec("gguf") is None:
         return False
     try:
-        check_folder(folder)
+        check_gguf(folder, "auto")
     except UserError:
         return False
     return True
@@ -146,5 +175,3 @@ def _add_value(writer: Any, key: str, value: int | float | str) -> None:
         writer.add_float32(key, value)
     else:
         writer.add_uint32(key, value)
-
-

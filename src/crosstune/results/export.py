@@ -13,6 +13,7 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, DenseWeights, Rewrite, WeightForm
+from crosstune.core.quantization import GGUF_PLAIN
 from crosstune.files.json_files import write_json
 from crosstune.models.identity import RECORD, source_record
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
@@ -69,6 +70,10 @@ def export(
     opened, warnings = open_request(request, observer, engine="torch" if form.to == "gguf" else None)
     if form.to == "mlx":
         warnings += check_for_mlx(request.target, opened.model.path, opened.prompts)
+    if form.to == "gguf":
+        from crosstune.models.gguf_writer import check_gguf
+
+        warnings += check_gguf(opened.model.path, form.kind)
     out = request.out or opened.trained.result_path(form.name)
     is_file = out.suffix.lower() == ".gguf"
     if is_file and form.to != "gguf":
@@ -78,7 +83,7 @@ def export(
         )
     if is_file:
         write = functools.partial(_write_gguf, title=out.name)
-    num_copies = 1 if form.to == "hf" else 2
+    num_copies = 1 if form.to == "hf" else 2 if form.kind in ("auto", *GGUF_PLAIN) else 3
     with staged(out, need_bytes=num_copies * dense_bytes(opened.model.path, request.dtype)) as stage:
         source = _make_dense(stage, opened, request, observer)
         report = source.report | write(stage, source, opened, form, observer)
@@ -91,7 +96,7 @@ def export(
         report |= {"to": form.to, "warnings": warnings, **(facts or {})}
         problems = [
             *report.pop("problems", ()),
-            *chat_problems(opened.tokenizer_folder, report.pop("reread", stage.result)),
+            *_chat_problems(opened, report.pop("reread", None if form.to == "gguf" else stage.result)),
         ]
         write_json(stage.result / RECORD, {"exported": report})
         by_mlx = form.to == "mlx" and opened.engine.reader != report.get("checked_by")
@@ -101,6 +106,11 @@ def export(
             shutil.rmtree(stage.result)
             (stage.scratch / "file").rename(stage.result)
     return report | {"path": str(out)}
+
+
+def _chat_problems(opened: Opened, folder: Path | None) -> list[str]:
+    """Describe how the written tokenizer differs; a GGUF file that only llama.cpp reads is compared there."""
+    return [] if folder is None else chat_problems(opened.tokenizer_folder, folder)
 
 
 def _make_dense(stage: Stage, opened: Opened, request: Request, observer: Observer) -> DenseModel:
@@ -163,28 +173,66 @@ def _write_mlx(
 def _write_gguf(
     stage: Stage, source: DenseModel, opened: Opened, form: Form, observer: Observer, *, title: str = ""
 ) -> dict[str, Any]:
-    """Write a GGUF file, and check it with transformers' reader and with crosstune's own. `title` is its final name."""
-    from crosstune.models import gguf, gguf_writer
+    """Write a GGUF file, and check it with transformers' and crosstune's readers if they read its family, and in
+    llama.cpp if it is installed. `title` is its final name."""
+    from crosstune.models import gguf, gguf_writer, llama_cpp
+    from crosstune.results.gguf_check import check_in_llama_cpp
 
     stored = stored_format(source.folder)
-    kind = stored.replace("fp", "f") if form.kind == "auto" else form.kind
+    plain = stored.replace("fp", "f")
+    kind = plain if form.kind == "auto" else form.kind
     stage.result.mkdir()
     name = f"model-{kind}.gguf"
-    show = show_bytes(observer, "write", title or name)
-    gguf_writer.write_gguf(
-        source.folder, stage.result / name, kind=kind, progress=lambda _, done, total: show(done, total)
-    )
+
+    def write(path: Path, kind: str, title: str) -> None:
+        show = show_bytes(observer, "write", title)
+        gguf_writer.write_gguf(
+            source.folder, path, kind=kind, progress=lambda _, done, total: show(done, total)
+        )
+
+    write(stage.result / name, kind, title or name)
+    report: dict[str, Any] = {"kind": kind, "file": name, "problems": []}
     word = {"f32": "fp32", "f16": "fp16"}.get(kind, kind)
-    found = read_logits(stage.result, opened, gguf=name)
-    report = judge(measure_agreement(source.expected, found), opened.precision, word)
-    reread = stage.scratch / "reread"
-    reread.mkdir()
-    gguf.convert(stage.result / name, reread)
-    again = read_logits(reread, opened)
-    own = judge(measure_agreement(source.expected, again), opened.precision, stored_format(reread), word)
-    problems = [] if own["verified"] else ["crosstune's own GGUF reader reads different weights"]
-    report |= {"checked_by": opened.engine.reader, "own_reader": own}
-    return report | {"kind": kind, "file": name, "problems": problems, "reread": reread}
+    if gguf_writer.is_readable(source.folder):
+        found = read_logits(stage.result, opened, gguf=name)
+        report |= judge(measure_agreement(source.expected, found), opened.precision, _bits(word))
+        reread = stage.scratch / "reread"
+        reread.mkdir()
+        gguf.convert(stage.result / name, reread)
+        again = measure_agreement(source.expected, read_logits(reread, opened))
+        own = judge(again, opened.precision, stored_format(reread), _bits(word))
+        if not own["verified"]:
+            report["problems"].append("crosstune's own GGUF reader reads different weights")
+        report |= {"checked_by": opened.engine.reader, "own_reader": own, "reread": reread}
+    if not llama_cpp.is_installed():
+        return report
+    checked = check_in_llama_cpp(
+        stage.result / name, source.folder, opened, kind=kind, expected=source.expected
+    )
+    report["problems"] += checked.pop("problems")
+    report["said"] = checked.pop("warnings")
+    if kind not in (*GGUF_PLAIN, "q8_0"):
+        # Quantization error can hide a wrong conversion, so compare the unquantized model too.
+        write(stage.scratch / "plain.gguf", plain, f"{plain}, to compare")
+        exact = check_in_llama_cpp(
+            stage.scratch / "plain.gguf", source.folder, opened, kind=plain, expected=source.expected
+        )
+        if not exact["verified"] or exact["problems"]:
+            report["problems"].append("llama.cpp computes different logits even before quantization")
+        report["unquantized"] = exact
+    if not checked["verified"]:
+        report["problems"].append(
+            f"its logits in llama.cpp differ by {checked['agreement']['relative']:.2g} (relative), beyond the bound of "
+            f"{checked['bound']:g}"
+        )
+    if "agreement" not in report:
+        report |= {"checked_by": "llama.cpp", **{each: checked[each] for each in _VERDICT}}
+    return report | {"llama_cpp": checked}
+
+
+def _bits(word: str) -> str:
+    """Return the name of a GGUF type in the table of bounds."""
+    return word if word in ("fp32", "fp16", "bf16", "q8_0") else next(c for c in word if c.isdigit())
 
 
 def _copy_model(source: Path, target: Path) -> None:

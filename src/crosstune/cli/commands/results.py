@@ -20,7 +20,7 @@ from crosstune.cli.arguments import (
     say_start,
 )
 from crosstune.cli.terminal.output import GOOD, WARNING
-from crosstune.core.quantization import quantizer_names, read_quantizers
+from crosstune.core.quantization import GGUF_TYPES, quantizer_names, read_quantizers
 
 if TYPE_CHECKING:
     from crosstune.results.opened import Request
@@ -80,8 +80,8 @@ def make_parser_export() -> Parser:
     add = parser.add_argument
     add("target", type=read_run, metavar="RUN|ADAPTER|MODEL", help="a run, an adapter or a model")
     add("--to", required=True, choices=("hf", "mlx", "gguf"), help="the format to write")
-    types = ("auto", "f32", "f16", "bf16", "q8_0")
-    add("--gguf_type", choices=types, help="tensor type of a GGUF file (default: the type of the weights)")
+    kinds = "type of a GGUF file's weights (default: the model's); q6_k to q3_k_m need crosstune[llamacpp]"
+    add("--gguf_type", choices=("auto", *GGUF_TYPES), help=kinds)
     add("--n_bits", type=at_least(1), help="bits per weight for MLX (default 16: not quantized)")
     add("--group_size", type=at_least(1), help="weights per quantization scale, for MLX (default 64)")
     _add_request_arguments(parser)
@@ -248,6 +248,7 @@ def _make(
 
 _COMPARISONS = {
     "unquantized": "the same before quantization",
+    "llama_cpp": "in llama.cpp",
     "own_reader": "the file as crosstune opens it again, with f32 weights kept and all others as bf16",
 }
 """Key of a report -> what was compared."""
@@ -261,6 +262,12 @@ def _report_lines(report: Report) -> Iterable[Line]:
         if name in report:
             yield f"  {meaning}:"
             yield f"         {_agreement(report[name]['agreement'])} (bound {report[name]['bound']:g})"
+        if "texts" in report.get(name, ()):
+            texts, answers = report[name]["texts"], report[name]["answers"]
+            yield (
+                f"         same token ids for {texts['same']} of {texts['compared']} texts; the model would choose the same "
+                f"{answers['tokens']} tokens in {answers['same']} of {answers['compared']} greedy answers"
+            )
     yield "  differences of logits from the trained model; below its bound, `relative` is explained by rounding"
     for name, agreement in report.get("against_trained", {}).items():
         yield f"{'  ' + name:<15} against the trained model: {_agreement(agreement)}"
