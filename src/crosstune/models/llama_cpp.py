@@ -256,7 +256,7 @@ class _Model:
         for offset in (_NUM_CONTEXT, _NUM_BATCH, _NUM_MICRO_BATCH):
             parameters.set(offset, max(length, 32))
         for offset in (_THREADS, _BATCH_THREADS):
-            parameters.set(offset, _num_cores())
+            parameters.set(offset, max(1, _num_cores() // 2))  # its threads wait for each other in a loop
         parameters.set(_FLASH, 0)
         parameters.set(_TYPE_K, _F32)  # rounding of the cache would hide small differences
         parameters.set(_TYPE_V, _F32)

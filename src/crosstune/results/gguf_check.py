@@ -17,7 +17,7 @@ from crosstune.models.gguf_tokenizer import find_kind, read_tokenizer
 from crosstune.results.opened import Opened, read_logits
 from crosstune.results.verify import judge
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 _MUST = (
     "Hello, world!  It's 2024-11-18, and we'll pay $1,234,567.89 (about 12.5%).",
     " leading space, trailing space ",
