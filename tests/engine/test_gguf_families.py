@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import tokenizers
 import torch
@@ -14,8 +15,9 @@ from gguf_models import ADDED, FAMILIES, SPECIAL, make_texts, write_family
 from transformers import AutoModelForCausalLM
 
 from crosstune.cli.main import main
+from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import measure_agreement
-from crosstune.models import gguf_types, gguf_writer, llama_cpp
+from crosstune.models import gguf_writer, llama_cpp
 
 pytest.importorskip("gguf", reason="needs the extra crosstune[gguf]")
 pytest.importorskip("xllamacpp", reason="needs the extra crosstune[llamacpp]")
@@ -66,7 +68,6 @@ def test_a_family_in_llama_cpp(name: str, tmp_path: Path) -> None:
         for text, ours, theirs in zip(checked, ids, found.tokens, strict=False):
             assert theirs == ours, text
         agreement = measure_agreement([own(prompt)], found.logits)
-        print(name, form, agreement.relative)
         assert agreement.relative < bound, (form, agreement)
         assert found.ends == [2, 3, 5, 7] and found.special["eos"] == 7 and not found.adds_bos
         assert found.template == (folder / "chat_template.jinja").read_text()
@@ -91,3 +92,98 @@ def test_export_shows_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert exact["agreement"]["relative"] < 0.02 < report["agreement"]["relative"] < 0.4
     assert any("NFC" in sentence for sentence in report["warnings"])
     assert exact["answers"]["same"] == exact["answers"]["compared"] == 3
+
+
+def test_an_adapter_alone_computes_the_merged_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interleaved queries, grouped keys and rank-stabilized scale, applied by llama.cpp."""
+    folder = write_family("llama-3", tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    settings = peft.LoraConfig(
+        r=8, lora_alpha=12, use_rslora=True, target_modules=targets, task_type="CAUSAL_LM"
+    )
+    adapted = peft.get_peft_model(model, settings)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.copy_(0.05 * torch.randn_like(weight))
+    adapted.save_pretrained(tmp_path / "adapter")
+    words = [str(tmp_path / "adapter"), "--base", str(folder)]
+    report = export(capsys, *words, "--adapter_only", "--out", str(tmp_path / "out"))
+    found = report["llama_cpp"]
+    assert found["agreement"]["relative"] < 1e-3 and found["answers"]["same"] == found["answers"]["compared"]
+    bare = tmp_path / "base.gguf"
+    gguf_writer.write_gguf(folder, bare, kind="f32")
+    prompt = [1, 40, 41, 42, 43]
+    answers = [
+        llama_cpp.ask(bare, prompts=[prompt], adapter=adapter).logits
+        for adapter in (None, tmp_path / "out" / report["file"])
+    ]
+    with torch.no_grad():
+        wanted = adapted.eval()(torch.tensor([prompt])).logits[0].numpy()
+    assert measure_agreement([wanted], answers[1]).relative < 1e-4 < 0.1
+    assert measure_agreement([wanted], answers[0]).relative > 0.1, "the adapter changes the model"
+
+    file = tmp_path / "adapter" / "adapter_config.json"
+    assert main(["export", *words, "--to", "vllm"]) == 0
+    said = capsys.readouterr().out
+    assert f"vllm serve {folder} --enable-lora --max-lora-rank 8 --lora-modules adapter=" in said
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_dora": True}))
+    for form in (["vllm"], ["gguf", "--adapter_only"]):
+        assert main(["export", *words, "--to", *form, "--out", str(tmp_path / "no"), "--backend", "cpu"]) == 2
+        assert "DoRA" in capsys.readouterr().err and not (tmp_path / "no").exists()
+
+
+def test_ollama_gets_a_modelfile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_family("smollm2", tmp_path / "model", dtype=torch.bfloat16)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 4]}))
+    words = ["export", str(folder), "--to", "ollama", "--gguf_type", "q8_0", "--out", str(tmp_path / "o")]
+    assert main([*words, "--backend", "cpu"]) == 0
+    assert f"ollama create o -f {tmp_path / 'o' / 'Modelfile'}" in capsys.readouterr().out
+    turn = "<|im_start|>{}\n{{{{ .Content }}}}<|im_end|>\n"
+    cases = "".join(
+        f'{{{{ {"else " if n else ""}if eq .Role "{role}" }}}}{turn.format(role)}'
+        for n, role in enumerate(("system", "user", "assistant"))
+    )
+    assert (tmp_path / "o" / "Modelfile").read_text() == (
+        "FROM ./model-q8_0.gguf\n"
+        f'TEMPLATE """{{{{ range .Messages }}}}{cases}{{{{ end }}}}{{{{ end }}}}<|im_start|>assistant\n"""\n'
+        'PARAMETER stop "<|im_end|>"\nPARAMETER stop "<|user|>"\n'
+    )
+
+
+@pytest.mark.parametrize("bad", ["nan", "huge"])
+def test_weights_that_a_type_cannot_hold(bad: str) -> None:
+    values = np.zeros((4, 256), np.float32)
+    values[2] = 3.0  # constant and zero rows are fine
+    for kind in ("F16", "Q8_0", "Q4_0", "Q4_K", "Q3_K", "IQ4_XS", "Q6_K"):
+        found = gguf_types.decode(gguf_types.encode(values, kind, name="x"), kind)
+        np.testing.assert_allclose(found, values, rtol=0.02)
+        broken = values.copy()
+        broken[1, 7] = np.nan if bad == "nan" else 1e6
+        with pytest.raises(
+            UserError, match="NaN or infinite" if bad == "nan" else "beyond the range of fp16"
+        ):
+            gguf_types.encode(broken, kind, name="x")
+
+
+def test_the_recipe_is_that_of_llama_cpp() -> None:
+    """Types that llama-quantize gives a Llama of 32 layers with 8 key heads, from its published files."""
+    recipe = gguf_types.Recipe(kind="q4_k_m", num_layers=32, num_groups=4)
+    more = [
+        layer for layer in range(32) if recipe.type_of(f"blk.{layer}.ffn_down.weight", (9, 512)) == "Q6_K"
+    ]
+    assert more == [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
+    assert recipe.type_of("blk.4.attn_v.weight", (9, 512)) == "Q4_K"
+    assert recipe.type_of("output.weight", (9, 512)) == "Q6_K"
+    assert recipe.type_of("token_embd.weight", (9, 512)) == "Q4_K"
+    assert recipe.type_of("blk.4.ffn_up.weight", (9, 288)) == "Q5_0", "32 divides a row, 256 does not"
+    assert recipe.type_of("blk.4.ffn_up.weight", (9, 72)) == "F16"
+    assert recipe.type_of("blk.4.attn_norm.weight", (512,)) == "F32"
+    few = gguf_types.Recipe(kind="q3_k_m", num_layers=32, num_groups=4)
+    assert [few.type_of(f"blk.{n}.attn_v.weight", (9, 512)) for n in (0, 1, 2)] == ["Q5_K", "Q5_K", "Q4_K"]
+    assert few.type_of("blk.9.attn_output.weight", (9, 512)) == "Q4_K"
+    eight = gguf_types.Recipe(kind="q4_k_m", num_layers=32, num_groups=4, num_experts=8)
+    assert eight.type_of("blk.9.attn_k.weight", (9, 512)) == "Q8_0"

@@ -213,8 +213,8 @@ def read_metadata(family: Family, config: Config) -> dict[str, int | float | str
 
 def _rope(config: Config) -> dict[str, dict[str, Any]]:
     """Return the RoPE parameters of the full-attention layers, and of the sliding-window layers if they have their own."""
-    given = config.get("rope_parameters") or {}
-    by_kind = {"full": given.get("full_attention", given)}
+    given: dict[str, Any] = config.get("rope_parameters") or {}
+    by_kind: dict[str, dict[str, Any]] = {"full": given.get("full_attention", given)}
     if "sliding_attention" in given:
         by_kind["sliding"] = given["sliding_attention"]
     elif "rope_local_base_freq" in config:

@@ -20,9 +20,11 @@ from crosstune.models.gguf_families import (
     Family,
     Planned,
     ignored_window,
+    order_of,
     plan_tensors,
     read_family,
     read_metadata,
+    tensor_name,
     unsupported,
 )
 from crosstune.models.gguf_metadata import PRE_TOKENIZERS
@@ -81,6 +83,35 @@ def write_gguf(
         progress("write", done, total)
     writer.close()
     return types
+
+
+def write_adapter(
+    base: Path, path: Path, matrices: Mapping[str, NDArray[np.float32]], settings: Mapping[str, Any]
+) -> None:
+    """Write a LoRA adapter as a GGUF file for the base model of a folder."""
+    require_gguf(str(path))
+    from gguf import GGUFWriter
+
+    family, config = read_family(base, read_config_json(base))
+    rank = int(settings["r"])
+    alpha = float(settings["lora_alpha"]) * (rank**0.5 if settings.get("use_rslora") else 1.0)
+    writer = GGUFWriter(path, family.arch)
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", alpha)
+    for name, values in matrices.items():
+        layer, _, part = name.partition(".lora_")
+        place = tensor_name(family, config, layer)
+        if place is None or part not in ("A.weight", "B.weight"):
+            raise unsupported(
+                base, f"llama.cpp's {family.arch} models do not have {name}", do="export it merged"
+            )
+        order = order_of(family, config, f"{layer}.weight") if part == "B.weight" else None
+        writer.add_tensor(f"{place}.lora_{part[0].lower()}", values if order is None else order(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def open_folder(folder: Path) -> tuple[Family, Config, list[Planned]]:

@@ -14,6 +14,7 @@ from crosstune.core.events import Observer
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, DenseWeights, Rewrite, WeightForm
 from crosstune.core.quantization import GGUF_PLAIN
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import write_json
 from crosstune.models.identity import RECORD, source_record
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
@@ -32,7 +33,7 @@ from crosstune.results.opened import (
 )
 from crosstune.results.verify import chat_problems, check_finite, judge, refuse_unverified
 
-FORMATS = ("hf", "mlx", "gguf")
+FORMATS = ("hf", "mlx", "gguf", "ollama", "vllm")
 _NOT_FOR_MLX = (
     "do not use that folder: this mlx-lm computes the model differently; use --to hf, or try a newer mlx-lm"
 )
@@ -41,12 +42,14 @@ _VERDICT = ("agreement", "bound", "verified")
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The format of an export. `bits` and `group_size` apply to MLX (16 bits: not quantized), `kind` to GGUF."""
+    """The format of an export. `bits` and `group_size` apply to MLX (16 bits: not quantized), `kind` to GGUF and Ollama."""
 
     to: str
     bits: int = PLAIN_BITS
     group_size: int = 64
     kind: str = "auto"
+    adapter_only: bool = False
+    """GGUF: write the adapter without its base."""
 
     @property
     def name(self) -> str:
@@ -62,18 +65,24 @@ def export(
     request: Request, form: Form, *, observer: Observer, facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Write the target in the given format, read it back, compare it, and return a report that includes `facts`."""
-    write: Callable[..., dict[str, Any]] = {"hf": _write_hf, "mlx": _write_mlx, "gguf": _write_gguf}[form.to]
+    if form.to == "vllm":
+        return _command_for_vllm(request, observer, facts)
+    write: Callable[..., dict[str, Any]] = {"hf": _write_hf, "mlx": _write_mlx}.get(form.to, _write_gguf)
+    as_gguf = form.to in ("gguf", "ollama")
     if request.out is not None:
         check_out(request.out)
     if form.to == "mlx":
         open_engine("mlx").check_form(form.mlx)  # before the costly merge
-    opened, warnings = open_request(request, observer, engine="torch" if form.to == "gguf" else None)
+    opened, warnings = open_request(request, observer, engine="torch" if as_gguf else None)
     if form.to == "mlx":
         warnings += check_for_mlx(request.target, opened.model.path, opened.prompts)
-    if form.to == "gguf":
+    if as_gguf:
         from crosstune.models.gguf_writer import check_gguf
+        from crosstune.results.gguf_export import check_adapter_alone
 
         warnings += check_gguf(opened.model.path, form.kind)
+        if form.adapter_only:
+            check_adapter_alone(opened.trained, opened.model.path)
     out = request.out or opened.trained.result_path(form.name)
     is_file = out.suffix.lower() == ".gguf"
     if is_file and form.to != "gguf":
@@ -96,7 +105,7 @@ def export(
         report |= {"to": form.to, "warnings": warnings, **(facts or {})}
         problems = [
             *report.pop("problems", ()),
-            *_chat_problems(opened, report.pop("reread", None if form.to == "gguf" else stage.result)),
+            *_chat_problems(opened, report.pop("reread", None if as_gguf else stage.result)),
         ]
         write_json(stage.result / RECORD, {"exported": report})
         by_mlx = form.to == "mlx" and opened.engine.reader != report.get("checked_by")
@@ -173,66 +182,28 @@ def _write_mlx(
 def _write_gguf(
     stage: Stage, source: DenseModel, opened: Opened, form: Form, observer: Observer, *, title: str = ""
 ) -> dict[str, Any]:
-    """Write a GGUF file, and check it with transformers' and crosstune's readers if they read its family, and in
-    llama.cpp if it is installed. `title` is its final name."""
-    from crosstune.models import gguf, gguf_writer, llama_cpp
-    from crosstune.results.gguf_check import check_in_llama_cpp
+    """Write a GGUF file, or an adapter as one; for Ollama also its Modelfile."""
+    from crosstune.results import gguf_export
 
-    stored = stored_format(source.folder)
-    plain = stored.replace("fp", "f")
-    kind = plain if form.kind == "auto" else form.kind
-    stage.result.mkdir()
-    name = f"model-{kind}.gguf"
-
-    def write(path: Path, kind: str, title: str) -> None:
-        show = show_bytes(observer, "write", title)
-        gguf_writer.write_gguf(
-            source.folder, path, kind=kind, progress=lambda _, done, total: show(done, total)
-        )
-
-    write(stage.result / name, kind, title or name)
-    report: dict[str, Any] = {"kind": kind, "file": name, "problems": []}
-    word = {"f32": "fp32", "f16": "fp16"}.get(kind, kind)
-    if gguf_writer.is_readable(source.folder):
-        found = read_logits(stage.result, opened, gguf=name)
-        report |= judge(measure_agreement(source.expected, found), opened.precision, _bits(word))
-        reread = stage.scratch / "reread"
-        reread.mkdir()
-        gguf.convert(stage.result / name, reread)
-        again = measure_agreement(source.expected, read_logits(reread, opened))
-        own = judge(again, opened.precision, stored_format(reread), _bits(word))
-        if not own["verified"]:
-            report["problems"].append("crosstune's own GGUF reader reads different weights")
-        report |= {"checked_by": opened.engine.reader, "own_reader": own, "reread": reread}
-    if not llama_cpp.is_installed():
-        return report
-    checked = check_in_llama_cpp(
-        stage.result / name, source.folder, opened, kind=kind, expected=source.expected
-    )
-    report["problems"] += checked.pop("problems")
-    report["said"] = checked.pop("warnings")
-    if kind not in (*GGUF_PLAIN, "q8_0"):
-        # Quantization error can hide a wrong conversion, so compare the unquantized model too.
-        write(stage.scratch / "plain.gguf", plain, f"{plain}, to compare")
-        exact = check_in_llama_cpp(
-            stage.scratch / "plain.gguf", source.folder, opened, kind=plain, expected=source.expected
-        )
-        if not exact["verified"] or exact["problems"]:
-            report["problems"].append("llama.cpp computes different logits even before quantization")
-        report["unquantized"] = exact
-    if not checked["verified"]:
-        report["problems"].append(
-            f"its logits in llama.cpp differ by {checked['agreement']['relative']:.2g} (relative), beyond the bound of "
-            f"{checked['bound']:g}"
-        )
-    if "agreement" not in report:
-        report |= {"checked_by": "llama.cpp", **{each: checked[each] for each in _VERDICT}}
-    return report | {"llama_cpp": checked}
+    if form.adapter_only:
+        return gguf_export.write_adapter_alone(stage, source, opened, observer)
+    report = gguf_export.write_model(stage, source, opened, observer, kind=form.kind, title=title)
+    if form.to == "ollama":
+        tokenizer = Tokenizer.from_folder(source.folder)
+        said = gguf_export.write_modelfile(stage.result, report["file"], tokenizer)
+        report["said"] = [*report.get("said", ()), *said]
+    return report
 
 
-def _bits(word: str) -> str:
-    """Return the name of a GGUF type in the table of bounds."""
-    return word if word in ("fp32", "fp16", "bf16", "q8_0") else next(c for c in word if c.isdigit())
+def _command_for_vllm(
+    request: Request, observer: Observer, facts: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the command that serves the target with vLLM; nothing is written."""
+    from crosstune.results.gguf_export import vllm_command
+
+    opened, warnings = open_request(request, observer, engine="torch")
+    report = {"to": "vllm", "warnings": warnings, "path": str(opened.trained.home or opened.model.path)}
+    return report | vllm_command(opened.trained, opened.model.path) | dict(facts or {})
 
 
 def _copy_model(source: Path, target: Path) -> None:

@@ -83,8 +83,9 @@ def check_in_llama_cpp(
         problems += _special_problems(answers, tokenizer)
     # llama.cpp computes GELU from a table in fp16.
     by_table = ("fp16",) if family.activation.startswith("gelu") else ()
-    word = _FORMATS.get(kind) or next(letter for letter in kind if letter.isdigit())
-    verdict = judge(measure_agreement(expected, answers.logits), opened.precision, word, *by_table)
+    verdict = judge(
+        measure_agreement(expected, answers.logits), opened.precision, bound_name(kind), *by_table
+    )
     same, wrong = _compare_answers(answers, folder, opened, verdict["agreement"]["max_abs"])
     if wrong and kind in ("f32", "bf16", "f16"):
         problems.append(wrong)
@@ -94,6 +95,11 @@ def check_in_llama_cpp(
         "problems": problems[:3],
         "warnings": warnings[:1],
     }
+
+
+def bound_name(kind: str) -> str:
+    """Return the name of a GGUF type in the table of bounds: a dtype, or its bits."""
+    return _FORMATS.get(kind) or next(letter for letter in kind if letter.isdigit())
 
 
 def _special_problems(answers: llama_cpp.Answers, tokenizer: Tokenizer) -> list[str]:
