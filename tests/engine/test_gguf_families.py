@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unicodedata import category
 
 import numpy as np
 import peft
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import measure_agreement
-from crosstune.models import gguf_writer, llama_cpp
+from crosstune.models import gguf_types, gguf_writer, llama_cpp
 
 pytest.importorskip("gguf", reason="needs the extra crosstune[gguf]")
 pytest.importorskip("xllamacpp", reason="needs the extra crosstune[llamacpp]")
@@ -25,6 +26,8 @@ FEW = ("qwen2", "gemma-3")
 """In the normal tier."""
 # Measured on these random models, doubled. Half of a 4-bit error is llama.cpp's 8-bit activations.
 BOUNDS = {"f32": 1e-3, "bf16": 0.02, "q8_0": 0.08, "q4_k_m": 0.6}
+WITH_EXPERTS = {"f32": 1e-3, "bf16": 0.2, "q8_0": 0.4, "q4_k_m": 0.9}
+"""Rounding changes which experts a token uses."""
 
 
 def export(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def test_a_family_in_llama_cpp(name: str, tmp_path: Path) -> None:
     if kind == "phi3":  # llama.cpp strips ASCII spaces after a special token, transformers all
         texts = [text.replace("\u3000", " ").replace("\u00a0", " ") for text in texts]
     if kind == "tekken":  # llama.cpp's pattern has no combining marks
-        texts = [text for text in texts if not any("\u0900" <= letter <= "\u097f" for letter in text)]
+        texts = [text for text in texts if not any(category(letter)[0] == "M" for letter in text)]
     ids = [each.ids for each in tokenizer.encode_batch(texts, add_special_tokens=False)]
     prompt = [1, *(token for each in ids[:8] for token in each)][:64]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -58,7 +61,8 @@ def test_a_family_in_llama_cpp(name: str, tmp_path: Path) -> None:
         with torch.no_grad():
             return model(torch.tensor([tokens])).logits[0].numpy()
 
-    for form, bound in BOUNDS.items():
+    experts = FAMILIES[name][0] in ("mixtral", "qwen3_moe")
+    for form, bound in (WITH_EXPERTS if experts else BOUNDS).items():
         path = tmp_path / f"{form}.gguf"
         gguf_writer.write_gguf(folder, path, kind=form)
         checked = texts if form == "bf16" else texts[:20]
@@ -71,7 +75,7 @@ def test_a_family_in_llama_cpp(name: str, tmp_path: Path) -> None:
         assert agreement.relative < bound, (form, agreement)
         assert found.ends == [2, 3, 5, 7] and found.special["eos"] == 7 and not found.adds_bos
         assert found.template == (folder / "chat_template.jinja").read_text()
-        if form in ("f32", "bf16"):
+        if form == "f32" or (form == "bf16" and not experts):
             answer = found.continuations[0]
             assert len(answer) == 12
             logits = own([*prompt[:30], *answer])[29:-1]

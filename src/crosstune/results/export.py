@@ -50,6 +50,8 @@ class Form:
     kind: str = "auto"
     adapter_only: bool = False
     """GGUF: write the adapter without its base."""
+    imatrix: bool = False
+    """GGUF: weight the quantization errors by the inputs of the layers on the run's training rows."""
 
     @property
     def name(self) -> str:
@@ -78,8 +80,10 @@ def export(
         warnings += check_for_mlx(request.target, opened.model.path, opened.prompts)
     if as_gguf:
         from crosstune.models.gguf_writer import check_gguf
-        from crosstune.results.gguf_export import check_adapter_alone
+        from crosstune.results.gguf_export import check_adapter_alone, check_importance
 
+        if form.imatrix:
+            check_importance(opened.trained, form.kind)
         warnings += check_gguf(opened.model.path, form.kind)
         if form.adapter_only:
             check_adapter_alone(opened.trained, opened.model.path)
@@ -187,7 +191,9 @@ def _write_gguf(
 
     if form.adapter_only:
         return gguf_export.write_adapter_alone(stage, source, opened, observer)
-    report = gguf_export.write_model(stage, source, opened, observer, kind=form.kind, title=title)
+    report = gguf_export.write_model(
+        stage, source, opened, observer, kind=form.kind, weighted=form.imatrix, title=title
+    )
     if form.to == "ollama":
         tokenizer = Tokenizer.from_folder(source.folder)
         said = gguf_export.write_modelfile(stage.result, report["file"], tokenizer)

@@ -50,7 +50,7 @@ def check_in_llama_cpp(
     """Compare a GGUF file with the model folder it was made from: return a report with `problems` and `warnings`.
     `expected` are the trained model's logits, `rows` are texts of the user."""
     tokenizer = Tokenizer.from_folder(folder)
-    family, _ = read_family(folder, read_config_json(folder))
+    family, config = read_family(folder, read_config_json(folder))
     splitting = find_kind(folder, read_tokenizer(folder))
     special = [f"{token}Answer: 7\n{token} 8" for token in tokenizer.special[:64]]
     must, may = [*_MUST, *special, *rows], list(_MAY)
@@ -87,7 +87,9 @@ def check_in_llama_cpp(
         measure_agreement(expected, answers.logits), opened.precision, bound_name(kind), *by_table
     )
     same, wrong = _compare_answers(answers, folder, opened, verdict["agreement"]["max_abs"])
-    if wrong and kind in ("f32", "bf16", "f16"):
+    # With experts, rounding may choose a different expert, and then a different token.
+    exact = ("f32",) if "num_local_experts" in config else ("f32", "f16", "bf16")
+    if wrong and kind in exact:
         problems.append(wrong)
     return verdict | {
         "texts": {"compared": len(texts), "same": len(texts) - len(different)},

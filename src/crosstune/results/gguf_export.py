@@ -7,15 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from crosstune.config.load import load_config
 from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.quantization import GGUF_PLAIN
 from crosstune.data.render.rendering import render
 from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.files.json_files import read_jsonl
 from crosstune.models import gguf, llama_cpp
 from crosstune.models.adapter_files import read_matrices
-from crosstune.models.gguf_writer import is_readable, write_adapter, write_gguf
+from crosstune.models.folder import read_config_json
+from crosstune.models.gguf_families import read_family, tensor_name
+from crosstune.models.gguf_writer import Importance, is_readable, write_adapter, write_gguf
 from crosstune.models.quantized_folder import read_quantization, stored_format
 from crosstune.models.staged import Stage
 from crosstune.results.gguf_check import bound_name, check_in_llama_cpp
@@ -23,23 +27,37 @@ from crosstune.results.merge import DenseModel
 from crosstune.results.opened import Opened, read_logits, show_bytes
 from crosstune.results.trained_folder import Trained
 from crosstune.results.verify import judge
+from crosstune.runs.open_parts import open_recipe
 
 _VERDICT = ("agreement", "bound", "verified")
+_IMPORTANCE_ROWS = 128
+_SAMPLE_TEXTS = 200
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def write_model(
-    stage: Stage, source: DenseModel, opened: Opened, observer: Observer, *, kind: str, title: str = ""
+    stage: Stage,
+    source: DenseModel,
+    opened: Opened,
+    observer: Observer,
+    *,
+    kind: str,
+    weighted: bool = False,
+    title: str = "",
 ) -> dict[str, Any]:
     """Write a GGUF file, and check it with transformers' and crosstune's readers if they read its family, and in
-    llama.cpp if it is installed. `title` is its final name."""
+    llama.cpp if it is installed. `title` is its final name; `weighted` measures an importance matrix."""
     plain = stored_format(source.folder).replace("fp", "f")
     kind = plain if kind == "auto" else kind
     stage.result.mkdir()
     name = f"model-{kind}.gguf"
     file = stage.result / name
-    _write(source.folder, file, kind, title or name, observer)
+    importance = _measure_importance(source.folder, opened, observer) if weighted else None
+    _write(source.folder, file, kind, title or name, observer, importance)
     report: dict[str, Any] = {"kind": kind, "file": name, "problems": []}
+    if importance is not None:
+        report["num_weighted"] = len(importance)
+    rows = _sample_texts(opened.trained)
     if is_readable(source.folder):
         found = read_logits(stage.result, opened, gguf=name)
         report |= judge(measure_agreement(source.expected, found), opened.precision, bound_name(kind))
@@ -53,7 +71,7 @@ def write_model(
         report |= {"checked_by": opened.engine.reader, "own_reader": own, "reread": reread}
     if not llama_cpp.is_installed():
         return report | {"said": ["not checked in llama.cpp; to do so: pip install 'crosstune[llamacpp]'"]}
-    checked = check_in_llama_cpp(file, source.folder, opened, kind=kind, expected=source.expected)
+    checked = check_in_llama_cpp(file, source.folder, opened, kind=kind, expected=source.expected, rows=rows)
     report["problems"] += checked.pop("problems")
     report["said"] = checked.pop("warnings")
     if kind not in (*GGUF_PLAIN, "q8_0"):
@@ -154,9 +172,70 @@ def _only_merged(trained: Trained) -> str:
     return "it added tokens" if trained.record.get("add_tokens") else ""
 
 
-def _write(folder: Path, path: Path, kind: str, title: str, observer: Observer) -> None:
+def check_importance(trained: Trained, kind: str) -> None:
+    """Raise a UserError if an importance matrix cannot be measured or has no effect."""
+    request = "Cannot use --imatrix."
+    if kind in ("auto", *GGUF_PLAIN, "q8_0"):
+        raise UserError(
+            request, why=f"it changes types of 6 bits or less, not {kind}.", do="add --gguf_type q4_k_m"
+        )
+    if not trained.is_run:
+        raise UserError(
+            request, why="the target is not a run, so it has no training rows.", do="pass a run folder"
+        )
+    llama_cpp.require_llama_cpp(request)
+
+
+def _measure_importance(folder: Path, opened: Opened, observer: Observer) -> Importance:
+    """Return the mean squares of each linear layer's inputs on the first training rows, by GGUF name."""
+    home = opened.trained.home
+    assert home is not None
+    config = load_config(file=home / "config.yaml", environment={})
+    recipe = open_recipe(config, opened.model, observer)
+    rows: list[list[int]] = []
+    for step in range(recipe.num_steps()):
+        for batch in recipe.micro_batches(step):
+            tokens: Any = batch
+            pairs = zip(tokens.input_ids, tokens.segments, strict=True)
+            rows += [ids[segments > 0].tolist() for ids, segments in pairs]
+        if len(rows) >= _IMPORTANCE_ROWS:
+            break
+    engine: Any = opened.engine
+    show = show_bytes(observer, "measure", "importance of weights")
+    squares = engine.input_squares(folder, rows[:_IMPORTANCE_ROWS], show=show)
+    family, settings = read_family(folder, read_config_json(folder))
+    named = {tensor_name(family, settings, layer): values for layer, values in squares.items()}
+    return {name: values for name, values in named.items() if name is not None}
+
+
+def _sample_texts(trained: Trained) -> list[str]:
+    """Return the questions and answers of the run's evaluations, as the user's own texts."""
+    path = trained.home / "events.jsonl" if trained.is_run and trained.home is not None else None
+    if path is None or not path.is_file():
+        return []
+    texts = dict[str, None]()
+    for event in read_jsonl(path):
+        for sample in event.get("samples") or ():
+            texts |= dict.fromkeys(value for value in sample.values() if isinstance(value, str) and value)
+    return list(texts)[:_SAMPLE_TEXTS]
+
+
+def _write(
+    folder: Path,
+    path: Path,
+    kind: str,
+    title: str,
+    observer: Observer,
+    importance: Importance | None = None,
+) -> None:
     show = show_bytes(observer, "write", title)
-    write_gguf(folder, path, kind=kind, progress=lambda _, done, total: show(done, total or 0))
+    write_gguf(
+        folder,
+        path,
+        kind=kind,
+        importance=importance,
+        progress=lambda _, done, total: show(done, total or 0),
+    )
 
 
 def _with_llama_cpp(report: dict[str, Any], checked: dict[str, Any]) -> dict[str, Any]:

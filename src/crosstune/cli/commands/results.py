@@ -91,6 +91,8 @@ def make_parser_export() -> Parser:
     add("--to", required=True, choices=("hf", "mlx", "gguf", "ollama", "vllm"), help="the tool to write for")
     kinds = "type of a GGUF file's weights (default: the model's); q6_k to q3_k_m need crosstune[llamacpp]"
     add("--gguf_type", choices=("auto", *GGUF_TYPES), help=kinds)
+    rows = "GGUF: quantize with less error where the run's training rows have large activations"
+    add("--imatrix", action="store_true", default=None, help=rows)
     add("--adapter_only", action="store_true", default=None, help="GGUF: write the adapter without its base")
     add("--n_bits", type=at_least(1), help="bits per weight for MLX (default 16: not quantized)")
     add("--group_size", type=at_least(1), help="weights per quantization scale, for MLX (default 64)")
@@ -109,11 +111,13 @@ def run_export(words: Sequence[str]) -> int:
         group_size=own.group_size or 64,
         kind=own.gguf_type or "auto",
         adapter_only=bool(own.adapter_only) and own.to == "gguf",
+        imatrix=bool(own.imatrix) and own.to in ("gguf", "ollama"),
     )
     used_by = {
         "n_bits": ["mlx"],
         "group_size": ["mlx"],
         "gguf_type": ["gguf", "ollama"],
+        "imatrix": ["gguf", "ollama"],
         "adapter_only": ["gguf"],
     }
     return _make(
