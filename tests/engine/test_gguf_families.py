@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unicodedata import category
@@ -18,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from crosstune.cli.main import main
 from crosstune.core.errors import UserError
 from crosstune.core.logit_distance import measure_agreement
-from crosstune.models import gguf_types, gguf_writer, llama_cpp
+from crosstune.models import gguf_families, gguf_types, gguf_writer, llama_cpp
+from crosstune.torch_engine.results.importance import input_squares
 
 pytest.importorskip("gguf", reason="needs the extra crosstune[gguf]")
 pytest.importorskip("xllamacpp", reason="needs the extra crosstune[llamacpp]")
@@ -191,3 +193,39 @@ def test_the_recipe_is_that_of_llama_cpp() -> None:
     assert few.type_of("blk.9.attn_output.weight", (9, 512)) == "Q4_K"
     eight = gguf_types.Recipe(kind="q4_k_m", num_layers=32, num_groups=4, num_experts=8)
     assert eight.type_of("blk.9.attn_k.weight", (9, 512)) == "Q8_0"
+
+
+def test_the_page_adds_a_family(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """docs/internals/add-a-gguf-family.md, followed: its entry is all that Gemma 1 needs."""
+    page = Path(__file__).parents[2] / "docs" / "internals" / "add-a-gguf-family.md"
+    entry = re.search(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert entry is not None
+    ((kind, family),) = eval("{" + entry[1] + "}", {"Family": gguf_families.Family}).items()
+    monkeypatch.setitem(FAMILIES, kind, (kind, "never", {"head_dim": 64}))
+    folder = write_family(kind, tmp_path / "model")
+    words = [str(folder), "--gguf_type", "f32", "--out", str(tmp_path / "out")]
+    assert main(["export", *words, "--to", "gguf", "--backend", "cpu"]) == 2
+    assert "its model_type is 'gemma'" in capsys.readouterr().err
+    monkeypatch.setitem(gguf_families.FAMILIES, kind, family)
+    report = export(capsys, *words)
+    assert report["agreement"]["relative"] < 2e-3 and report["llama_cpp"]["answers"]["same"] == 3
+
+
+def test_an_importance_matrix_lowers_the_error_where_it_weighs(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    values = draw.standard_normal((64, 512)).astype(np.float32)
+    weights = np.exp(2 * draw.standard_normal(512)).astype(np.float32)
+
+    def error(importance: Any) -> float:
+        packed = gguf_types.encode(values, "Q4_K", name="x", importance=importance)
+        return float((weights * (gguf_types.decode(packed, "Q4_K") - values) ** 2).sum())
+
+    assert error(weights) < 0.8 * error(None)
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False))
+    layer.forward = lambda input_ids: layer[0](
+        input_ids.float()[..., None] * torch.tensor([1.0, 0.0, 2.0, 3.0])
+    )  # type: ignore[method-assign]
+    found = input_squares(layer, [[1, 2], [3]], device=torch.device("cpu"))
+    np.testing.assert_allclose(found["0"], np.array([1, 0, 4, 9]) * (1 + 4 + 9) / 3, rtol=1e-6)
