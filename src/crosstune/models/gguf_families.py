@@ -291,7 +291,7 @@ def plan_tensors(
         rule = order_of(family, config, name)
         shape, parts = stored[sources[0]].shape, [stored[source] for source in sources]
         if ".experts." in name and sources[0].rsplit(".", 1)[-1] != "weight":  # fused: (expert, row, column)
-            half = _half_of(name, sources[0])
+            half = None if sources[0].endswith("down_proj") else int(".up_proj" in name)
             shape = shape if half is None else (shape[0], shape[1] // 2, shape[2])
             planned.append(
                 Planned(name=found, shape=shape, read=_fused_reader(parts[0], half), sources=sources)
@@ -354,10 +354,6 @@ def _groups(stored: Mapping[str, StoredArray]) -> dict[str, tuple[str, ...]]:
         else:
             groups[name] = (name,)
     return groups | {name: tuple(each[n] for n in sorted(each)) for name, each in experts.items()}
-
-
-def _half_of(name: str, source: str) -> int | None:
-    return None if source.endswith("down_proj") else int(".up_proj" in name)
 
 
 def _fused_reader(part: StoredArray, half: int | None) -> Callable[[], Array]:

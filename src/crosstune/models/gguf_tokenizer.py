@@ -5,7 +5,6 @@ The kind of tokenizer is found by the rules in tokenizer.json. A check in llama.
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,7 +81,7 @@ class Kind:
     """The kind of a tokenizer in llama.cpp."""
 
     model: str
-    """gpt2 (byte-level BPE), llama (SentencePiece BPE) or t5 (Unigram)."""
+    """gpt2 (byte-level BPE) or llama (SentencePiece BPE)."""
     pre: str = "default"
     prefix: str = "never"
     """Where a space is put before text: never, always, or first (at the beginning only)."""
@@ -105,9 +104,6 @@ def find_kind(folder: Path, tokenizer: Mapping[str, Any]) -> Kind:
     normalizers = _parts(tokenizer.get("normalizer"), "normalizers")
     splitters = _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
     forms = [each["type"] for each in normalizers]
-    if model.get("type") == "Unigram":
-        prefix = "always" if any(each["type"] == "Metaspace" for each in splitters) else "never"
-        return Kind(model="t5", prefix=prefix)
     if model.get("type") == "BPE" and model.get("byte_fallback"):
         scheme = next((each.get("prepend_scheme") for each in splitters if each["type"] == "Metaspace"), None)
         prefix = "always" if "Prepend" in forms else scheme or "never"
@@ -123,7 +119,7 @@ def find_kind(folder: Path, tokenizer: Mapping[str, Any]) -> Kind:
         folder,
         f"its tokenizer ({model.get('type')}) splits text with {kinds} and normalizes with {forms}, "
         f"which llama.cpp does not; supported: {', '.join(sorted({name for pair in SPLITS.values() for name in pair}))}"
-        ", SentencePiece and Unigram",
+        " and BPE of SentencePiece",
     )
 
 
@@ -164,8 +160,7 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
     tokenizer = read_tokenizer(folder)
     model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
     kind = find_kind(folder, tokenizer)
-    unigram = kind.model == "t5"
-    vocab = {piece: n for n, (piece, _) in enumerate(model["vocab"])} if unigram else model["vocab"]
+    vocab = model["vocab"]
     ids = {**vocab, **{token["content"]: token["id"] for token in added}}
     if max(ids.values(), default=0) >= num_rows:
         raise unsupported(folder, f"its tokenizer has tokens beyond the {num_rows:,} embeddings")
@@ -192,11 +187,9 @@ def add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
             [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
         )
     else:
-        scores = _scores(model, unigram=unigram)
+        scores = _scores(model)
         writer.add_token_scores([scores.get(by_id.get(number, ""), _LOWEST) for number in range(num_rows)])
         writer.add_add_space_prefix(kind.prefix == "always")
-    if unigram:
-        _add_normalizer(writer, tokenizer)
     for role, number in special.items():
         writer.add_uint32(f"tokenizer.ggml.{ROLES[role]}_token_id", number)
     _add_stops(writer, folder, special.get("eos"))
@@ -222,24 +215,13 @@ def _text(settings: Mapping[str, Any], role: str) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _scores(model: Mapping[str, Any], *, unigram: bool) -> dict[str, float]:
+def _scores(model: Mapping[str, Any]) -> dict[str, float]:
     """Return the score of each token. llama.cpp merges the pair whose result has the highest score."""
-    if unigram:
-        return {piece: float(score) for piece, score in model["vocab"]}
     scores: dict[str, float] = {}
     for rank, merge in enumerate(model["merges"]):
         left, right = merge.split(" ", 1) if isinstance(merge, str) else merge
         scores.setdefault(left + right, -float(rank))
     return scores
-
-
-def _add_normalizer(writer: GGUFWriter, tokenizer: Mapping[str, Any]) -> None:
-    """Add the character map and the white-space rule of a Unigram tokenizer."""
-    steps = _parts(tokenizer.get("normalizer"), "normalizers")
-    for step in steps:
-        if step["type"] == "Precompiled":
-            writer.add_precompiled_charsmap(base64.b64decode(step["precompiled_charsmap"]))
-    writer.add_remove_extra_whitespaces(any(step["type"] in ("Replace", "Strip") for step in steps))
 
 
 def _add_stops(writer: GGUFWriter, folder: Path, eos: int | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,6 @@ class Recipe:
     tied: bool = False
     weighted: bool = False
     """An importance matrix is used."""
-    chosen: Mapping[str, str] | None = None
-    """GGUF name -> type, instead of the rules."""
 
     def type_of(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the type of a tensor by its GGUF name."""
@@ -44,8 +42,6 @@ class Recipe:
             return "F32"
         if self.kind in PLAIN:
             return self.kind.upper()
-        if self.chosen is not None and name in self.chosen:
-            return _fallback(self.chosen[name], shape[-1])
         if name == "output.weight" or (self.tied and name == "token_embd.weight"):
             fits = self.kind in RECIPES and not shape[-1] % 256
             return _fallback("Q6_K" if fits else "Q8_0", shape[-1])
@@ -136,15 +132,6 @@ def encode(
         ]
         return np.stack(rows)
     return llama_cpp.quantize_rows(values, chosen, row_bytes, importance)
-
-
-def decode(data: NDArray[Any], kind: str) -> NDArray[np.float32]:
-    """Return the values of encoded data."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    values: NDArray[np.float32] = dequantize(data, GGMLQuantizationType[kind])
-    return values
 
 
 def _cannot(name: str, kind: str, why: str, *, do: str) -> UserError:

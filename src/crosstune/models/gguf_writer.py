@@ -43,18 +43,24 @@ def write_gguf(
     *,
     kind: str,
     importance: Importance | None = None,
-    chosen: Mapping[str, str] | None = None,
     progress: Progress = silent,
-) -> dict[str, str]:
-    """Write the model of a plain folder as one GGUF file of type `kind`, and return the type of each tensor. `chosen`
-    replaces types of the recipe."""
+) -> None:
+    """Write the model of a plain folder as one GGUF file of type `kind`."""
     require_gguf(str(path))
     if kind in GGUF_RECIPES or importance is not None:
         llama_cpp.require_llama_cpp(f"Cannot write {path.name} with {kind} weights.")
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     family, config, tensors = open_folder(folder)
-    recipe = make_recipe(config, tensors, kind=kind, weighted=importance is not None, chosen=chosen)
+    heads = config["num_attention_heads"]
+    recipe = Recipe(
+        kind=kind,
+        num_layers=config["num_hidden_layers"],
+        num_experts=config.get("num_local_experts", 1),
+        num_groups=heads // (config.get("num_key_value_heads") or heads),
+        tied=all(tensor.name != "output.weight" for tensor in tensors),
+        weighted=importance is not None,
+    )
     writer = GGUFWriter(path, family.arch)
     for key, value in read_metadata(family, config).items():
         _add_value(writer, f"{family.arch}.{key}", value)
@@ -82,7 +88,6 @@ def write_gguf(
         done += sizes[tensor.name]
         progress("write", done, total)
     writer.close()
-    return types
 
 
 def write_adapter(
@@ -125,27 +130,6 @@ def open_folder(folder: Path) -> tuple[Family, Config, list[Planned]]:
     return family, config, plan_tensors(folder, family, config, stored)
 
 
-def make_recipe(
-    config: Config,
-    tensors: list[Planned],
-    *,
-    kind: str,
-    weighted: bool = False,
-    chosen: Mapping[str, str] | None = None,
-) -> Recipe:
-    """Return the recipe of a type for a model."""
-    heads = config["num_attention_heads"]
-    return Recipe(
-        kind=kind,
-        num_layers=config["num_hidden_layers"],
-        num_experts=config.get("num_local_experts", 1),
-        num_groups=heads // (config.get("num_key_value_heads") or heads),
-        tied=all(tensor.name != "output.weight" for tensor in tensors),
-        weighted=weighted,
-        chosen=chosen,
-    )
-
-
 def check_gguf(folder: Path, kind: str) -> list[str]:
     """Raise a UserError if the config or tokenizer of a folder is not supported, or llama.cpp is needed and missing.
     Return warnings."""
@@ -174,17 +158,13 @@ def check_gguf(folder: Path, kind: str) -> list[str]:
 def is_readable(folder: Path) -> bool:
     """Return True if crosstune and transformers read the GGUF file of this folder, so that it can be checked without
     llama.cpp: a Llama with plain RoPE, no biases, and a tokenizer that splits text like GPT-2 or SmolLM."""
-    family, config = read_family(folder, read_config_json(folder))
-    plain = not config.get("attention_bias") and not config.get("mlp_bias")
-    scaling = read_metadata(family, config).get("rope.scaling.type")
-    rope = (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("rope_type", "default")
-    pre = find_kind(folder, read_tokenizer(folder)).pre
+    _, config = read_family(folder, read_config_json(folder))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return (
         config["model_type"] in ARCHITECTURES
-        and plain
-        and scaling is None
-        and rope == "default"
-        and pre in PRE_TOKENIZERS
+        and not (config.get("attention_bias") or config.get("mlp_bias"))
+        and rope.get("rope_type", rope.get("type", "default")) == "default"
+        and find_kind(folder, read_tokenizer(folder)).pre in PRE_TOKENIZERS
     )
 
 
