@@ -11,14 +11,14 @@ import peft
 import pytest
 import torch
 from support import train_step
-from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, Qwen3MoeConfig
 
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.data.batches.token_batch import TokenBatch, pad_rows
 from crosstune.data.render.rendering import encode_conversation
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.models import gguf_writer
+from crosstune.models import gguf_families, gguf_writer
 from crosstune.models.locate import locate
 from crosstune.models.tiny import tiny_model as make_tiny
 from crosstune.planner.gather import make_plan
@@ -178,28 +178,25 @@ def test_a_wrong_layout_is_kept_as_unverified(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(gguf_writer, "_interleaved", lambda values, name, config: values)
+    monkeypatch.setattr(gguf_families, "_interleaved", lambda values, heads: values)
     out = tmp_path / "gguf"
     assert main(["export", str(trained[0]), "--to", "gguf", "--out", str(out), "--backend", "cpu"]) == 2
     assert "beyond the bound" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["gguf.unverified"]
 
 
-def test_gguf_is_for_llama(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+def test_gguf_needs_a_known_family(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = GPTNeoXConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
-    folder = tmp_path / "qwen"
+    folder = tmp_path / "neox"
     save(AutoModelForCausalLM.from_config(config), folder, tokenizer=tiny_model)
     assert main(["export", str(folder), "--to", "gguf", "--backend", "cpu"]) == 2
     answer = capsys.readouterr().err
-    assert "'qwen2'" in answer and "supported: llama" in answer
-    assert [path.name for path in tmp_path.iterdir()] == ["qwen"]
+    assert "'gpt_neox'" in answer and "supported: gemma2, gemma3_text, granite, llama" in answer
+    assert [path.name for path in tmp_path.iterdir()] == ["neox"]
 
 
 @pytest.mark.parametrize(("bits", "bound"), [(16, 1e-3), (8, 0.05)])

@@ -141,7 +141,7 @@ def test_sentences_are_joined_as_sentences() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "advised"), [({}, "--to gguf"), ({"model_type": "qwen2"}, "--to hf"), (None, "--to hf")]
+    ("change", "advised"), [({}, "--to gguf"), ({"model_type": "gpt_neox"}, "--to hf"), (None, "--to hf")]
 )
 def test_the_advised_export_supports_the_model(
     tmp_path: Path, change: dict[str, str] | None, advised: str

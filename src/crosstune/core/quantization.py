@@ -19,6 +19,12 @@ LAST = 100
 _OLDER_KEYS = {"backend": "quantizer", "type": "kind"}
 _TYPES = {"quantizer": str, "bits": int, "group_size": int, "kind": str, "double": bool, "kept": list}
 
+GGUF_PLAIN = ("f32", "f16", "bf16")
+GGUF_BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+GGUF_RECIPES = {"q6_k": "Q6_K", "q5_k_m": "Q5_K", "q4_k_m": "Q4_K", "iq4_xs": "IQ4_XS", "q3_k_m": "Q3_K"}
+"""llama.cpp's recipes: name -> the type of most tensors."""
+GGUF_TYPES = (*GGUF_PLAIN, *GGUF_BLOCKS, *GGUF_RECIPES)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer:

@@ -1,86 +1,171 @@
-"""Convert the folder of a Llama model to a GGUF file, one tensor at a time, using numpy only."""
+"""Convert a model folder to a GGUF file, one tensor at a time, without a framework."""
 
 from __future__ import annotations
 
-import json
-import math
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from crosstune.core.errors import UserError
-from crosstune.files.json_fields import (
-    FLAG,
-    NOTHING,
-    OBJECT,
-    TEXT,
-    check_fields,
-    list_of,
-    map_of,
-    object_with,
-    real,
-    whole,
-)
-from crosstune.files.json_files import read_json, read_object
-from crosstune.files.plain_files import read_plain_text
+from crosstune.core.quantization import GGUF_RECIPES
+from crosstune.models import llama_cpp
 from crosstune.models.folder import read_config_json, weight_files
 from crosstune.models.gguf import ARCHITECTURES, require_gguf
-from crosstune.models.gguf_metadata import CONTROL, NORMAL, PRE_TOKENIZERS, ROLES, UNUSED, USER_DEFINED
-from crosstune.models.llama_layout import CHAT_TEMPLATE, CONFIG
+from crosstune.models.gguf_families import (
+    Config,
+    Family,
+    Planned,
+    ignored_window,
+    order_of,
+    plan_tensors,
+    read_family,
+    read_metadata,
+    tensor_name,
+    unsupported,
+)
+from crosstune.models.gguf_metadata import PRE_TOKENIZERS
+from crosstune.models.gguf_tokenizer import add_tokenizer, find_kind, read_tokenizer
+from crosstune.models.gguf_types import Recipe, encode, size_of
 from crosstune.models.staged import Progress, silent
-from crosstune.models.weights import stored_arrays, to_float32
+from crosstune.models.weights import stored_arrays
 
-if TYPE_CHECKING:
-    from gguf import GGUFWriter
-
-KINDS = ("f32", "f16", "bf16", "q8_0")
-_NUMBERS = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), whole(1)),
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "max_position_embeddings"), whole(1)),
-    "rms_norm_eps": real(0),
-}
-_TOKENIZER = {
-    "model": object_with({"vocab": map_of(whole(0)), "merges": list_of(TEXT | list_of(TEXT))}),
-    "added_tokens": list_of(object_with({"content": TEXT, "id": whole(0), "special": FLAG})),
-    "pre_tokenizer": OBJECT | NOTHING,
-}
+Importance = Mapping[str, NDArray[np.float32]]
+"""GGUF name -> a weight for each column."""
 
 
-def write_gguf(folder: Path, path: Path, *, kind: str, progress: Progress = silent) -> None:
-    """Write the model of a plain folder as one GGUF file with weights of type `kind`."""
+def write_gguf(
+    folder: Path,
+    path: Path,
+    *,
+    kind: str,
+    importance: Importance | None = None,
+    progress: Progress = silent,
+) -> None:
+    """Write the model of a plain folder as one GGUF file of type `kind`."""
     require_gguf(str(path))
-    from gguf import GGML_QUANT_SIZES, GGUFWriter
-    from gguf.quants import quantize
+    if kind in GGUF_RECIPES or importance is not None:
+        llama_cpp.require_llama_cpp(f"Cannot write {path.name} with {kind} weights.")
+    from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
-    config = read_config_json(folder)
-    _check_config(folder, config)
-    stored = {name: array for file in weight_files(folder) for name, array in stored_arrays(file).items()}
-    if config.get("tie_word_embeddings"):
-        stored.pop("lm_head.weight", None)
-    names = _gguf_names(folder, sorted(stored), config["num_hidden_layers"])
-    writer = GGUFWriter(path, "llama")
-    _add_numbers(writer, config, kind)
-    _add_tokenizer(writer, folder, num_rows=stored["model.embed_tokens.weight"].shape[0])
-    kinds = {name: _tensor_kind(folder, name, stored[name].shape, kind) for name in names}
-    sizes: dict[str, int] = {}
-    for name, gguf_name in names.items():
-        shape = stored[name].shape
-        block, block_bytes = GGML_QUANT_SIZES[kinds[name]]
-        sizes[name] = math.prod(shape) // block * block_bytes
-        writer.add_tensor_info(gguf_name, shape, np.dtype(np.float32), sizes[name], raw_dtype=kinds[name])
+    family, config, tensors = open_folder(folder)
+    heads = config["num_attention_heads"]
+    recipe = Recipe(
+        kind=kind,
+        num_layers=config["num_hidden_layers"],
+        num_experts=config.get("num_local_experts", 1),
+        num_groups=heads // (config.get("num_key_value_heads") or heads),
+        tied=all(tensor.name != "output.weight" for tensor in tensors),
+        weighted=importance is not None,
+    )
+    writer = GGUFWriter(path, family.arch)
+    for key, value in read_metadata(family, config).items():
+        _add_value(writer, f"{family.arch}.{key}", value)
+    file_type = LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"]
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    num_rows = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
+    add_tokenizer(writer, folder, num_rows=num_rows)
+    types = {tensor.name: recipe.type_of(tensor.name, tensor.shape) for tensor in tensors}
+    sizes = {tensor.name: size_of(types[tensor.name], tensor.shape) for tensor in tensors}
+    for tensor in tensors:
+        raw = GGMLQuantizationType[types[tensor.name]]
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.dtype(np.float32), sizes[tensor.name], raw_dtype=raw
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     total, done = sum(sizes.values()), 0
-    for name in names:
-        values = _interleaved(to_float32(*stored[name].read()), name, config)
-        writer.write_tensor_data(np.ascontiguousarray(quantize(values, kinds[name])))
-        done += sizes[name]
+    for tensor in tensors:
+        weights = None if importance is None else importance.get(tensor.name)
+        writer.write_tensor_data(
+            encode(tensor.read(), types[tensor.name], name=tensor.name, importance=weights)
+        )
+        done += sizes[tensor.name]
         progress("write", done, total)
     writer.close()
+
+
+def write_adapter(
+    base: Path, path: Path, matrices: Mapping[str, NDArray[np.float32]], settings: Mapping[str, Any]
+) -> None:
+    """Write a LoRA adapter as a GGUF file for the base model of a folder."""
+    require_gguf(str(path))
+    from gguf import GGUFWriter
+
+    family, config = read_family(base, read_config_json(base))
+    rank = int(settings["r"])
+    alpha = float(settings["lora_alpha"]) * (rank**0.5 if settings.get("use_rslora") else 1.0)
+    writer = GGUFWriter(path, family.arch)
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", alpha)
+    for name, values in matrices.items():
+        layer, _, part = name.partition(".lora_")
+        place = tensor_name(family, config, layer)
+        if place is None or part not in ("A.weight", "B.weight"):
+            raise unsupported(
+                base, f"llama.cpp's {family.arch} models do not have {name}", do="export it merged"
+            )
+        order = order_of(family, config, f"{layer}.weight") if part == "B.weight" else None
+        writer.add_tensor(f"{place}.lora_{part[0].lower()}", values if order is None else order(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def open_folder(folder: Path) -> tuple[Family, Config, list[Planned]]:
+    """Return the family, config and GGUF tensors of a folder; raise a UserError if it is not supported."""
+    family, config = read_family(folder, read_config_json(folder))
+    if "quantization_config" in config:
+        raise unsupported(folder, "its weights are quantized")
+    stored = {name: array for file in weight_files(folder) for name, array in stored_arrays(file).items()}
+    if config.get("tie_word_embeddings", family.arch.startswith("gemma")):
+        stored.pop("lm_head.weight", None)
+    return family, config, plan_tensors(folder, family, config, stored)
+
+
+def check_gguf(folder: Path, kind: str) -> list[str]:
+    """Raise a UserError if the config or tokenizer of a folder is not supported, or llama.cpp is needed and missing.
+    Return warnings."""
+    family, config = read_family(folder, read_config_json(folder))
+    splitting, warnings = find_kind(folder, read_tokenizer(folder)), []
+    if kind in GGUF_RECIPES:
+        llama_cpp.require_llama_cpp(f"Cannot write {kind} weights.")
+    if not is_readable(folder):
+        llama_cpp.require_llama_cpp(
+            f"Cannot check a GGUF file of a {config['model_type']} model like {folder}."
+        )
+    window = ignored_window(family, config)
+    if window is not None and window < config["max_position_embeddings"]:
+        warnings.append(
+            f"llama.cpp does not apply the model's sliding window of {window} tokens: beyond {window} tokens of prompt "
+            "and answer, its results differ from the trained model's"
+        )
+    if splitting.normalizes:
+        warnings.append(
+            "llama.cpp does not normalize text to Unicode NFC as the tokenizer does: decomposed characters, such as a "
+            "letter followed by a combining accent, get different tokens"
+        )
+    return warnings
+
+
+def is_readable(folder: Path) -> bool:
+    """Return True if crosstune and transformers read the GGUF file of this folder, so that it can be checked without
+    llama.cpp: a Llama with plain RoPE, no biases, and a tokenizer that splits text like GPT-2 or SmolLM."""
+    _, config = read_family(folder, read_config_json(folder))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return (
+        config["model_type"] in ARCHITECTURES
+        and not (config.get("attention_bias") or config.get("mlp_bias"))
+        and rope.get("rope_type", rope.get("type", "default")) == "default"
+        and find_kind(folder, read_tokenizer(folder)).pre in PRE_TOKENIZERS
+    )
 
 
 def can_write_gguf(folder: Path) -> bool:
@@ -88,144 +173,16 @@ def can_write_gguf(folder: Path) -> bool:
     if find_spec("gguf") is None:
         return False
     try:
-        _check_config(folder, read_config_json(folder))
-        _pre_tokenizer_name(folder, _read_tokenizer(folder))
+        check_gguf(folder, "auto")
     except UserError:
         return False
     return True
 
 
-def _check_config(folder: Path, config: dict[str, Any]) -> None:
-    check_fields(config, _NUMBERS, required=tuple(_NUMBERS), source=folder / CONFIG)
-    reasons = []
-    if config.get("model_type") not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
-        reasons.append(f"its model_type is {config.get('model_type')!r}, supported: {supported}")
-    if "quantization_config" in config:
-        reasons.append("its weights are quantized")
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        reasons.append("its layers have biases")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        reasons.append(f"its RoPE is scaled ({rope.get('rope_type', rope.get('type'))})")
-    if reasons:
-        raise _unsupported(folder, "; ".join(reasons))
-
-
-def _unsupported(folder: Path, why: str, *, do: str = "use --to hf and llama.cpp's converter") -> UserError:
-    return UserError(f"The model in {folder} cannot be written as GGUF.", why=f"{why}.", do=do)
-
-
-def _gguf_names(folder: Path, names: list[str], num_layers: int) -> dict[str, str]:
-    from gguf import MODEL_ARCH, get_tensor_name_map
-
-    table = get_tensor_name_map(MODEL_ARCH.LLAMA, num_layers)
-    found = {name: table.get_name(name, try_suffixes=(".weight",)) for name in names}
-    unknown = [name for name, gguf_name in found.items() if gguf_name is None]
-    if unknown:
-        raise _unsupported(folder, f"Llama models do not have {', '.join(unknown[:3])}")
-    return {name: str(gguf_name) for name, gguf_name in found.items()}
-
-
-def _add_numbers(writer: GGUFWriter, config: dict[str, Any], kind: str) -> None:
-    from gguf import GGML_QUANT_VERSION, LlamaFileType
-
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or {}
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_file_type(LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
-    writer.add_quantization_version(GGML_QUANT_VERSION)
-
-
-def _read_tokenizer(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise _unsupported(folder, "it has no tokenizer.json")
-    tokenizer = read_object(path, foreign=True, limit=256 << 20)
-    check_fields(tokenizer, _TOKENIZER, required=("model",), source=path)
-    return tokenizer
-
-
-def _add_tokenizer(writer: GGUFWriter, folder: Path, *, num_rows: int) -> None:
-    from tokenizers import Tokenizer
-
-    tokenizer = _read_tokenizer(folder)
-    model, added = tokenizer["model"], tokenizer.get("added_tokens", [])
-    pre = _pre_tokenizer_name(folder, tokenizer)
-    ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
-    by_id = {number: token for token, number in ids.items()}
-    marked = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in added}
-    # Embedding rows without a token need a name too.
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(num_rows)])
-    writer.add_token_types([marked.get(n, NORMAL if n in by_id else UNUSED) for n in range(num_rows)])
-    writer.add_token_merges(
-        [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    )
-    settings = read_json(folder / "special_tokens_map.json", foreign=True)
-    settings |= read_json(folder / "tokenizer_config.json", foreign=True)
-    special: dict[str, int] = {}
-    for role, key in ROLES.items():
-        token = settings.get(f"{role}_token")
-        token = token["content"] if isinstance(token, dict) else token
-        if token in ids:
-            special[role] = ids[token]
-            writer.add_uint32(f"tokenizer.ggml.{key}_token_id", ids[token])
-    first = Tokenizer.from_str(json.dumps(tokenizer)).encode("a").ids[:1]
-    writer.add_add_bos_token(first == [special.get("bos")])
-    jinja = folder / CHAT_TEMPLATE
-    template = read_plain_text(jinja, limit=4 << 20) if jinja.is_file() else settings.get("chat_template")
-    if template and isinstance(template, str):
-        writer.add_chat_template(template)
-
-
-def _pre_tokenizer_name(folder: Path, tokenizer: dict[str, Any]) -> str:
-    """Return llama.cpp's name for the pre-tokenizer; with a wrong name, other programs would split text differently."""
-    pre = tokenizer.get("pre_tokenizer") or {}
-    parts = (pre.get("pretokenizers") or [{}]) if pre.get("type") == "Sequence" else [pre]
-    kinds = [part.get("type") for part in parts]
-    byte_level = parts[-1].get("use_regex", True) and not parts[-1].get("add_prefix_space")
-    if tokenizer["model"].get("type") == "BPE" and byte_level and tokenizer.get("normalizer") is None:
-        if kinds == ["ByteLevel"]:
-            return "gpt-2"
-        if kinds == ["Digits", "ByteLevel"] and parts[0].get("individual_digits"):
-            return "smollm"
-    raise _unsupported(
-        folder, f"its tokenizer splits text with {kinds}; supported: {', '.join(PRE_TOKENIZERS)}"
-    )
-
-
-def _tensor_kind(folder: Path, name: str, shape: tuple[int, ...], kind: str) -> Any:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    chosen = GGMLQuantizationType[kind.upper() if len(shape) > 1 else "F32"]
-    block = GGML_QUANT_SIZES[chosen][0]
-    if shape[-1] % block:
-        why = f"{kind} needs rows with a multiple of {block} weights, and {name} has {shape[-1]}"
-        raise _unsupported(folder, why, do="use --gguf_type f16")
-    return chosen
-
-
-def _interleaved(values: NDArray[np.float32], name: str, config: dict[str, Any]) -> NDArray[np.float32]:
-    """Interleave the rows of queries and keys: llama.cpp applies RoPE to neighboring rows of a head, Hugging Face to
-    its two halves."""
-    heads = config["num_attention_heads"]
-    if name.endswith("k_proj.weight"):
-        heads = config.get("num_key_value_heads") or heads
-    elif not name.endswith("q_proj.weight"):
-        return values
-    halves = values.reshape(heads, 2, -1, values.shape[1])
-    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+def _add_value(writer: Any, key: str, value: int | float | str) -> None:
+    if isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_uint32(key, value)

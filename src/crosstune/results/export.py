@@ -13,6 +13,8 @@ from crosstune.core.errors import UserError
 from crosstune.core.events import Observer
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.model_folders import PLAIN_BITS, DenseWeights, Rewrite, WeightForm
+from crosstune.core.quantization import GGUF_PLAIN
+from crosstune.data.tokens.tokenizer import Tokenizer
 from crosstune.files.json_files import write_json
 from crosstune.models.identity import RECORD, source_record
 from crosstune.models.quantized_folder import RECORD as QUANTIZATION_RECORD
@@ -31,7 +33,7 @@ from crosstune.results.opened import (
 )
 from crosstune.results.verify import chat_problems, check_finite, judge, refuse_unverified
 
-FORMATS = ("hf", "mlx", "gguf")
+FORMATS = ("hf", "mlx", "gguf", "ollama", "vllm")
 _NOT_FOR_MLX = (
     "do not use that folder: this mlx-lm computes the model differently; use --to hf, or try a newer mlx-lm"
 )
@@ -40,12 +42,16 @@ _VERDICT = ("agreement", "bound", "verified")
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The format of an export. `bits` and `group_size` apply to MLX (16 bits: not quantized), `kind` to GGUF."""
+    """The format of an export. `bits` and `group_size` apply to MLX (16 bits: not quantized), `kind` to GGUF and Ollama."""
 
     to: str
     bits: int = PLAIN_BITS
     group_size: int = 64
     kind: str = "auto"
+    adapter_only: bool = False
+    """GGUF: write the adapter without its base."""
+    imatrix: bool = False
+    """GGUF: weight the quantization errors by the inputs of the layers on the run's training rows."""
 
     @property
     def name(self) -> str:
@@ -61,14 +67,26 @@ def export(
     request: Request, form: Form, *, observer: Observer, facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Write the target in the given format, read it back, compare it, and return a report that includes `facts`."""
-    write: Callable[..., dict[str, Any]] = {"hf": _write_hf, "mlx": _write_mlx, "gguf": _write_gguf}[form.to]
+    if form.to == "vllm":
+        return _command_for_vllm(request, observer, facts)
+    write: Callable[..., dict[str, Any]] = {"hf": _write_hf, "mlx": _write_mlx}.get(form.to, _write_gguf)
+    as_gguf = form.to in ("gguf", "ollama")
     if request.out is not None:
         check_out(request.out)
     if form.to == "mlx":
         open_engine("mlx").check_form(form.mlx)  # before the costly merge
-    opened, warnings = open_request(request, observer, engine="torch" if form.to == "gguf" else None)
+    opened, warnings = open_request(request, observer, engine="torch" if as_gguf else None)
     if form.to == "mlx":
         warnings += check_for_mlx(request.target, opened.model.path, opened.prompts)
+    if as_gguf:
+        from crosstune.models.gguf_writer import check_gguf
+        from crosstune.results.gguf_export import check_adapter_alone, check_importance
+
+        if form.imatrix:
+            check_importance(opened.trained, form.kind)
+        warnings += check_gguf(opened.model.path, form.kind)
+        if form.adapter_only:
+            check_adapter_alone(opened.trained, opened.model.path)
     out = request.out or opened.trained.result_path(form.name)
     is_file = out.suffix.lower() == ".gguf"
     if is_file and form.to != "gguf":
@@ -78,7 +96,7 @@ def export(
         )
     if is_file:
         write = functools.partial(_write_gguf, title=out.name)
-    num_copies = 1 if form.to == "hf" else 2
+    num_copies = 1 if form.to == "hf" else 2 if form.kind in ("auto", *GGUF_PLAIN) else 3
     with staged(out, need_bytes=num_copies * dense_bytes(opened.model.path, request.dtype)) as stage:
         source = _make_dense(stage, opened, request, observer)
         report = source.report | write(stage, source, opened, form, observer)
@@ -91,7 +109,7 @@ def export(
         report |= {"to": form.to, "warnings": warnings, **(facts or {})}
         problems = [
             *report.pop("problems", ()),
-            *chat_problems(opened.tokenizer_folder, report.pop("reread", stage.result)),
+            *_chat_problems(opened, report.pop("reread", None if as_gguf else stage.result)),
         ]
         write_json(stage.result / RECORD, {"exported": report})
         by_mlx = form.to == "mlx" and opened.engine.reader != report.get("checked_by")
@@ -101,6 +119,11 @@ def export(
             shutil.rmtree(stage.result)
             (stage.scratch / "file").rename(stage.result)
     return report | {"path": str(out)}
+
+
+def _chat_problems(opened: Opened, folder: Path | None) -> list[str]:
+    """Describe how the written tokenizer differs; a GGUF file that only llama.cpp reads is compared there."""
+    return [] if folder is None else chat_problems(opened.tokenizer_folder, folder)
 
 
 def _make_dense(stage: Stage, opened: Opened, request: Request, observer: Observer) -> DenseModel:
@@ -163,28 +186,30 @@ def _write_mlx(
 def _write_gguf(
     stage: Stage, source: DenseModel, opened: Opened, form: Form, observer: Observer, *, title: str = ""
 ) -> dict[str, Any]:
-    """Write a GGUF file, and check it with transformers' reader and with crosstune's own. `title` is its final name."""
-    from crosstune.models import gguf, gguf_writer
+    """Write a GGUF file, or an adapter as one; for Ollama also its Modelfile."""
+    from crosstune.results import gguf_export
 
-    stored = stored_format(source.folder)
-    kind = stored.replace("fp", "f") if form.kind == "auto" else form.kind
-    stage.result.mkdir()
-    name = f"model-{kind}.gguf"
-    show = show_bytes(observer, "write", title or name)
-    gguf_writer.write_gguf(
-        source.folder, stage.result / name, kind=kind, progress=lambda _, done, total: show(done, total)
+    if form.adapter_only:
+        return gguf_export.write_adapter_alone(stage, source, opened, observer)
+    report = gguf_export.write_model(
+        stage, source, opened, observer, kind=form.kind, weighted=form.imatrix, title=title
     )
-    word = {"f32": "fp32", "f16": "fp16"}.get(kind, kind)
-    found = read_logits(stage.result, opened, gguf=name)
-    report = judge(measure_agreement(source.expected, found), opened.precision, word)
-    reread = stage.scratch / "reread"
-    reread.mkdir()
-    gguf.convert(stage.result / name, reread)
-    again = read_logits(reread, opened)
-    own = judge(measure_agreement(source.expected, again), opened.precision, stored_format(reread), word)
-    problems = [] if own["verified"] else ["crosstune's own GGUF reader reads different weights"]
-    report |= {"checked_by": opened.engine.reader, "own_reader": own}
-    return report | {"kind": kind, "file": name, "problems": problems, "reread": reread}
+    if form.to == "ollama":
+        tokenizer = Tokenizer.from_folder(source.folder)
+        said = gguf_export.write_modelfile(stage.result, report["file"], tokenizer)
+        report["said"] = [*report.get("said", ()), *said]
+    return report
+
+
+def _command_for_vllm(
+    request: Request, observer: Observer, facts: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the command that serves the target with vLLM; nothing is written."""
+    from crosstune.results.gguf_export import vllm_command
+
+    opened, warnings = open_request(request, observer, engine="torch")
+    report = {"to": "vllm", "warnings": warnings, "path": str(opened.trained.home or opened.model.path)}
+    return report | vllm_command(opened.trained, opened.model.path) | dict(facts or {})
 
 
 def _copy_model(source: Path, target: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from crosstune.config.resolve.plan import Plan
 from crosstune.core.logit_distance import Logits, Prompts
@@ -17,6 +19,7 @@ from crosstune.torch_engine.loading.prequantized import read_prequantized
 from crosstune.torch_engine.quantized import open_quantizer
 from crosstune.torch_engine.results import verify
 from crosstune.torch_engine.results.convert import Conversion, measure_errors
+from crosstune.torch_engine.results.importance import input_squares
 from crosstune.torch_engine.results.merge import (
     DTYPES,
     BaseTensors,
@@ -60,6 +63,13 @@ class TorchFolders:
         return self._logits(
             verify.load_plainly(folder, self.precision, device=self.device, gguf=gguf), prompts
         )
+
+    def input_squares(
+        self, folder: Path, rows: Prompts, *, show: Callable[[int, int], None]
+    ) -> dict[str, NDArray[np.float32]]:
+        """Return the mean squares of every linear layer's inputs."""
+        model = verify.load_plainly(folder, self.precision, device=self.device)
+        return input_squares(model, rows, device=self.device, show=show)
 
     def variant_logits(
         self, folder: Path, prompts: Prompts, variants: Mapping[str, DenseWeights]

@@ -20,7 +20,7 @@ from crosstune.cli.arguments import (
     say_start,
 )
 from crosstune.cli.terminal.output import GOOD, WARNING
-from crosstune.core.quantization import quantizer_names, read_quantizers
+from crosstune.core.quantization import GGUF_TYPES, quantizer_names, read_quantizers
 
 if TYPE_CHECKING:
     from crosstune.results.opened import Request
@@ -38,6 +38,10 @@ EXPORT_EXAMPLES = """examples:
   crosstune export runs/demo --to hf
   crosstune export runs/demo --to gguf --gguf_type q8_0    (a folder with the file and its record)
   crosstune export runs/demo --to gguf --out demo.gguf     (only the file)
+  crosstune export runs/demo --to gguf --gguf_type q4_k_m
+  crosstune export runs/demo --to gguf --adapter_only      (the adapter without its base)
+  crosstune export runs/demo --to ollama --gguf_type q8_0  (with a Modelfile)
+  crosstune export runs/demo --to vllm                     (print the command that serves it)
   crosstune export runs/demo --to mlx --n_bits 4 --group_size 64
   crosstune export smollm2-135m --to mlx --out smollm2-mlx
 
@@ -53,7 +57,12 @@ CONVERT_EXAMPLES = """examples:
 
 A quantized folder can be used for training directly:
   crosstune train --model_name models/llama-hqq-4bit --train_type qlora --quantization_backend hqq --group_size 128"""
-_TRY = {"hf": "crosstune chat {}", "mlx": "mlx_lm.chat --model {}", "gguf": "llama-cli -m {} -cnv"}
+_TRY = {
+    "hf": "crosstune chat {}",
+    "mlx": "mlx_lm.chat --model {}",
+    "gguf": "llama-cli -m {} -cnv",
+    "ollama": "ollama create {}",
+}
 """Format -> a command that uses it."""
 
 
@@ -79,9 +88,12 @@ def make_parser_export() -> Parser:
     )
     add = parser.add_argument
     add("target", type=read_run, metavar="RUN|ADAPTER|MODEL", help="a run, an adapter or a model")
-    add("--to", required=True, choices=("hf", "mlx", "gguf"), help="the format to write")
-    types = ("auto", "f32", "f16", "bf16", "q8_0")
-    add("--gguf_type", choices=types, help="tensor type of a GGUF file (default: the type of the weights)")
+    add("--to", required=True, choices=("hf", "mlx", "gguf", "ollama", "vllm"), help="the tool to write for")
+    kinds = "type of a GGUF file's weights (default: the model's); q6_k to q3_k_m need crosstune[llamacpp]"
+    add("--gguf_type", choices=("auto", *GGUF_TYPES), help=kinds)
+    rows = "GGUF: quantize with less error where the run's training rows have large activations"
+    add("--imatrix", action="store_true", default=None, help=rows)
+    add("--adapter_only", action="store_true", default=None, help="GGUF: write the adapter without its base")
     add("--n_bits", type=at_least(1), help="bits per weight for MLX (default 16: not quantized)")
     add("--group_size", type=at_least(1), help="weights per quantization scale, for MLX (default 64)")
     _add_request_arguments(parser)
@@ -94,19 +106,41 @@ def run_export(words: Sequence[str]) -> int:
     from crosstune.results.export import Form, export
 
     form = Form(
-        to=own.to, bits=own.n_bits or 16, group_size=own.group_size or 64, kind=own.gguf_type or "auto"
+        to=own.to,
+        bits=own.n_bits or 16,
+        group_size=own.group_size or 64,
+        kind=own.gguf_type or "auto",
+        adapter_only=bool(own.adapter_only) and own.to == "gguf",
+        imatrix=bool(own.imatrix) and own.to in ("gguf", "ollama"),
     )
-    used_by = {"n_bits": ["mlx"], "group_size": ["mlx"], "gguf_type": ["gguf"]}
+    used_by = {
+        "n_bits": ["mlx"],
+        "group_size": ["mlx"],
+        "gguf_type": ["gguf", "ollama"],
+        "imatrix": ["gguf", "ollama"],
+        "adapter_only": ["gguf"],
+    }
     return _make(
         "export",
         partial(export, _read_request(own), form),
         own,
         used_by=used_by,
-        lines=lambda report: [
-            *_report_lines(report),
-            f"try it   {_TRY[own.to].format(shlex.quote(str(_written_path(report))))}",
-        ],
+        lines=lambda report: _export_lines(report, own),
     )
+
+
+def _export_lines(report: Report, own: argparse.Namespace) -> Iterable[Line]:
+    """Yield the lines of an export, and a command that uses the result."""
+    if own.to == "vllm":
+        yield from _warnings(report)
+        yield f"try it   {shlex.join(report['command'])}"
+        return
+    yield from _report_lines(report)
+    path = shlex.quote(str(_written_path(report)))
+    if own.to == "ollama":
+        place = Path(report["path"])
+        path = f"{shlex.quote(place.name)} -f {shlex.quote(str(place / 'Modelfile'))}"
+    yield f"try it   {('llama-cli -m BASE.gguf --lora {} -cnv' if own.adapter_only else _TRY[own.to]).format(path)}"
 
 
 def make_parser_convert() -> Parser:
@@ -248,6 +282,7 @@ def _make(
 
 _COMPARISONS = {
     "unquantized": "the same before quantization",
+    "llama_cpp": "in llama.cpp",
     "own_reader": "the file as crosstune opens it again, with f32 weights kept and all others as bf16",
 }
 """Key of a report -> what was compared."""
@@ -261,6 +296,12 @@ def _report_lines(report: Report) -> Iterable[Line]:
         if name in report:
             yield f"  {meaning}:"
             yield f"         {_agreement(report[name]['agreement'])} (bound {report[name]['bound']:g})"
+        if "texts" in report.get(name, ()):
+            texts, answers = report[name]["texts"], report[name]["answers"]
+            yield (
+                f"         same token ids for {texts['same']} of {texts['compared']} texts; the model would choose the same "
+                f"{answers['tokens']} tokens in {answers['same']} of {answers['compared']} greedy answers"
+            )
     yield "  differences of logits from the trained model; below its bound, `relative` is explained by rounding"
     for name, agreement in report.get("against_trained", {}).items():
         yield f"{'  ' + name:<15} against the trained model: {_agreement(agreement)}"

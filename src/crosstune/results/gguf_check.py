@@ -1,0 +1,144 @@
+"""Prove a GGUF file in llama.cpp: token ids, special tokens, chat template, logits and greedy answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import shown
+from crosstune.core.logit_distance import Logits, measure_agreement
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.models import llama_cpp
+from crosstune.models.folder import read_config_json
+from crosstune.models.gguf_families import read_family
+from crosstune.models.gguf_tokenizer import find_kind, read_tokenizer
+from crosstune.results.opened import Opened, read_logits
+from crosstune.results.verify import judge
+
+NEW_TOKENS = 16
+_MUST = (
+    "Hello, world!  It's 2024-11-18, and we'll pay $1,234,567.89 (about 12.5%).",
+    " leading space, trailing space ",
+    "line one\nline two\n\n\tindented\r\n    four spaces",
+    "def f(x):\n    return {'a': [1, 2.5e-3, 0x1F]}  # comment\n",
+    "THEY'RE SURE YOU'VE SEEN IT'S o'clock, don't",
+    "Ça va très bien à l'école. Größe, Straße, naïve café. ¿Qué tal? Žluťoučký kůň",
+    "Привет, мир! Γειά σου Κόσμε.",
+    "你好，世界。こんにちは、世界。안녕하세요 세계",
+    "1234567890 12 345 6789 3.14159",
+    "https://example.com/a?b=c&d=e#f user@example.org C:\\path\\file.txt",
+    "emoji 🙂🚢 and symbols ± ≤ ∞ → … “quoted” ‘text’ — dash",
+)
+"""Every supported tokenizer must give the same tokens for these."""
+_MAY = ("नमस्ते दुनिया", "สวัสดีชาวโลก", "שָׁלוֹם עוֹלָם", "مَرْحَبًا بالعالم", "e\u0301 a\u0300 combining", "ﬁ ½ ② Ⅳ")
+"""llama.cpp's patterns treat combining marks of some scripts differently; a difference is a warning."""
+_FORMATS = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "q8_0": "q8_0"}
+
+
+def check_in_llama_cpp(
+    file: Path,
+    folder: Path,
+    opened: Opened,
+    *,
+    kind: str,
+    expected: Logits,
+    rows: Sequence[str] = (),
+    adapter: Path | None = None,
+) -> dict[str, Any]:
+    """Compare a GGUF file with the model folder it was made from: return a report with `problems` and `warnings`.
+    `expected` are the trained model's logits, `rows` are texts of the user."""
+    tokenizer = Tokenizer.from_folder(folder)
+    family, config = read_family(folder, read_config_json(folder))
+    splitting = find_kind(folder, read_tokenizer(folder))
+    special = [f"{token}Answer: 7\n{token} 8" for token in tokenizer.special[:64]]
+    must, may = [*_MUST, *special, *rows], list(_MAY)
+    before = tokenizer.bos_token or "" if splitting.prefix == "first" else ""
+    texts = [before + text for text in (*must, *may)]
+    answers = llama_cpp.ask(
+        file,
+        texts=texts,
+        prompts=opened.prompts,
+        starts=opened.prompts,
+        max_new_tokens=NEW_TOKENS,
+        tokens=sorted(tokenizer.stop_ids),
+        adapter=adapter,
+    )
+    encoded = tokenizer.rust.encode_batch(texts, add_special_tokens=False)
+    different = [
+        (place, text)
+        for place, (text, ours, theirs) in enumerate(zip(texts, encoded, answers.tokens, strict=True))
+        if ours.ids != theirs
+    ]
+    problems, warnings = [], []
+    for place, text in different:
+        ours, theirs = encoded[place].ids, answers.tokens[place]
+        sentence = f"{shown(text[:80])} has the tokens {theirs[:12]} in llama.cpp instead of {ours[:12]}"
+        if place < len(must):
+            problems.append(sentence)
+        else:
+            warnings.append(sentence)
+    if adapter is None:
+        problems += _special_problems(answers, tokenizer)
+    # llama.cpp computes GELU from a table in fp16.
+    by_table = ("fp16",) if family.activation.startswith("gelu") else ()
+    verdict = judge(
+        measure_agreement(expected, answers.logits), opened.precision, bound_name(kind), *by_table
+    )
+    same, wrong = _compare_answers(answers, folder, opened, verdict["agreement"]["max_abs"])
+    # With experts, rounding may choose a different expert, and then a different token.
+    exact = ("f32",) if "num_local_experts" in config else ("f32", "f16", "bf16")
+    if wrong and kind in exact:
+        problems.append(wrong)
+    return verdict | {
+        "texts": {"compared": len(texts), "same": len(texts) - len(different)},
+        "answers": same,
+        "problems": problems[:3],
+        "warnings": warnings[:1],
+    }
+
+
+def bound_name(kind: str) -> str:
+    """Return the name of a GGUF type in the table of bounds: a dtype, or its bits."""
+    return _FORMATS.get(kind) or next(letter for letter in kind if letter.isdigit())
+
+
+def _special_problems(answers: llama_cpp.Answers, tokenizer: Tokenizer) -> list[str]:
+    """Describe special tokens, stops or a chat template that llama.cpp reads differently."""
+    problems = []
+    for role, text in (("bos", tokenizer.bos_token), ("eos", tokenizer.eos_token)):
+        wanted = tokenizer.rust.token_to_id(text) if text else None
+        if wanted is not None and answers.special[role] != wanted:
+            problems.append(f"the {role} token is {answers.special[role]} in llama.cpp instead of {wanted}")
+    missing = sorted(tokenizer.stop_ids - set(answers.ends))
+    if missing:
+        names = [tokenizer.rust.id_to_token(token) for token in missing]
+        problems.append(f"llama.cpp does not stop at {', '.join(map(shown, names))}")
+    if answers.adds_bos != tokenizer.adds_bos:
+        problems.append(
+            f"llama.cpp adds a bos token: {answers.adds_bos}, the tokenizer: {tokenizer.adds_bos}"
+        )
+    if (answers.template or None) != (tokenizer.chat_template or None):
+        problems.append("the chat template differs in llama.cpp")
+    return problems
+
+
+def _compare_answers(
+    answers: llama_cpp.Answers, folder: Path, opened: Opened, rounding: float
+) -> tuple[dict[str, int], str]:
+    """Compare llama.cpp's greedy answers with the model's own choice at each token. Return the counts, and the first token
+    that rounding does not explain."""
+    pairs = list(zip(opened.prompts, answers.continuations, strict=True))
+    logits = read_logits(folder, replace(opened, prompts=[[*prompt, *made] for prompt, made in pairs]))
+    same, wrong = 0, ""
+    for (prompt, made), found in zip(pairs, logits, strict=True):
+        own = found[len(prompt) - 1 : -1] if made else found[:0]
+        chosen = own.argmax(-1).tolist()
+        same += chosen == made
+        for place, (ours, theirs) in enumerate(zip(chosen, made, strict=True)):
+            gap = float(own[place][ours] - own[place][theirs])
+            if gap > 2 * rounding and not wrong:
+                wrong = f"token {place} of a greedy answer is {theirs} in llama.cpp instead of {ours}"
+    total = sum(len(made) for _, made in pairs)
+    return {"compared": len(pairs), "same": same, "tokens": total}, wrong

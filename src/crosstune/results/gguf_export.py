@@ -1,0 +1,290 @@
+"""Write GGUF results: a model, an adapter alone, and the folder that Ollama reads; check each in llama.cpp."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from crosstune.config.load import load_config
+from crosstune.core.errors import UserError
+from crosstune.core.events import Observer
+from crosstune.core.logit_distance import measure_agreement
+from crosstune.core.quantization import GGUF_PLAIN
+from crosstune.data.render.rendering import render
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.files.json_files import read_jsonl
+from crosstune.models import gguf, llama_cpp
+from crosstune.models.adapter_files import read_matrices
+from crosstune.models.folder import read_config_json
+from crosstune.models.gguf_families import read_family, tensor_name
+from crosstune.models.gguf_writer import Importance, is_readable, write_adapter, write_gguf
+from crosstune.models.quantized_folder import read_quantization, stored_format
+from crosstune.models.staged import Stage
+from crosstune.results.gguf_check import bound_name, check_in_llama_cpp
+from crosstune.results.merge import DenseModel
+from crosstune.results.opened import Opened, read_logits, show_bytes
+from crosstune.results.trained_folder import Trained
+from crosstune.results.verify import judge
+from crosstune.runs.open_parts import open_recipe
+
+_VERDICT = ("agreement", "bound", "verified")
+_IMPORTANCE_ROWS = 128
+_SAMPLE_TEXTS = 200
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def write_model(
+    stage: Stage,
+    source: DenseModel,
+    opened: Opened,
+    observer: Observer,
+    *,
+    kind: str,
+    weighted: bool = False,
+    title: str = "",
+) -> dict[str, Any]:
+    """Write a GGUF file, and check it with transformers' and crosstune's readers if they read its family, and in
+    llama.cpp if it is installed. `title` is its final name; `weighted` measures an importance matrix."""
+    plain = stored_format(source.folder).replace("fp", "f")
+    kind = plain if kind == "auto" else kind
+    stage.result.mkdir()
+    name = f"model-{kind}.gguf"
+    file = stage.result / name
+    importance = _measure_importance(source.folder, opened, observer) if weighted else None
+    _write(source.folder, file, kind, title or name, observer, importance)
+    report: dict[str, Any] = {"kind": kind, "file": name, "problems": []}
+    if importance is not None:
+        report["num_weighted"] = len(importance)
+    rows = _sample_texts(opened.trained)
+    if is_readable(source.folder):
+        found = read_logits(stage.result, opened, gguf=name)
+        report |= judge(measure_agreement(source.expected, found), opened.precision, bound_name(kind))
+        reread = stage.scratch / "reread"
+        reread.mkdir()
+        gguf.convert(file, reread)
+        again = measure_agreement(source.expected, read_logits(reread, opened))
+        own = judge(again, opened.precision, stored_format(reread), bound_name(kind))
+        if not own["verified"]:
+            report["problems"].append("crosstune's own GGUF reader reads different weights")
+        report |= {"checked_by": opened.engine.reader, "own_reader": own, "reread": reread}
+    if not llama_cpp.is_installed():
+        return report | {"said": ["not checked in llama.cpp; to do so: pip install 'crosstune[llamacpp]'"]}
+    checked = check_in_llama_cpp(file, source.folder, opened, kind=kind, expected=source.expected, rows=rows)
+    report["problems"] += checked.pop("problems")
+    report["said"] = checked.pop("warnings")
+    if kind not in (*GGUF_PLAIN, "q8_0"):
+        # Quantization error can hide a wrong conversion, so compare the unquantized model too.
+        dense = stage.scratch / "plain.gguf"
+        _write(source.folder, dense, plain, f"{plain}, to compare", observer)
+        exact = check_in_llama_cpp(dense, source.folder, opened, kind=plain, expected=source.expected)
+        if not exact["verified"] or exact["problems"]:
+            report["problems"].append("llama.cpp computes different logits even before quantization")
+        report["unquantized"] = exact
+    return _with_llama_cpp(report, checked)
+
+
+def write_adapter_alone(
+    stage: Stage, source: DenseModel, opened: Opened, observer: Observer
+) -> dict[str, Any]:
+    """Write the adapter as a GGUF file, and check it in llama.cpp over its base model: it computes the merged model."""
+    trained = opened.trained
+    assert trained.adapter is not None
+    stage.result.mkdir()
+    name = "adapter.gguf"
+    matrices = read_matrices(trained.adapter, trained.settings)
+    write_adapter(opened.model.path, stage.result / name, matrices, trained.settings)
+    plain = stored_format(opened.model.path).replace("fp", "f")
+    base = stage.scratch / "base.gguf"
+    _write(opened.model.path, base, plain, f"base in {plain}, to compare", observer)
+    checked = check_in_llama_cpp(
+        base,
+        source.folder,
+        opened,
+        kind=plain,
+        expected=source.expected,
+        adapter=stage.result / name,
+    )
+    report: dict[str, Any] = {"kind": "f32", "file": name, "problems": checked.pop("problems")}
+    return _with_llama_cpp(report | {"said": checked.pop("warnings")}, checked)
+
+
+def check_adapter_alone(trained: Trained, base: Path) -> None:
+    """Raise a UserError if the adapter cannot be used without merging it in llama.cpp."""
+    request = "The adapter cannot be written alone as GGUF."
+    if trained.adapter is None:
+        raise UserError(request, why="the target is a whole model.", do="remove --adapter_only")
+    llama_cpp.require_llama_cpp(request)
+    why = _only_merged(trained)
+    if read_quantization(base) is not None:
+        why = why or "its base is a quantized folder, which llama.cpp does not read"
+    if why:
+        raise UserError(request, why=f"{why}.", do="remove --adapter_only to export the merged model")
+
+
+def write_modelfile(folder: Path, file: str, tokenizer: Tokenizer) -> list[str]:
+    """Write Ollama's Modelfile next to a GGUF file: chat template and stops. Return warnings."""
+    stops = sorted(tokenizer.decode([token], keep_special=True) for token in tokenizer.stop_ids)
+    template = _go_template(tokenizer)
+    lines = [f"FROM ./{file}"]
+    if template is not None:
+        lines.append(f'TEMPLATE """{template}"""')
+    lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops if stop]
+    (folder / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if template is None and tokenizer.chat_template is not None:
+        return [
+            "the chat template has no equivalent in a Modelfile; Ollama uses the template in the GGUF file if its version "
+            "reads it: compare `ollama show --template NAME`"
+        ]
+    return []
+
+
+def vllm_command(trained: Trained, folder: Path) -> dict[str, Any]:
+    """Return the command that serves the target with vLLM; raise a UserError with the reason why vLLM rejects it."""
+    if trained.adapter is None:
+        return {"command": ["vllm", "serve", str(folder)]}
+    rank = int(trained.settings["r"])
+    why = _only_merged(trained)
+    if rank > _VLLM_RANKS[-1]:
+        why = why or f"its rank {rank} exceeds vLLM's limit of {_VLLM_RANKS[-1]}"
+    if why:
+        raise UserError(
+            "vLLM cannot serve this adapter.",
+            why=f"{why}.",
+            do=f"merge it: crosstune export {trained.home} --to hf, then serve that folder",
+        )
+    limit = next(each for each in _VLLM_RANKS if each >= rank)
+    name = trained.home.name if trained.home is not None else "adapter"
+    command = ["vllm", "serve", trained.base, "--enable-lora", "--max-lora-rank", str(limit)]
+    return {"command": [*command, "--lora-modules", f"{name}={trained.adapter}"]}
+
+
+def _only_merged(trained: Trained) -> str:
+    """Return why an adapter works only after a merge, empty if it works as it is."""
+    settings: Mapping[str, Any] = trained.settings
+    if settings.get("use_dora"):
+        return "it is a DoRA adapter, and its magnitudes are not applied"
+    if settings.get("modules_to_save"):
+        return f"it trained {', '.join(settings['modules_to_save'])} in full"
+    if settings.get("target_parameters"):
+        return "it adapts experts"
+    return "it added tokens" if trained.record.get("add_tokens") else ""
+
+
+def check_importance(trained: Trained, kind: str) -> None:
+    """Raise a UserError if an importance matrix cannot be measured or has no effect."""
+    request = "Cannot use --imatrix."
+    if kind in ("auto", *GGUF_PLAIN, "q8_0"):
+        raise UserError(
+            request, why=f"it changes types of 6 bits or less, not {kind}.", do="add --gguf_type q4_k_m"
+        )
+    if not trained.is_run:
+        raise UserError(
+            request, why="the target is not a run, so it has no training rows.", do="pass a run folder"
+        )
+    llama_cpp.require_llama_cpp(request)
+
+
+def _measure_importance(folder: Path, opened: Opened, observer: Observer) -> Importance:
+    """Return the mean squares of each linear layer's inputs on the first training rows, by GGUF name."""
+    home = opened.trained.home
+    assert home is not None
+    config = load_config(file=home / "config.yaml", environment={})
+    recipe = open_recipe(config, opened.model, observer)
+    rows: list[list[int]] = []
+    for step in range(recipe.num_steps()):
+        for batch in recipe.micro_batches(step):
+            tokens: Any = batch
+            pairs = zip(tokens.input_ids, tokens.segments, strict=True)
+            rows += [ids[segments > 0].tolist() for ids, segments in pairs]
+        if len(rows) >= _IMPORTANCE_ROWS:
+            break
+    engine: Any = opened.engine
+    show = show_bytes(observer, "measure", "importance of weights")
+    squares = engine.input_squares(folder, rows[:_IMPORTANCE_ROWS], show=show)
+    family, settings = read_family(folder, read_config_json(folder))
+    named = {tensor_name(family, settings, layer): values for layer, values in squares.items()}
+    return {name: values for name, values in named.items() if name is not None}
+
+
+def _sample_texts(trained: Trained) -> list[str]:
+    """Return the questions and answers of the run's evaluations, as the user's own texts."""
+    path = trained.home / "events.jsonl" if trained.is_run and trained.home is not None else None
+    if path is None or not path.is_file():
+        return []
+    texts = dict[str, None]()
+    for event in read_jsonl(path):
+        for sample in event.get("samples") or ():
+            texts |= dict.fromkeys(value for value in sample.values() if isinstance(value, str) and value)
+    return list(texts)[:_SAMPLE_TEXTS]
+
+
+def _write(
+    folder: Path,
+    path: Path,
+    kind: str,
+    title: str,
+    observer: Observer,
+    importance: Importance | None = None,
+) -> None:
+    show = show_bytes(observer, "write", title)
+    write_gguf(
+        folder,
+        path,
+        kind=kind,
+        importance=importance,
+        progress=lambda _, done, total: show(done, total or 0),
+    )
+
+
+def _with_llama_cpp(report: dict[str, Any], checked: dict[str, Any]) -> dict[str, Any]:
+    """Add llama.cpp's verdict, as the only one if no other reader knows the family."""
+    if "agreement" not in report:
+        report |= {"checked_by": "llama.cpp", **{each: checked[each] for each in _VERDICT}}
+    elif not checked["verified"]:
+        report["problems"].append(
+            f"its logits in llama.cpp differ by {checked['agreement']['relative']:.2g} (relative), beyond the bound of "
+            f"{checked['bound']:g}"
+        )
+    return report | {"llama_cpp": checked}
+
+
+def _go_template(tokenizer: Tokenizer) -> str | None:
+    """Return the chat template in Ollama's language, if each turn is a text before and after its content."""
+    if tokenizer.chat_template is None:
+        return None
+    turns = [{"role": role, "content": f"\x01{role}\x02"} for role in ("system", "user", "assistant", "user")]
+
+    def text(messages: Sequence[Mapping[str, Any]], *, asks: bool) -> str:
+        rendered = render(list(messages), tokenizer, add_generation_prompt=asks)
+        return rendered.removeprefix(tokenizer.leading_bos) if tokenizer.leading_bos else rendered
+
+    try:
+        whole = [text(turns[:count], asks=False) for count in range(1, 5)]
+        asked = text(turns, asks=True)
+    except UserError:  # a template without a system turn
+        return None
+    pieces, done = dict[str, tuple[str, str]](), ""
+    for turn, now in zip(turns, whole, strict=True):
+        before, found, after = now.removeprefix(done).partition(turn["content"])
+        if (
+            not now.startswith(done)
+            or not found
+            or pieces.setdefault(turn["role"], (before, after))
+            != (
+                before,
+                after,
+            )
+        ):
+            return None
+        done = now
+    start = asked.removeprefix(done)
+    alone = text(turns[1:2], asks=True)
+    if alone != turns[1]["content"].join(pieces["user"]) + start or "{{" in done + start:
+        return None
+    cases = [
+        f'{{{{ {"else " if number else ""}if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}'
+        for number, (role, (before, after)) in enumerate(pieces.items())
+    ]
+    return "{{ range .Messages }}" + "".join(cases) + "{{ end }}{{ end }}" + start
