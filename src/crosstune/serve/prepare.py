@@ -1,33 +1,25 @@
-"""Turn a run or a model into the files that an engine serves; an export is cached by the identity of its sources."""
+"""Turn a run or a model into the files that an engine serves."""
 
 from __future__ import annotations
 
-import hashlib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from crosstune.backends._host import memory_bytes
-from crosstune.config.load import cache_override, make_config
+from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.core.events import ModelProgress, Observer, Warned
+from crosstune.core.events import Observer, Warned
 from crosstune.files.plain_files import readable_bytes
-from crosstune.models.cache import install
-from crosstune.models.file_hashes import sha256_of_all
 from crosstune.models.folder import longest_context, weight_files
-from crosstune.models.identity import identity
-from crosstune.models.locate import ModelFolder
 from crosstune.models.quantized_folder import dense_bytes, read_quantization
-from crosstune.results.export import Form, export
-from crosstune.results.opened import Request, check_base
-from crosstune.results.trained_folder import Trained, find_trained
+from crosstune.results.cached_export import cached_export, name_of
+from crosstune.results.opened import check_base
+from crosstune.results.trained_folder import find_trained
 from crosstune.runs.open_parts import find_model
 from crosstune.serve.engines import ENGINES, is_gguf, takes_adapter
 
-_KEY_CHARS = 12
 _OVERHEAD = 1.1
 """Memory of a served model per byte of its weights: buffers and a small context."""
-_HASHED = ("*.safetensors", "*.json", "*.jinja", "*.model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,15 +68,7 @@ def prepare(target: str, engine: str, *, observer: Observer) -> Prepared:
     form = ENGINES[engine].form
     if trained.adapter is None and _reads(form, model.path):
         return Prepared(name=name, path=model.path, context=context)
-    return Prepared(name=name, path=_exported(target, trained, model, form, observer), context=context)
-
-
-def name_of(target: str, trained: Trained) -> str:
-    """Return the name that clients use: the run's, the folder's, or the model's name as it was given."""
-    if trained.home is None:
-        return target
-    home = trained.home
-    return home.parent.name if home.name in ("adapter", "model") and not trained.is_run else home.name
+    return Prepared(name=name, path=cached_export(target, trained, model, form, observer=observer), context=context)
 
 
 def check_memory(target: str, weight_bytes: int) -> None:
@@ -103,31 +87,3 @@ def _reads(form: str, folder: Path) -> bool:
     """Return True if an engine for this format reads a model folder as it is."""
     held = read_quantization(folder)
     return form != "gguf" and (held is None or (form == "mlx" and held.spec.quantizer == "mlx"))
-
-
-def _exported(target: str, trained: Trained, model: ModelFolder, form: str, observer: Observer) -> Path:
-    """Return the exported model, from the cache if its sources have not changed."""
-
-    def show(stage: str, done: int, total: int | None) -> None:
-        observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=target))
-
-    key = hashlib.sha256(f"{form}\0{identity(model.path)['sha256']}\0".encode())
-    for folder in (model.path, trained.adapter):
-        files = sorted(path for pattern in _HASHED for path in folder.glob(pattern)) if folder else []
-        for path, digest in sha256_of_all(files).items():
-            key.update(f"{path.name}\0{digest}\0".encode(errors="surrogateescape"))
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name_of(target, trained)).strip(".-") or "model"
-    result = "model.gguf" if form == "gguf" else "model"
-
-    def build(folder: Path, scratch: Path) -> None:
-        export(Request(target=target, out=folder / result), Form(to=form), observer=observer)
-
-    folder = install(
-        f"{stem}-{form}-{key.hexdigest()[:_KEY_CHARS]}",
-        build,
-        need_bytes=3 * dense_bytes(model.path, "auto"),
-        source={"kind": "export", "form": form, "sha256": key.hexdigest()},
-        cache=cache_override(),
-        progress=show,
-    )
-    return folder / result
