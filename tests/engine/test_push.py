@@ -131,7 +131,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             files = self.hub.repos[found[1]]
             if "/tree/" in path:
-                rows = [{"type": "file", "path": name, "oid": "0", "size": len(data)} for name, data in files.items()]
+                rows = [
+                    {"type": "file", "path": name, "oid": "0", "size": len(data)}
+                    for name, data in files.items()
+                ]
                 return self._json(rows)
             card = {"license": "mit"} if found[1] == "org/base" else {}
             rows = [{"rfilename": name, "size": len(data)} for name, data in files.items()]
@@ -198,11 +201,18 @@ def test_the_card_has_results_and_no_rows_paths_or_secrets(
         assert hidden not in text, hidden
     svg = ElementTree.fromstring((tmp_path / "out" / "loss.svg").read_text())
     assert svg.tag.endswith("svg") and len(list(svg.iter())) > 20
-    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/base"
+    assert (
+        json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == "org/base"
+    )
 
 
 def test_what_cannot_be_pushed(
-    run: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -245,7 +255,9 @@ def test_a_pushed_adapter_loads_with_peft_and_a_broken_push_continues(
     variables |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def python(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, *words], env=variables, capture_output=True, text=True, timeout=600)
+        return subprocess.run(
+            [sys.executable, *words], env=variables, capture_output=True, text=True, timeout=600
+        )
 
     words = ("-m", "crosstune", "push", str(run), "--to", "me/tuned", "--base", "org/base")
     served.fails_commit = True

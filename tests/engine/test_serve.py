@@ -65,8 +65,26 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     home = tmp_path_factory.mktemp("serve")
     rows = [{"prompt": prompt, "completion": f"{prompt[:-1].lower()} now"} for prompt in PROMPTS]
     (home / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["train", "--model_name", str(tiny_model), "--dataset", str(home / "data.jsonl"), "--backend", "cpu"]
-    words += ["--train_type", "lora", "--max_steps", "60", "--lr", "5e-3", "--precision", "fp32", "--skip_eval"]
+    words = [
+        "train",
+        "--model_name",
+        str(tiny_model),
+        "--dataset",
+        str(home / "data.jsonl"),
+        "--backend",
+        "cpu",
+    ]
+    words += [
+        "--train_type",
+        "lora",
+        "--max_steps",
+        "60",
+        "--lr",
+        "5e-3",
+        "--precision",
+        "fp32",
+        "--skip_eval",
+    ]
     assert main([*words, "--output_dir", str(home), "--name", "tuned", "--json"]) == 0
     variables = {"CROSSTUNE_CACHE": str(home / "cache")}
     served = start(home / "tuned", tiny_model, variables)
@@ -91,7 +109,15 @@ def test_eight_clients_stream_the_answers_of_generate_while_one_leaves(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    words = ["--prompt_file", str(tmp_path / "prompts.txt"), "--backend", "cpu", "--precision", "fp32", "--json"]
+    words = [
+        "--prompt_file",
+        str(tmp_path / "prompts.txt"),
+        "--backend",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--json",
+    ]
     capsys.readouterr()
     assert main(["generate", str(served.run), *words, "--max_new_tokens", str(NUM_TOKENS)]) == 0
     wanted = [row["answer"] for row in json.loads(capsys.readouterr().out)["answers"]]

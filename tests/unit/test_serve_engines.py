@@ -16,7 +16,13 @@ from crosstune.serve.engines import ENGINES, Launch, choose_engine, takes_adapte
 
 
 def launch(**changes: Any) -> Launch:
-    settings = {"name": "demo", "path": Path("/models/base"), "port": 4000, "api_key": "secret", "num_slots": 4}
+    settings = {
+        "name": "demo",
+        "path": Path("/models/base"),
+        "port": 4000,
+        "api_key": "secret",
+        "num_slots": 4,
+    }
     return Launch(**settings | {"context_length": 2048, "num_threads": 2} | changes)
 
 
@@ -70,7 +76,9 @@ def test_vllm_takes_plain_adapters_and_the_others_are_merged(
 def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name in ("vllm", "xllamacpp") else found(name, *rest)
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name in ("vllm", "xllamacpp") else found(name, *rest),
     )
     for name, install in (("vllm", "pip install vllm"), ("auto", "pip install 'crosstune[llamacpp]'")):
         with pytest.raises(UserError, match="is not installed") as caught:

@@ -59,7 +59,9 @@ def _cell(result: Mapping[str, Any] | None) -> str:
     value, error = number(result.get("value")) or 0.0, number(result.get("stderr"))
     if error is None:
         return f"{value:.4f}"
-    return f"{value:.4f} ({value - _Z95 * error:.4f} to {value + _Z95 * error:.4f})".replace("(-", f"({MINUS}")
+    return f"{value:.4f} ({value - _Z95 * error:.4f} to {value + _Z95 * error:.4f})".replace(
+        "(-", f"({MINUS}"
+    )
 
 
 def _change(sides: Mapping[str, Mapping[str, Any]]) -> str:

@@ -23,7 +23,17 @@ from crosstune.report.template import draw
 
 CURVE = "loss.svg"
 _Z95 = 1.96
-_OMITTED = ("precision", "backend", "model_name", "overwrite", "skip_eval", "resume", "log_to", "quiet", "name")
+_OMITTED = (
+    "precision",
+    "backend",
+    "model_name",
+    "overwrite",
+    "skip_eval",
+    "resume",
+    "log_to",
+    "quiet",
+    "name",
+)
 _STYLE = (
     "text{font:12px sans-serif;fill:#667}.grid line{stroke:#dde}.down{text-anchor:end}.across{text-anchor:middle}"
     ".marks line{stroke:#99a;stroke-dasharray:4 4}.marks .overfit{fill:#c60;opacity:.07}"
@@ -51,7 +61,9 @@ def loss_curve(run: RunFiles) -> str | None:
     chart = next((chart for chart in run_charts(run) if chart.title == "Loss" and chart.values), None)
     if chart is None:
         return None
-    plot = str(draw(chart)).replace("<svg ", '<svg x="60" y="20" width="680" height="240" overflow="visible" ', 1)
+    plot = str(draw(chart)).replace(
+        "<svg ", '<svg x="60" y="20" width="680" height="240" overflow="visible" ', 1
+    )
     plot = re.sub(r' data-readout="[^"]*"', "", plot)  # for the script of the report
     legend = "  ".join(series.label for series in chart.series)
     return (
@@ -68,7 +80,9 @@ def model_card(run: RunFiles, facts: CardFacts, *, has_curve: bool) -> str:
     rows = [*_metric_rows(run), *_benchmark_rows(run)]
     if rows:
         parts += ["## Results\n", _table(("metric", "before", "after"), rows)]
-        parts.append("Intervals are 95 % confidence intervals. Metrics without an interval are means over tokens.\n")
+        parts.append(
+            "Intervals are 95 % confidence intervals. Metrics without an interval are means over tokens.\n"
+        )
     if has_curve:
         parts += ["## Training\n", f"![Loss over the steps of training]({CURVE})\n"]
     parts += ["## Data\n", _data(run), "## Options\n", _table(("option", "value"), list(_options(run)))]
@@ -93,7 +107,11 @@ def _summary(run: RunFiles, facts: CardFacts) -> str:
     held = mapping(run.plan.get("data"))
     examples = number(mapping(held.get("train")).get("examples"))
     on = f" on {show_count(examples).text} examples" if examples else ""
-    terms = f"License of the base model: {facts.license}." if facts.license else "See the base model for its license."
+    terms = (
+        f"License of the base model: {facts.license}."
+        if facts.license
+        else "See the base model for its license."
+    )
     return f"{facts.base}, fine-tuned with {method}{on} for {run.last_step:,} steps. {terms}\n"
 
 
@@ -101,7 +119,10 @@ def _usage(facts: CardFacts) -> str:
     name = facts.repo.partition("/")[2]
     if facts.what == "gguf":
         file = next((file for file in facts.files if file.endswith(".gguf")), "model.gguf")
-        return _code("", f"hf download {facts.repo} {file} --local-dir .\ncrosstune serve {file}\nllama-cli -hf {facts.repo} -cnv")
+        return _code(
+            "",
+            f"hf download {facts.repo} {file} --local-dir .\ncrosstune serve {file}\nllama-cli -hf {facts.repo} -cnv",
+        )
     kind, package = ("AutoPeftModelForCausalLM", "peft")
     if facts.what == "merged":
         kind, package = ("AutoModelForCausalLM", "transformers")

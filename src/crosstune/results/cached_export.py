@@ -27,11 +27,7 @@ def cached_export(target: str, trained: Trained, model: ModelFolder, to: str, *,
     def show(stage: str, done: int, total: int | None) -> None:
         observer.on_event(ModelProgress(stage=stage, done=done, total=total, model=target))
 
-    key = hashlib.sha256(f"{to}\0{identity(model.path)['sha256']}\0".encode())
-    for folder in (model.path, trained.adapter):
-        files = sorted(path for pattern in _HASHED for path in folder.glob(pattern)) if folder else []
-        for path, digest in sha256_of_all(files).items():
-            key.update(f"{path.name}\0{digest}\0".encode(errors="surrogateescape"))
+    key = weights_key(trained, model, to)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", name_of(target, trained)).strip(".-") or "model"
     result = "model.gguf" if to == "gguf" else "model"
 
@@ -39,14 +35,24 @@ def cached_export(target: str, trained: Trained, model: ModelFolder, to: str, *,
         export(Request(target=target, out=folder / result), Form(to=to), observer=observer)
 
     folder = install(
-        f"{stem}-{to}-{key.hexdigest()[:_KEY_CHARS]}",
+        f"{stem}-{to}-{key[:_KEY_CHARS]}",
         build,
         need_bytes=3 * dense_bytes(model.path, "auto"),
-        source={"kind": "export", "form": to, "sha256": key.hexdigest()},
+        source={"kind": "export", "form": to, "sha256": key},
         cache=cache_override(),
         progress=show,
     )
     return folder / result
+
+
+def weights_key(trained: Trained, model: ModelFolder, *words: str) -> str:
+    """Return a hash of everything that determines the answers of a target: weights, settings, tokenizer and template."""
+    key = hashlib.sha256("\0".join([*words, identity(model.path)["sha256"]]).encode())
+    for folder in (model.path, trained.adapter):
+        files = sorted(path for pattern in _HASHED for path in folder.glob(pattern)) if folder else []
+        for path, digest in sha256_of_all(files).items():
+            key.update(f"{path.name}\0{digest}\0".encode(errors="surrogateescape"))
+    return key.hexdigest()
 
 
 def name_of(target: str, trained: Trained) -> str:

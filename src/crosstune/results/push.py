@@ -63,7 +63,9 @@ def check_request(request: PushRequest, trained: Trained) -> None:
 def base_on_hub(request: PushRequest, trained: Trained) -> str:
     """Return the hub id of the base model, or its bare name if there is none."""
     plan = read_json(Path(request.target).expanduser() / "plan.json")
-    recorded = str((trained.record.get("base") or {}).get("name") or (plan.get("model") or {}).get("name") or "")
+    recorded = str(
+        (trained.record.get("base") or {}).get("name") or (plan.get("model") or {}).get("name") or ""
+    )
     name = request.base or recorded
     if name in BUNDLED:
         return SMOLLM2_HUB if name.startswith("smollm2") else name
@@ -146,7 +148,9 @@ def check_token() -> None:
         )
     reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else why_unreachable(constants.ENDPOINT)
     if reason is not None:
-        raise UserError("The hub cannot be reached.", why=f"{reason}.", do="connect to the network, and try again")
+        raise UserError(
+            "The hub cannot be reached.", why=f"{reason}.", do="connect to the network, and try again"
+        )
     with _explained("The hub rejects the token."):
         HfApi().whoami()
 

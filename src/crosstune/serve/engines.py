@@ -100,9 +100,7 @@ def _llamacpp(launch: Launch) -> Command:
 
 
 ENGINES = {
-    "vllm": Engine(
-        title="vLLM", packages=("vllm",), install="pip install vllm", form="hf", command=_vllm
-    ),
+    "vllm": Engine(title="vLLM", packages=("vllm",), install="pip install vllm", form="hf", command=_vllm),
     "mlx": Engine(
         title="mlx-lm",
         packages=("mlx_lm",),
@@ -133,7 +131,9 @@ def choose_engine(asked: str, targets: Sequence[str]) -> str:
     if asked == "auto":
         if not has_gguf and is_installed("vllm") and probe_machine(backends=["cuda"]).available():
             asked = "vllm"
-        elif not has_gguf and is_installed("mlx") and (sys.platform, platform.machine()) == ("darwin", "arm64"):
+        elif (
+            not has_gguf and is_installed("mlx") and (sys.platform, platform.machine()) == ("darwin", "arm64")
+        ):
             asked = "mlx"
         else:
             asked = "llamacpp"

@@ -68,7 +68,9 @@ def prepare(target: str, engine: str, *, observer: Observer) -> Prepared:
     form = ENGINES[engine].form
     if trained.adapter is None and _reads(form, model.path):
         return Prepared(name=name, path=model.path, context=context)
-    return Prepared(name=name, path=cached_export(target, trained, model, form, observer=observer), context=context)
+    return Prepared(
+        name=name, path=cached_export(target, trained, model, form, observer=observer), context=context
+    )
 
 
 def check_memory(target: str, weight_bytes: int) -> None:

@@ -141,7 +141,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > _LARGEST_BODY:
             self.close_connection = True
-            self._refuse(413 if length.isdecimal() else 411, "The request needs a Content-Length below 64 MiB.")
+            self._refuse(
+                413 if length.isdecimal() else 411, "The request needs a Content-Length below 64 MiB."
+            )
             return None
         return self.rfile.read(int(length))
 

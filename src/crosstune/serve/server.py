@@ -121,7 +121,11 @@ class Child:
                 if self._ask("GET", "/health")[0] == 200:
                     break
             time.sleep(_POLL_S)
-        asked = {"model": self.command.model, "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
+        asked = {
+            "model": self.command.model,
+            "max_tokens": 1,
+            "messages": [{"role": "user", "content": "Hi"}],
+        }
         try:
             status, answer = self._ask("POST", "/v1/chat/completions", asked)
         except (OSError, http.client.HTTPException) as error:
@@ -152,7 +156,9 @@ class Child:
 
     def _last_lines(self) -> str:
         self.log.seek(0)
-        lines = [line.strip() for line in self.log.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip() for line in self.log.read().decode(errors="replace").splitlines() if line.strip()
+        ]
         return " ".join(lines[-_LOG_LINES:])
 
 

@@ -24,7 +24,9 @@ def make_parser() -> Parser:
     parser = Parser("push", description=about, epilog=EXAMPLES)
     add = parser.add_argument
     add("target", type=read_run, metavar="RUN", help="a run")
-    add("--to", required=True, metavar="ORG/NAME", help="the repository on the hub; made if it does not exist")
+    add(
+        "--to", required=True, metavar="ORG/NAME", help="the repository on the hub; made if it does not exist"
+    )
     what = "the adapter (default), the merged model, or a GGUF file; a fully trained run is always merged or gguf"
     add("--what", choices=("adapter", "merged", "gguf"), help=what)
     base = "the base model on the hub, if the run was trained on a local folder"
@@ -57,7 +59,10 @@ def run(words: Sequence[str]) -> int:
         push.check_token()
     record = load_run(Path(own.target))
     base = push.base_on_hub(request, trained)
-    with tempfile.TemporaryDirectory(prefix="crosstune-push-") as scratch, Screen(live=not own.json) as screen:
+    with (
+        tempfile.TemporaryDirectory(prefix="crosstune-push-") as scratch,
+        Screen(live=not own.json) as screen,
+    ):
         folder = own.out if own.dry_run and own.out is not None else Path(scratch)
         folder.mkdir(exist_ok=True)
         files = push.stage_files(request, trained, folder, observer=screen)
@@ -68,7 +73,9 @@ def run(words: Sequence[str]) -> int:
         if trained.quantization is not None and what == "adapter":
             notes.append(f"The adapter was trained on a base quantized to {trained.quantization.bits} bits.")
         if own.base is None and base != (trained.record.get("base") or {}).get("name") and "/" in base:
-            notes.append("It was trained on a 4-bit version of these weights; results on the original may differ.")
+            notes.append(
+                "It was trained on a 4-bit version of these weights; results on the original may differ."
+            )
         facts = CardFacts(
             repo=own.to,
             what=what,
@@ -83,9 +90,15 @@ def run(words: Sequence[str]) -> int:
         lines = [f"  {name:<28} {size(count):>10}" for name, count in sizes.items()]
         url = None if own.dry_run else push.upload(request, folder, say=Output().line)
     if own.dry_run:
-        where = f"written  {own.out}" if own.out is not None else "nothing was written; --out FOLDER keeps the files"
+        where = (
+            f"written  {own.out}"
+            if own.out is not None
+            else "nothing was written; --out FOLDER keeps the files"
+        )
         lines = [*lines, "", *card.splitlines(), "", f"{where}; nothing was sent"]
     else:
-        lines.append(f"pushed   {url}{'' if own.public else '   (private, unless the repository was public before)'}")
+        lines.append(
+            f"pushed   {url}{'' if own.public else '   (private, unless the repository was public before)'}"
+        )
     data = {"repo": own.to, "what": what, "url": url, "files": sizes, "card": card}
     return print_result(data, lines, as_json=own.json)

@@ -28,7 +28,12 @@ def make_parser() -> Parser:
     about = "Serve a run or a model over the OpenAI protocol, on this machine only."
     parser = Parser("serve", description=about, epilog=EXAMPLES, has_json=False)
     add = parser.add_argument
-    add("target", type=read_run, metavar="RUN|MODEL|FILE.gguf", help="a run, an adapter, a model or a GGUF file")
+    add(
+        "target",
+        type=read_run,
+        metavar="RUN|MODEL|FILE.gguf",
+        help="a run, an adapter, a model or a GGUF file",
+    )
     also = "serve another run or model at the same address; may be repeated"
     add("--also", type=read_run, action="append", default=[], metavar="RUN|MODEL", help=also)
     add("--port", type=at_least(0, high=65535), default=8000, help="port (default 8000; 0: a free one)")
@@ -38,7 +43,9 @@ def make_parser() -> Parser:
     add("--engine", choices=engines, default="auto", help="the server that computes (default auto)")
     slots = "requests answered at the same time, others wait (default 4; llamacpp and mlx)"
     add("--parallel", type=at_least(1, high=256), default=4, help=slots)
-    context = "tokens of prompt and answer per request (default: the model's, at most 4096; llamacpp and vllm)"
+    context = (
+        "tokens of prompt and answer per request (default: the model's, at most 4096; llamacpp and vllm)"
+    )
     add("--context_length", type=at_least(16), help=context)
     threads = "threads on a CPU (default: all cores; llamacpp)"
     add("--threads", type=at_least(1, high=1024), help=threads)
@@ -47,7 +54,9 @@ def make_parser() -> Parser:
 
 def run(words: Sequence[str]) -> int:
     own = make_parser().parse_args(list(words))
-    with Router(own.host, own.port, api_key=own.api_key) as router:  # before long work: the port may be in use
+    with Router(
+        own.host, own.port, api_key=own.api_key
+    ) as router:  # before long work: the port may be in use
         router.start()
         say_start("serve", f"{', '.join([own.target, *own.also])} on {router.url}/v1", "importing the engine")
         if not router.only_loopback and not own.api_key:
