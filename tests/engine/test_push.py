@@ -141,7 +141,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self._json({"id": found[1], "sha": COMMIT, "siblings": rows, "cardData": card})
         return self._send(404, b"{}")
 
-    do_HEAD = do_GET
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _json(self, data: Any, status: int = 200) -> None:
         self._send(status, json.dumps(data).encode(), {"Content-Type": "application/json"})

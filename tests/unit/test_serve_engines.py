@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def launch(**changes: Any) -> Launch:
 
 
 def pairs(words: Any) -> set[tuple[str, str]]:
-    return set(zip(words, words[1:], strict=False))
+    return set(itertools.pairwise(words))
 
 
 def test_vllm_serves_an_adapter_beside_its_base() -> None:
