@@ -84,26 +84,20 @@ def test_both_sides_equal_the_harness_and_are_kept(
 ) -> None:
     tasks = f"{run.parent / 'colors.yaml'},{run.parent / 'words.yaml'}"
     found = evaluated(capsys, str(run), "--tasks", tasks, "--chat")
-    from lm_eval import simple_evaluate
+    from lm_eval.evaluator import evaluate as evaluate_tasks
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    for side, more in (("before", {}), ("after", {"peft": str(run / "adapter")})):
-        arguments = {
-            "pretrained": str(tiny_model),
-            "tokenizer": str(run / "adapter"),
-            "dtype": "float32",
-            **more,
-        }
-        report = simple_evaluate(
-            model="hf",
-            model_args=arguments,
-            tasks=tasks.split(","),
+    for side, adapter in (("before", None), ("after", str(run / "adapter"))):
+        theirs = HFLM(
+            pretrained=str(tiny_model),
+            tokenizer=str(run / "adapter"),
+            dtype="float32",
             device="cpu",
-            batch_size=1,
-            apply_chat_template=True,
-            task_manager=TaskManager(include_defaults=False),
-            bootstrap_iters=1000,
+            peft=adapter,
         )
+        loaded = TaskManager(include_defaults=False).load(tasks.split(","))
+        report = evaluate_tasks(lm=theirs, task_dict=loaded, apply_chat_template=True, bootstrap_iters=1000)
         assert report is not None
         for task, metric in (("colors", "acc"), ("words", "exact_match")):
             row, wanted = found[side, task, metric], report["results"][task]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import LIBRARY_FAULTS, UserError
-from crosstune.core.events import Evaluating, Observer
+from crosstune.core.events import Evaluating, EvaluationStarted, Observer
 from crosstune.core.names import unknown_name
 from crosstune.core.sampling import Sampling
 from crosstune.data.batches.token_batch import Example, pad_rows
@@ -23,12 +24,15 @@ from crosstune.files.json_files import read_json, write_json
 from crosstune.files.plain_files import file_sha256
 from crosstune.files.run_record import BENCHMARKS
 from crosstune.models.folder import longest_context
+from crosstune.process.this_process import hide_output
 from crosstune.results.cached_export import weights_key
 from crosstune.results.chat_model import ChatModel, open_chat_model
 from crosstune.results.trained_folder import Trained, find_trained
 from crosstune.runs.open_parts import find_model
 
 _BOOTSTRAPS = 1000
+_FEWSHOT_SEED = 1234
+"""The harness's own, so that numbers can be compared with its command line."""
 _DEFAULT_CONTEXT = 2048
 _DEFAULT_ANSWER = 256
 _SAME = ("side", "asked", "definition", "weights", "chat_template", "num_fewshot_asked", "limit")
@@ -88,7 +92,8 @@ def evaluate(request: EvalRequest, *, observer: Observer) -> list[dict[str, Any]
                         target, observer=observer, backend=request.backend, precision=request.precision
                     )
                     _check_template(target, chat_model, request)
-                harness_model = _harness_model(chat_model, model.path, request, observer)
+                show = _progress(observer, side, asked)
+                harness_model = _harness_model(chat_model, model.path, request, show)
                 rows = [facts | row for row in _run_task(asked, harness_model, index, request)]
                 kept += rows
                 if place is not None:
@@ -135,19 +140,29 @@ def _check_template(target: str, chat_model: ChatModel, request: EvalRequest) ->
 
 def _run_task(task: str, model: Any, index: Any, request: EvalRequest) -> Iterator[dict[str, Any]]:
     """Yield a row for each metric of a task."""
-    from lm_eval import simple_evaluate
+    from lm_eval.evaluator import evaluate as evaluate_tasks
 
     try:
-        report = simple_evaluate(
-            model=model,
-            tasks=[task],
-            task_manager=index,
-            num_fewshot=request.num_fewshot,
-            limit=request.limit,
-            bootstrap_iters=_BOOTSTRAPS,
-            log_samples=False,
-            apply_chat_template=request.chat_template,
-        )
+        loaded = index.load([task])
+        for each in loaded["tasks"].values():
+            shots = each.get_config("num_fewshot")
+            if shots != 0:  # a task that sets 0 itself is without examples
+                each.set_config(
+                    key="num_fewshot", value=shots if request.num_fewshot is None else request.num_fewshot
+                )
+            if each.get_config("num_fewshot") is None:
+                each.set_config(key="num_fewshot", value=0)
+            each.set_fewshot_seed(seed=_FEWSHOT_SEED)
+        with hide_output():  # the harness's own progress bars
+            report = evaluate_tasks(
+                lm=model,
+                task_dict=loaded,
+                limit=request.limit,
+                bootstrap_iters=_BOOTSTRAPS,
+                log_samples=False,
+                apply_chat_template=request.chat_template,
+                fewshot_as_multiturn=request.chat_template,
+            )
     except UserError:
         raise
     except LIBRARY_FAULTS as error:
@@ -163,12 +178,12 @@ def _run_task(task: str, model: Any, index: Any, request: EvalRequest) -> Iterat
             metric, _, filtered = key.partition(",")
             if not filtered or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
-            error = report["results"][name].get(f"{metric}_stderr,{filtered}")
+            noise = report["results"][name].get(f"{metric}_stderr,{filtered}")
             yield {
                 "task": name,
                 "metric": metric if filtered == "none" else f"{metric} ({filtered})",
                 "value": float(value),
-                "stderr": float(error) if isinstance(error, (int, float)) else None,
+                "stderr": float(noise) if isinstance(noise, (int, float)) else None,
                 "num_samples": report.get("n-samples", {}).get(name, {}).get("effective"),
                 "num_fewshot": report.get("n-shot", {}).get(name),
                 "higher_is_better": report.get("higher_is_better", {}).get(name, {}).get(metric),
@@ -180,7 +195,22 @@ def _version() -> str:
     return importlib.metadata.version("lm_eval")
 
 
-def _harness_model(chat_model: ChatModel, folder: Path, request: EvalRequest, observer: Observer) -> Any:
+def _progress(observer: Observer, side: str, task: str) -> Callable[[int, int], None]:
+    """Return a callback that reports finished requests with their rate and the time left."""
+    observer.on_event(EvaluationStarted(step=0, when=side))
+    start = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        rate = done / max(1e-9, time.monotonic() - start)
+        what = f"requests of {Path(task).stem}, {rate:.1f}/s, {(total - done) / rate:.0f} s left"
+        observer.on_event(Evaluating(done=done, total=total, what=what))
+
+    return show
+
+
+def _harness_model(
+    chat_model: ChatModel, folder: Path, request: EvalRequest, show: Callable[[int, int], None]
+) -> Any:
     """Return the model for the harness, computed by the session of either engine."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -231,7 +261,7 @@ def _harness_model(chat_model: ChatModel, folder: Path, request: EvalRequest, ob
                 example = Example(tokens=tokens, supervised=supervised, index=0)
                 result = session.evaluate([pad_rows([example], pad_id=tokenizer.pad_id)])
                 found.append((-result.loss * result.weight, result.metrics["exact_match"] == 1.0))
-                observer.on_event(Evaluating(done=len(found), total=len(requests)))
+                show(len(found), len(requests))
             return found
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
@@ -253,7 +283,7 @@ def _harness_model(chat_model: ChatModel, folder: Path, request: EvalRequest, ob
                 batch = [each.args for each in requests[place : place + request.batch_size]]
                 for (_, settings), group in _grouped(batch):
                     found += self._generate(group, settings)
-                    observer.on_event(Evaluating(done=len(found), total=len(requests)))
+                    show(len(found), len(requests))
             return found
 
         def _generate(self, prompts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from crosstune.cli.arguments import Parser, at_least, print_result, read_run, say_start
@@ -62,7 +63,7 @@ def run(words: Sequence[str]) -> int:
         backend=own.backend,
         precision=own.precision,
     )
-    with Screen(live=not own.json) as screen:
+    with Screen(live=not own.json, stream=sys.stderr) as screen:  # the harness's output is hidden
         results = evaluate(request, observer=screen)
     rows = (eval_rows(results) or {"rows": []})["rows"]
     sides = [side for side in ("before", "after") if any(row[side] != "–" for row in rows)]
