@@ -20,6 +20,7 @@ from crosstune.core.names import unknown_name
 from crosstune.core.sampling import Sampling
 from crosstune.data.batches.token_batch import Example, pad_rows
 from crosstune.data.render.rendering import render
+from crosstune.files.hub_reach import offline_if_unreachable
 from crosstune.files.json_files import read_json, write_json
 from crosstune.files.plain_files import file_sha256
 from crosstune.files.run_record import BENCHMARKS
@@ -153,7 +154,7 @@ def _run_task(task: str, model: Any, index: Any, request: EvalRequest) -> Iterat
             if each.get_config("num_fewshot") is None:
                 each.set_config(key="num_fewshot", value=0)
             each.set_fewshot_seed(seed=_FEWSHOT_SEED)
-        with hide_output():  # the harness's own progress bars
+        with hide_output(), offline_if_unreachable():  # without the harness's own progress bars
             report = evaluate_tasks(
                 lm=model,
                 task_dict=loaded,
