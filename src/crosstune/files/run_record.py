@@ -18,6 +18,8 @@ from crosstune.files.run_lock import writing
 
 JUDGE_METRICS, JUDGE_PREDICTIONS = "test_metrics.json", "test_predictions.json"
 """Files of a tested judge."""
+BENCHMARKS = "benchmarks.json"
+"""The results of `crosstune eval`."""
 RUN_FILES = ("config.yaml", "plan.json", "metrics.jsonl", "events.jsonl", "summary.json")
 REFERENCE = "reference.safetensors"
 """The log probabilities of a preference run's reference."""

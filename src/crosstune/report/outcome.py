@@ -24,7 +24,7 @@ from crosstune.report.formatting import (
 )
 from crosstune.report.series import best_evaluation, evaluation_step, finite_values, overfitting, step_points
 
-_METHODS = {
+METHODS = {
     "full": "all of its weights",
     "lora": "LoRA adapters",
     "dora": "DoRA adapters",
@@ -275,7 +275,7 @@ def _model(run: RunFiles) -> str:
     if quantizer and quantizer != "none":
         bits = f"{run.plan['n_bits']}-bit " if run.plan.get("n_bits") else ""
         base = f" on a {bits}{quantizer} base"
-    return f"{whole} with {_METHODS.get(method, method)}{base}" if method else whole
+    return f"{whole} with {METHODS.get(method, method)}{base}" if method else whole
 
 
 def _changed(run: RunFiles) -> str:

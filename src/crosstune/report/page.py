@@ -12,6 +12,7 @@ from crosstune.files.run_record import REPORT
 from crosstune.report import outcome
 from crosstune.report import tables as facts
 from crosstune.report.charts import length_chart, run_charts
+from crosstune.report.eval_section import collect_eval
 from crosstune.report.files import RunFiles, load_run, mapping
 from crosstune.report.formatting import show_time
 from crosstune.report.judge_section import collect_judge_test
@@ -74,6 +75,7 @@ def render(run: RunFiles) -> str:
         charts=[chart for chart in charts if chart.values],
         absent_charts=[chart.title for chart in charts if not chart.values],
         judge=section("Judge", lambda: collect_judge_test(run.folder)),
+        benchmarks=section("Benchmarks", lambda: collect_eval(run.folder)),
         asked=section("Options", lambda: facts.option_rows(run), []),
         unasked=section("Options", lambda: facts.unasked_options(run), []),
         adjustments=section("Adjustments", lambda: facts.adjustment_rows(run), []),

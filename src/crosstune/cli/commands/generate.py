@@ -15,6 +15,7 @@ from crosstune.cli.arguments import (
     print_result,
     print_written,
     read_path,
+    read_path_or_name,
     read_run,
     say_start,
 )
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from crosstune.files.journal import Journal
     from crosstune.results.chat_model import ChatModel
     from crosstune.results.prompt_file import Conversation, Prompt
+    from crosstune.serve.client import ServerModel
 
 EXAMPLES = """examples:
   crosstune generate runs/demo --prompt "Turn off the attic fan in 20 minutes."
@@ -51,6 +53,8 @@ CHAT_NOTES = "Ctrl-C interrupts an answer. Start a message with two slashes to s
 CHAT_EXAMPLES = f"""examples:
   crosstune chat runs/demo
   crosstune chat smollm2-135m --system "Answer in one sentence." --temperature 0.7 --top_p 0.9
+  crosstune chat --server http://127.0.0.1:8000              (any OpenAI-compatible server; its first model)
+  crosstune chat NAME --server http://127.0.0.1:8000         (its model NAME)
 
 in the chat:
 {CHAT_HELP}
@@ -170,11 +174,16 @@ def _answer_all(
     return EXIT_DONE
 
 
-def add_model_arguments(parser: Parser, *, metavar: str = "model", temperature: float = 0.0) -> None:
+def add_model_arguments(
+    parser: Parser, *, metavar: str = "model", temperature: float = 0.0, is_optional: bool = False
+) -> None:
     """Add the arguments that `open_model` and `read_sampling` read."""
     add = parser.add_argument
     model = "a run (folder or name), an adapter folder, or a model (see --model_name of train)"
-    add("model", type=read_run, metavar=metavar, help=model)
+    if is_optional:  # a name at a server stays as it is
+        add("model", type=read_path_or_name, help=f"{model}; with --server, a model of it", nargs="?")
+    else:
+        add("model", type=read_run, metavar=metavar, help=model)
     add("--system", default="", help="a system message")
     add("--max_new_tokens", type=at_least(1), default=256, help="longest answer in tokens (default 256)")
     add("--backend", default="auto", help="backend to run on (default auto)")
@@ -204,6 +213,8 @@ def read_sampling(own: argparse.Namespace) -> Sampling:
 
 def open_model(own: argparse.Namespace, *, command: str) -> ChatModel:
     """Open the model of the command line with a progress display."""
+    if own.model is None:
+        raise UserError("No model was specified.", do=f"crosstune {command} RUN, or {command} --server URL")
     say_start(command, own.model, "importing the engine")
     from crosstune.cli.terminal.screen import Screen
     from crosstune.results.chat_model import open_chat_model
@@ -220,7 +231,10 @@ def make_parser_chat() -> Parser:
     parser = Parser(
         "chat", description="Chat with a model or a trained run.", epilog=CHAT_EXAMPLES, has_json=False
     )
-    add_model_arguments(parser)
+    add_model_arguments(parser, is_optional=True)
+    add = parser.add_argument_group("server").add_argument
+    add("--server", metavar="URL", help="chat with an OpenAI-compatible server instead of a local model")
+    add("--api_key", default="", metavar="KEY", help="the server's key, if it needs one")
     return parser
 
 
@@ -230,7 +244,11 @@ def run_chat(words: Sequence[str]) -> int:
 
     from crosstune.results.prompt_file import Conversation
 
-    chat_model = open_model(own, command="chat")
+    if own.server is None:
+        own.model = own.model and read_run(own.model)
+        chat_model: ChatModel | ServerModel = open_model(own, command="chat")
+    else:
+        chat_model = _connect(own)
     conversation = Conversation(system=own.system)
     interactive = sys.stdin.isatty()
     if interactive:
@@ -249,8 +267,24 @@ def run_chat(words: Sequence[str]) -> int:
     return EXIT_DONE
 
 
+def _connect(own: argparse.Namespace) -> ServerModel:
+    """Connect to the server of --server; warn about options without effect."""
+    unused = [f"--{name}" for name in ("backend", "precision") if getattr(own, name) != "auto"]
+    if unused:
+        Output().line(f"warning  {' and '.join(unused)} without effect on a server", style=WARNING)
+    from crosstune.serve.client import connect
+
+    chat_model = connect(own.server, name=own.model, api_key=own.api_key)
+    _say(f"{chat_model.name} on {chat_model.url}")
+    return chat_model
+
+
 def _answer(
-    chat_model: ChatModel, conversation: Conversation, line: str, own: argparse.Namespace, sampling: Sampling
+    chat_model: ChatModel | ServerModel,
+    conversation: Conversation,
+    line: str,
+    own: argparse.Namespace,
+    sampling: Sampling,
 ) -> None:
     """Print the answer to a message and add both to the conversation."""
     try:

@@ -1,0 +1,104 @@
+"""`crosstune push`: publish a run on the Hugging Face hub, with a model card."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from crosstune.cli.arguments import Parser, print_result, read_run, say_start
+from crosstune.cli.terminal.output import Output
+from crosstune.cli.terminal.units import size
+
+EXAMPLES = """examples:
+  crosstune push runs/demo --to ORG/NAME --dry_run           (writes the files, shows the card, sends nothing)
+  crosstune push runs/demo --to ORG/NAME
+  crosstune push runs/demo --to ORG/NAME --what gguf --public
+
+A new repository is private unless --public is given. The card describes the base model and its license, the options, the
+metrics, the loss curve and how to use the model. It contains no rows of the data and no paths of this machine."""
+
+
+def make_parser() -> Parser:
+    about = "Publish a run on the Hugging Face hub, with a model card."
+    parser = Parser("push", description=about, epilog=EXAMPLES)
+    add = parser.add_argument
+    add("target", type=read_run, metavar="RUN", help="a run")
+    add(
+        "--to", required=True, metavar="ORG/NAME", help="the repository on the hub; made if it does not exist"
+    )
+    what = "the adapter (default), the merged model, or a GGUF file; a fully trained run is always merged or gguf"
+    add("--what", choices=("adapter", "merged", "gguf"), help=what)
+    base = "the base model on the hub, if the run was trained on a local folder"
+    add("--base", metavar="ORG/NAME", help=base)
+    add("--license", metavar="NAME", help="license of the base model (default: from its card on the hub)")
+    add("--public", action="store_true", help="make a new repository public (default: private)")
+    add("--dry_run", action="store_true", help="write the files to --out and send nothing")
+    add("--out", type=Path, metavar="FOLDER", help="with --dry_run: an empty folder for the files")
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    own = make_parser().parse_args(list(words))
+    say_start("push", own.target, "reading the run")
+
+    from crosstune.cli.terminal.screen import Screen
+    from crosstune.models.staged import check_out
+    from crosstune.report.files import load_run
+    from crosstune.report.model_card import CURVE, CardFacts, loss_curve, model_card
+    from crosstune.results import push
+    from crosstune.results.trained_folder import find_trained
+
+    trained = find_trained(own.target)
+    what = own.what or ("merged" if trained.adapter is None else "adapter")
+    request = push.PushRequest(target=own.target, repo=own.to, what=what, base=own.base, public=own.public)
+    push.check_request(request, trained)
+    if own.out is not None:
+        check_out(own.out)
+    if not own.dry_run:
+        push.check_token()
+    record = load_run(Path(own.target))
+    base = push.base_on_hub(request, trained)
+    with (
+        tempfile.TemporaryDirectory(prefix="crosstune-push-") as scratch,
+        Screen(live=not own.json) as screen,
+    ):
+        folder = own.out if own.dry_run and own.out is not None else Path(scratch)
+        folder.mkdir(exist_ok=True)
+        files = push.stage_files(request, trained, folder, observer=screen)
+        curve = loss_curve(record)
+        if curve is not None:
+            (folder / CURVE).write_text(curve, encoding="utf-8")
+        notes = []
+        if trained.quantization is not None and what == "adapter":
+            notes.append(f"The adapter was trained on a base quantized to {trained.quantization.bits} bits.")
+        if own.base is None and base != (trained.record.get("base") or {}).get("name") and "/" in base:
+            notes.append(
+                "It was trained on a 4-bit version of these weights; results on the original may differ."
+            )
+        facts = CardFacts(
+            repo=own.to,
+            what=what,
+            base=base,
+            license=own.license or push.base_license(base),
+            files=files,
+            notes=notes,
+        )
+        card = model_card(record, facts, has_curve=curve is not None)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+        lines = [f"  {name:<28} {size(count):>10}" for name, count in sizes.items()]
+        url = None if own.dry_run else push.upload(request, folder, say=Output().line)
+    if own.dry_run:
+        where = (
+            f"written  {own.out}"
+            if own.out is not None
+            else "nothing was written; --out FOLDER keeps the files"
+        )
+        lines = [*lines, "", *card.splitlines(), "", f"{where}; nothing was sent"]
+    else:
+        lines.append(
+            f"pushed   {url}{'' if own.public else '   (private, unless the repository was public before)'}"
+        )
+    data = {"repo": own.to, "what": what, "url": url, "files": sizes, "card": card}
+    return print_result(data, lines, as_json=own.json)

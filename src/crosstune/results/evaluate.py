@@ -1,0 +1,316 @@
+"""Run the tasks of lm-evaluation-harness on a run and its base model, and keep each finished task in the run folder."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from crosstune.config.load import make_config
+from crosstune.core.errors import LIBRARY_FAULTS, UserError
+from crosstune.core.events import Evaluating, EvaluationStarted, Observer
+from crosstune.core.names import unknown_name
+from crosstune.core.sampling import Sampling
+from crosstune.data.batches.token_batch import Example, pad_rows
+from crosstune.data.render.rendering import render
+from crosstune.files.hub_reach import offline_if_unreachable
+from crosstune.files.json_files import read_json, write_json
+from crosstune.files.plain_files import file_sha256
+from crosstune.files.run_record import BENCHMARKS
+from crosstune.models.folder import longest_context
+from crosstune.process.this_process import hide_output
+from crosstune.results.cached_export import weights_key
+from crosstune.results.chat_model import ChatModel, open_chat_model
+from crosstune.results.trained_folder import Trained, find_trained
+from crosstune.runs.open_parts import find_model
+
+_BOOTSTRAPS = 1000
+_FEWSHOT_SEED = 1234
+"""The harness's own, so that numbers can be compared with its command line."""
+_DEFAULT_CONTEXT = 2048
+_DEFAULT_ANSWER = 256
+_SAME = ("side", "asked", "definition", "weights", "chat_template", "num_fewshot_asked", "limit")
+"""Fields that identify a result: the same request is not computed again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRequest:
+    target: str
+    tasks: Sequence[str]
+    """Names of tasks, or YAML files."""
+    chat_template: bool = False
+    num_fewshot: int | None = None
+    """None: the task's own number."""
+    limit: int | None = None
+    batch_size: int = 8
+    backend: str = "auto"
+    precision: str = "auto"
+
+
+def check_harness() -> None:
+    """Raise a UserError if lm-evaluation-harness is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            "crosstune eval needs the evaluation harness.",
+            why="the Python package lm_eval is not installed.",
+            do="pip install 'crosstune[eval]'",
+        )
+
+
+def evaluate(request: EvalRequest, *, observer: Observer) -> list[dict[str, Any]]:
+    """Evaluate the target, and before it the base model of a run; return and keep the results of all tasks."""
+    check_harness()
+    trained = find_trained(request.target)
+    place = trained.home / BENCHMARKS if trained.is_run and trained.home is not None else None
+    kept: list[dict[str, Any]] = list(read_json(place).get("results") or ()) if place is not None else []
+    found = list[dict[str, Any]]()
+    index, tasks = _load_tasks(request)  # before a model is opened
+    for side, target, its in _sides(request, trained):
+        model = find_model(make_config(**its.options()), observer)
+        weights = weights_key(its, model)
+        chat_model: ChatModel | None = None
+        for asked, definition in tasks.items():
+            facts = {
+                "side": side,
+                "asked": asked,
+                "definition": definition,
+                "weights": weights,
+                "chat_template": request.chat_template,
+                "num_fewshot_asked": request.num_fewshot,
+                "limit": request.limit,
+            }
+            rows = [row for row in kept if all(row.get(name) == facts[name] for name in _SAME)]
+            if not rows:
+                if chat_model is None:
+                    chat_model = open_chat_model(
+                        target, observer=observer, backend=request.backend, precision=request.precision
+                    )
+                    _check_template(target, chat_model, request)
+                show = _progress(observer, side, asked)
+                harness_model = _harness_model(chat_model, model.path, request, show)
+                rows = [facts | row for row in _run_task(asked, harness_model, index, request)]
+                kept += rows
+                if place is not None:
+                    write_json(place, {"format": 1, "lm_eval": _version(), "results": kept})
+            found += rows
+    return found
+
+
+def _sides(request: EvalRequest, trained: Trained) -> Iterator[tuple[str, str, Trained]]:
+    """Yield the base model of a run as `before`, and the target as `after`."""
+    base: str | None = None
+    if trained.adapter is not None:
+        base = trained.base
+    elif trained.is_run and trained.home is not None:
+        model = read_json(trained.home / "plan.json").get("model") or {}
+        base = next((name for name in (model.get("name"), model.get("path")) if name), None)
+    if base is not None:
+        yield "before", base, find_trained(base)
+    yield "after", request.target, trained
+
+
+def _load_tasks(request: EvalRequest) -> tuple[Any, dict[str, str | None]]:
+    """Return the harness's index of tasks, and the tasks with the hash of their file, None for a task of the harness.
+
+    The index of its own tasks takes many seconds, so it is made once, and only if it is needed."""
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    files = [task for task in request.tasks if Path(task).suffix in (".yaml", ".yml")]
+    for task in files:
+        if not Path(task).is_file():
+            raise UserError(f"There is no task file {task}.", do="check the path of the YAML file")
+    index = TaskManager(include_defaults=len(files) < len(request.tasks))
+    for task in request.tasks:
+        if task not in files and task not in index.all_tasks:
+            raise unknown_name("task", task, index.all_tasks)
+    return index, {task: file_sha256(Path(task)) if task in files else None for task in request.tasks}
+
+
+def _check_template(target: str, chat_model: ChatModel, request: EvalRequest) -> None:
+    if request.chat_template and chat_model.tokenizer.chat_template is None:
+        raise UserError(f"{target} has no chat template.", do="remove --chat, to evaluate with plain prompts")
+
+
+def _run_task(task: str, model: Any, index: Any, request: EvalRequest) -> Iterator[dict[str, Any]]:
+    """Yield a row for each metric of a task."""
+    from lm_eval.evaluator import evaluate as evaluate_tasks
+
+    try:
+        loaded = index.load([task])
+        for each in loaded["tasks"].values():
+            shots = each.get_config("num_fewshot")
+            if shots != 0:  # a task that sets 0 itself is without examples
+                each.set_config(
+                    key="num_fewshot", value=shots if request.num_fewshot is None else request.num_fewshot
+                )
+            if each.get_config("num_fewshot") is None:
+                each.set_config(key="num_fewshot", value=0)
+            each.set_fewshot_seed(seed=_FEWSHOT_SEED)
+        with hide_output(), offline_if_unreachable():  # without the harness's own progress bars
+            report = evaluate_tasks(
+                lm=model,
+                task_dict=loaded,
+                limit=request.limit,
+                bootstrap_iters=_BOOTSTRAPS,
+                log_samples=False,
+                apply_chat_template=request.chat_template,
+                fewshot_as_multiturn=request.chat_template,
+            )
+    except UserError:
+        raise
+    except LIBRARY_FAULTS as error:
+        raise UserError(
+            f"The task {task} cannot be evaluated.",
+            why=f"{type(error).__name__}: {error}",
+            do="check the task's file, and for a task of the harness that its dataset can be downloaded",
+        ) from error
+    assert report is not None, "this process has rank 0"
+    names = [name for name in (task, *report.get("groups", {})) if name in report["results"]]
+    for name in names or report["results"]:
+        for key, value in report["results"][name].items():
+            metric, _, filtered = key.partition(",")
+            if not filtered or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                continue
+            noise = report["results"][name].get(f"{metric}_stderr,{filtered}")
+            yield {
+                "task": name,
+                "metric": metric if filtered == "none" else f"{metric} ({filtered})",
+                "value": float(value),
+                "stderr": float(noise) if isinstance(noise, (int, float)) else None,
+                "num_samples": report.get("n-samples", {}).get(name, {}).get("effective"),
+                "num_fewshot": report.get("n-shot", {}).get(name),
+                "higher_is_better": report.get("higher_is_better", {}).get(name, {}).get(metric),
+                "version": report.get("versions", {}).get(name),
+            }
+
+
+def _version() -> str:
+    return importlib.metadata.version("lm_eval")
+
+
+def _progress(observer: Observer, side: str, task: str) -> Callable[[int, int], None]:
+    """Return a callback that reports finished requests with their rate and the time left."""
+    observer.on_event(EvaluationStarted(step=0, when=side))
+    start = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        rate = done / max(1e-9, time.monotonic() - start)
+        what = f"requests of {Path(task).stem}, {rate:.1f}/s, {(total - done) / rate:.0f} s left"
+        observer.on_event(Evaluating(done=done, total=total, what=what))
+
+    return show
+
+
+def _harness_model(
+    chat_model: ChatModel, folder: Path, request: EvalRequest, show: Callable[[int, int], None]
+) -> Any:
+    """Return the model for the harness, computed by the session of either engine."""
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    session: Any = chat_model.session
+    tokenizer = chat_model.tokenizer
+    context = longest_context(folder) or _DEFAULT_CONTEXT
+    start = tokenizer.bos_token or tokenizer.eos_token
+
+    class HarnessModel(TemplateLM):  # type: ignore[misc, unused-ignore]
+        @property
+        def eot_token_id(self) -> int:
+            found = tokenizer.rust.token_to_id(tokenizer.eos_token) if tokenizer.eos_token else None
+            return int(found or 0)
+
+        @property
+        def prefix_token_id(self) -> int:
+            return int((tokenizer.rust.token_to_id(start) if start else None) or 0)
+
+        @property
+        def tokenizer_name(self) -> str:
+            return tokenizer.digest
+
+        def chat_template(self, chat_template: bool | str = False) -> str | None:
+            return tokenizer.chat_template if chat_template else None
+
+        def apply_chat_template(
+            self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+        ) -> str:
+            if add_generation_prompt:
+                return render(chat_history, tokenizer, add_generation_prompt=True)
+            asked, opening = chat_history[:-1], chat_history[-1]["content"]
+            return render(asked, tokenizer, add_generation_prompt=True) + opening
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+            if add_special_tokens is None:
+                add_special_tokens = not (start and string.startswith(start))
+            return list(tokenizer.rust.encode(string, add_special_tokens=add_special_tokens).ids)
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            return super().loglikelihood(requests, disable_tqdm=True)
+
+        def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[tuple[float, bool]]:
+            found = []
+            for _, prompt, answer in requests:
+                tokens = np.array([*prompt, *answer][-context:], dtype=np.int32)
+                supervised = np.arange(len(tokens)) >= len(tokens) - len(answer)
+                example = Example(tokens=tokens, supervised=supervised, index=0)
+                result = session.evaluate([pad_rows([example], pad_id=tokenizer.pad_id)])
+                found.append((-result.loss * result.weight, result.metrics["exact_match"] == 1.0))
+                show(len(found), len(requests))
+            return found
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+            sums = []
+            for request in requests:
+                windows = get_rolling_token_windows(
+                    self.tok_encode(request.args[0], add_special_tokens=False),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=context - 1,
+                    context_len=1,
+                )
+                parts = [(None, *make_disjoint_window(window)) for window in windows]
+                sums.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
+            return sums
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            found: list[str] = []
+            for place in range(0, len(requests), request.batch_size):
+                batch = [each.args for each in requests[place : place + request.batch_size]]
+                for (_, settings), group in _grouped(batch):
+                    found += self._generate(group, settings)
+                    show(len(found), len(requests))
+            return found
+
+        def _generate(self, prompts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+            length = int(settings.get("max_gen_toks", _DEFAULT_ANSWER))
+            until = settings.get("until") or []
+            until = [until] if isinstance(until, str) else until
+            warmth = float(settings.get("temperature") or 0) if settings.get("do_sample") else 0.0
+            answers = session.generate(
+                [self.tok_encode(prompt)[-max(1, context - length) :] for prompt in prompts],
+                max_new_tokens=length,
+                stop_ids=sorted(tokenizer.stop_ids),
+                sampling=replace(Sampling(), temperature=warmth),
+            )
+            texts = [tokenizer.decode(answer) for answer in answers]
+            return [
+                min((text.split(stop)[0] for stop in until if stop), key=len, default=text) for text in texts
+            ]
+
+    return HarnessModel()
+
+
+def _grouped(batch: Sequence[tuple[str, Any]]) -> Iterator[tuple[tuple[str, Any], list[str]]]:
+    """Yield runs of neighboring requests with the same settings."""
+    group: list[str] = []
+    for number, (prompt, settings) in enumerate(batch):
+        group.append(prompt)
+        if number + 1 == len(batch) or batch[number + 1][1] != settings:
+            yield (prompt, settings), group
+            group = []

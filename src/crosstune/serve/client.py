@@ -1,0 +1,133 @@
+"""Chat with an OpenAI-compatible server: stream the answers of /v1/chat/completions."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from crosstune.core.errors import UserError, shown
+from crosstune.core.sampling import GREEDY, Sampling
+from crosstune.data.render.types import Message
+
+WAIT_S = 600.0
+"""Longest wait for the next token: a server may load a model or read a long prompt first."""
+_CONNECT_S = 20.0
+_MOST_REASON_BYTES = 4000
+_OTHER_NAMES = {"repetition_penalty": ("repetition_penalty", "repeat_penalty")}
+"""Sampling setting -> its names in servers: llama.cpp has its own for some."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerModel:
+    """A model behind a server, with the `answer` method of a local ChatModel."""
+
+    url: str
+    name: str
+    api_key: str = ""
+
+    def answer(
+        self,
+        messages: Sequence[Message],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = GREEDY,
+        on_text: Callable[[str], None] | None = None,
+    ) -> str:
+        """Return the model's next turn. `on_text` receives it as the server sends it."""
+        asked: dict[str, Any] = {"model": self.name, "messages": list(messages), "stream": True}
+        asked |= {"max_tokens": max_new_tokens, "temperature": sampling.temperature, "seed": sampling.seed}
+        for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+            if (value := getattr(sampling, name)) != getattr(GREEDY, name):
+                asked |= dict.fromkeys(_OTHER_NAMES.get(name, (name,)), value)
+        parts = []
+        with _open(f"{self.url}/chat/completions", self.api_key, data=asked, wait_s=WAIT_S) as answer:
+            for text in _read_stream(answer, self.url):
+                parts.append(text)
+                if on_text is not None:
+                    on_text(text)
+        return "".join(parts).strip()
+
+
+def connect(url: str, *, name: str | None = None, api_key: str = "") -> ServerModel:
+    """Return a model of the server: the first in its list, or the one called `name`."""
+    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(f"{shown(url)} is not the address of a server.", do="pass --server http://HOST:PORT")
+    url = parts._replace(path=parts.path.rstrip("/") or "/v1", query="", fragment="").geturl()
+    with _open(f"{url}/models", api_key, wait_s=_CONNECT_S) as answer:
+        try:
+            names = [str(model["id"]) for model in json.load(answer)["data"]]
+        except (ValueError, LookupError, TypeError) as error:
+            raise _not_openai(url, "its list of models cannot be read") from error
+    if not names:
+        raise UserError(f"The server {url} lists no models.", do="load a model in the server first")
+    if name is not None and name not in names:
+        raise UserError(
+            f"The server {url} has no model {shown(name)}.", do=f"choose one of: {', '.join(names)}"
+        )
+    return ServerModel(url=url, name=name or names[0], api_key=api_key)
+
+
+@contextlib.contextmanager
+def _open(
+    url: str, api_key: str, *, data: Mapping[str, Any] | None = None, wait_s: float
+) -> Iterator[http.client.HTTPResponse]:
+    """Send a request and yield the response; turn failures, also while it is read, into a UserError."""
+    headers = {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    )
+    body = None if data is None else json.dumps(data).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=wait_s) as answer:
+            yield answer
+    except urllib.error.HTTPError as error:
+        raise _refused(url, error.code, error.read(_MOST_REASON_BYTES)) from error
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise UserError(
+            f"The server at {url} does not answer.",
+            why=f"{reason}.",
+            do="check the address, and that the server runs: crosstune serve RUN",
+        ) from error
+
+
+def _refused(url: str, code: int, body: bytes) -> UserError:
+    reason = body.decode(errors="replace").strip()
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        found = json.loads(body)["error"]
+        reason = str(found["message"] if isinstance(found, dict) else found)
+    if code in (401, 403):
+        return UserError(f"The server at {url} rejects the key.", why=reason, do="pass --api_key KEY")
+    return UserError(f"The server at {url} answered with status {code}.", why=reason)
+
+
+def _read_stream(answer: http.client.HTTPResponse, url: str) -> Iterator[str]:
+    """Yield the text of a stream of server-sent events."""
+    for line in answer:
+        text = line.decode("utf-8", errors="replace").strip()
+        if not text.startswith("data:") or text == "data: [DONE]":
+            continue
+        try:
+            event = json.loads(text.removeprefix("data:"))
+            if "error" in event:
+                raise _refused(url, 500, text.removeprefix("data:").encode())
+            for choice in event.get("choices") or ():
+                if content := (choice.get("delta") or {}).get("content"):
+                    yield str(content)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _not_openai(url, f"it sent {shown(text)}") from error
+
+
+def _not_openai(url: str, why: str) -> UserError:
+    return UserError(
+        f"The server at {url} does not speak the OpenAI protocol.",
+        why=f"{why}.",
+        do="pass the address of an OpenAI-compatible server, such as http://127.0.0.1:8000/v1",
+    )

@@ -1,0 +1,190 @@
+"""Choose an engine server (vLLM, mlx-lm, llama.cpp, transformers) and write its command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crosstune.core.errors import UserError
+from crosstune.machines.probe import probe_machine
+from crosstune.results.trained_folder import Trained
+from crosstune.serve.router import LOOPBACK
+
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM accepts for --max-lora-rank."""
+_GPU_SHARE = 0.9
+"""The fraction of a GPU's memory that the vLLM servers take together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A model for an engine server, and the settings of the server."""
+
+    name: str
+    path: Path
+    """A model folder, or a GGUF file for llama.cpp."""
+    port: int
+    api_key: str
+    num_slots: int
+    context_length: int
+    num_threads: int
+    adapter: Path | None = None
+    """An adapter on top of `path`; only for vLLM."""
+    rank: int = 0
+    tokenizer: Path | None = None
+    num_models: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The request to the child process: a Python module with its arguments, or None for llama.cpp in the child itself."""
+
+    module: str | None
+    words: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    model: str = ""
+    """The server's own name for the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    title: str
+    packages: tuple[str, ...]
+    install: str
+    form: str
+    """The format of `crosstune export` that it reads."""
+    command: Callable[[Launch], Command]
+
+
+def _vllm(launch: Launch) -> Command:
+    words = ["--model", str(launch.path), "--served-model-name", launch.name]
+    if launch.adapter is not None:
+        rank = next(rank for rank in _LORA_RANKS if rank >= launch.rank)
+        words[-1] = f"{launch.name}-base"
+        words += ["--enable-lora", "--max-lora-rank", str(rank)]
+        words += ["--lora-modules", f"{launch.name}={launch.adapter}"]
+    if launch.tokenizer is not None:
+        words += ["--tokenizer", str(launch.tokenizer)]
+    words += ["--host", LOOPBACK, "--port", str(launch.port), "--max-model-len", str(launch.context_length)]
+    words += ["--gpu-memory-utilization", f"{_GPU_SHARE / launch.num_models:.2f}"]
+    words += ["--uvicorn-log-level", "warning"]
+    return Command(
+        module="vllm.entrypoints.openai.api_server",
+        words=words,
+        environment={"VLLM_API_KEY": launch.api_key},  # a command line is visible to other users
+        model=launch.name,
+    )
+
+
+def _mlx(launch: Launch) -> Command:
+    words = ["--model", str(launch.path), "--host", LOOPBACK, "--port", str(launch.port)]
+    words += ["--log-level", "WARNING", "--decode-concurrency", str(launch.num_slots)]
+    return Command(module="mlx_lm.server", words=words, model="default_model")
+
+
+def _transformers(launch: Launch) -> Command:
+    words = ["serve", str(launch.path), "--host", LOOPBACK, "--port", str(launch.port)]
+    return Command(module="transformers.cli.transformers", words=words, model=str(launch.path))
+
+
+def _llamacpp(launch: Launch) -> Command:
+    names = ("port", "api_key", "num_slots", "context_length", "num_threads", "name")
+    settings = {name: getattr(launch, name) for name in names} | {"path": str(launch.path)}
+    return Command(module=None, settings=settings, model=launch.name)
+
+
+ENGINES = {
+    "vllm": Engine(title="vLLM", packages=("vllm",), install="pip install vllm", form="hf", command=_vllm),
+    "mlx": Engine(
+        title="mlx-lm",
+        packages=("mlx_lm",),
+        install="pip install 'crosstune[mlx]'",
+        form="mlx",
+        command=_mlx,
+    ),
+    "llamacpp": Engine(
+        title="llama.cpp",
+        packages=("xllamacpp",),
+        install="pip install 'crosstune[llamacpp]'",
+        form="gguf",
+        command=_llamacpp,
+    ),
+    "transformers": Engine(
+        title="transformers serve",
+        packages=("transformers.cli.serving", "fastapi", "uvicorn"),
+        install="pip install 'transformers[serving]'",
+        form="hf",
+        command=_transformers,
+    ),
+}
+
+
+def choose_engine(asked: str, targets: Sequence[str]) -> str:
+    """Return the name of the engine for --engine: vLLM on an NVIDIA GPU, mlx-lm on a Mac, llama.cpp elsewhere."""
+    has_gguf = any(is_gguf(target) for target in targets)
+    if asked == "auto":
+        if not has_gguf and is_installed("vllm") and probe_machine(backends=["cuda"]).available():
+            asked = "vllm"
+        elif (
+            not has_gguf and is_installed("mlx") and (sys.platform, platform.machine()) == ("darwin", "arm64")
+        ):
+            asked = "mlx"
+        else:
+            asked = "llamacpp"
+    engine = ENGINES[asked]
+    if has_gguf and engine.form != "gguf":
+        raise UserError(
+            f"--engine {asked} does not serve a GGUF file.",
+            do="remove --engine: llama.cpp serves it; or pass the run or the model instead of the file",
+        )
+    if not is_installed(asked):
+        others = [name for name in ENGINES if is_installed(name)]
+        also = f", or use --engine {' or '.join(others)}" if others and not has_gguf else ""
+        raise UserError(
+            f"{engine.title} is not installed, so it cannot serve the model.",
+            why=f"the Python package {_missing(asked)[0]} is missing.",
+            do=f"{engine.install}{also}",
+        )
+    return asked
+
+
+def is_installed(name: str) -> bool:
+    return not _missing(name)
+
+
+def _missing(name: str) -> list[str]:
+    return [package for package in ENGINES[name].packages if not _is_found(package)]
+
+
+def _is_found(package: str) -> bool:
+    if "." in package:  # find_spec would import the parent package
+        parent, _, rest = package.partition(".")
+        found = importlib.util.find_spec(parent)
+        places = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
+        return any((place / rest.replace(".", "/")).is_dir() for place in places)
+    return importlib.util.find_spec(package) is not None
+
+
+def is_gguf(target: str) -> bool:
+    return target.lower().endswith(".gguf")
+
+
+def takes_adapter(name: str, trained: Trained) -> bool:
+    """Return True if the engine applies the adapter itself: vLLM, for plain LoRA on a base that is not quantized."""
+    settings = trained.settings
+    return (
+        name == "vllm"
+        and trained.adapter is not None
+        and trained.quantization is None
+        and not trained.record.get("add_tokens")
+        and not settings.get("use_dora")
+        and not settings.get("modules_to_save")
+        and not settings.get("target_parameters")
+        and int(settings["r"]) <= _LORA_RANKS[-1]
+    )

@@ -1,0 +1,213 @@
+"""Listen for clients, and pass each request to the engine server of the model that it asks for.
+
+Clients see one address with all models. The engine servers listen on loopback, each on a port of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.client
+import http.server
+import json
+import select
+import socket
+import socketserver
+import threading
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from crosstune.core.errors import UserError
+
+LOOPBACK = "127.0.0.1"
+_LOOPBACK_NAMES = (LOOPBACK, "localhost", "::1")
+_LARGEST_BODY = 64 << 20
+_BLOCK_BYTES = 1 << 16
+_ANSWER_S = 3600.0
+"""Longest wait for an engine: a queue of long answers on a CPU."""
+_KEPT_HEADERS = ("content-type", "cache-control")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upstream:
+    """An engine server on loopback, and its own name for the model."""
+
+    port: int
+    model: str
+    api_key: str = ""
+
+
+@dataclass(kw_only=True)
+class Routes:
+    """The models by name; empty while they load."""
+
+    api_key: str = ""
+    models: dict[str, Upstream] = field(default_factory=dict)
+
+
+class Router(socketserver.ThreadingMixIn, http.server.HTTPServer):
+    """The server that clients see. It listens from the start and answers with status 503 until models are added."""
+
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, *, api_key: str = "") -> None:
+        self.routes = Routes(api_key=api_key)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f"Cannot listen on {host}, port {port}.",
+                why=f"{getattr(error, 'strerror', None) or error}.",
+                do="choose a different --port (0 takes a free one), or end the program that uses it",
+            ) from error
+        self.host, self.port = host, int(self.server_address[1])
+        self.only_loopback = host in _LOOPBACK_NAMES
+
+    @property
+    def url(self) -> str:
+        host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    def start(self) -> None:
+        threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that disconnects is no error of the server."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: Router
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "crosstune", ""
+
+    def do_GET(self) -> None:
+        path = urllib.parse.urlsplit(self.path).path.rstrip("/")
+        models = self.server.routes.models
+        if not self._is_welcome():
+            return
+        if path in ("", "/health"):
+            self._send(200 if models else 503, {"status": "ok" if models else "loading"})
+        elif path == "/v1/models":
+            self._send(200, {"object": "list", "data": [_describe(name) for name in models]})
+        elif path.startswith("/v1/models/") and (name := path.removeprefix("/v1/models/")) in models:
+            self._send(200, _describe(name))
+        else:
+            self._refuse(404, f"There is no {path}.")
+
+    def do_POST(self) -> None:
+        body = self._read_body()
+        if body is None or not self._is_welcome():
+            return
+        if not self.path.startswith("/v1/"):
+            self._refuse(404, f"There is no {self.path}.")
+            return
+        try:
+            asked = json.loads(body)
+        except (ValueError, RecursionError):
+            asked = None
+        if not isinstance(asked, dict):
+            self._refuse(400, "The body of the request is not a JSON object.")
+            return
+        models = self.server.routes.models
+        name = asked.get("model") or next(iter(models), "")
+        if not models:
+            self._refuse(503, "The model is loading.")
+        elif not isinstance(name, str) or name not in models:
+            self._refuse(404, f"There is no model {name}; the models are: {', '.join(models)}.")
+        else:
+            upstream = models[name]
+            self._pass_on(upstream, json.dumps(asked | {"model": upstream.model}).encode())
+
+    def _is_welcome(self) -> bool:
+        """Check the key, and on loopback the address: a web page could otherwise reach the server through its own name."""
+        host = urllib.parse.urlsplit(f"//{self.headers.get('Host', LOOPBACK)}").hostname
+        if self.server.only_loopback and host not in _LOOPBACK_NAMES:
+            self._refuse(403, "This server answers on loopback only; start it with --host to serve others.")
+            return False
+        key = self.server.routes.api_key
+        sent = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if key and not hmac.compare_digest(sent.encode(), key.encode()):
+            self._refuse(401, "The API key is missing or wrong.")
+            return False
+        return True
+
+    def _read_body(self) -> bytes | None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > _LARGEST_BODY:
+            self.close_connection = True
+            self._refuse(
+                413 if length.isdecimal() else 411, "The request needs a Content-Length below 64 MiB."
+            )
+            return None
+        return self.rfile.read(int(length))
+
+    def _pass_on(self, upstream: Upstream, body: bytes) -> None:
+        """Send the request to the engine and its answer to the client. If the client leaves, so does the engine's work."""
+        headers = {"Content-Type": "application/json"}
+        if upstream.api_key:
+            headers["Authorization"] = f"Bearer {upstream.api_key}"
+        engine = http.client.HTTPConnection(LOOPBACK, upstream.port, timeout=_ANSWER_S)
+        with contextlib.closing(engine):
+            try:
+                engine.request("POST", self.path, body, headers)
+                if not self._client_waits(engine.sock):
+                    self.close_connection = True
+                    return
+                answer = engine.getresponse()
+                self._copy(answer)
+            except http.client.HTTPException as error:
+                self.close_connection = True
+                self._refuse(502, f"The engine did not answer: {type(error).__name__}.")
+            except OSError:  # the engine exited, or the client left
+                self.close_connection = True
+
+    def _client_waits(self, engine: socket.socket) -> bool:
+        """Wait until the engine answers; return False if the client left first."""
+        while True:
+            ready, _, _ = select.select([engine, self.connection], [], [], _ANSWER_S)
+            if engine in ready or not ready:
+                return True
+            if not self.connection.recv(1, socket.MSG_PEEK):
+                return False
+            # The client sent its next request already; it still waits for this answer.
+            ready, _, _ = select.select([engine], [], [], _ANSWER_S)
+            return True
+
+    def _copy(self, answer: http.client.HTTPResponse) -> None:
+        """Copy an answer block by block, as it arrives."""
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() in _KEPT_HEADERS:
+                self.send_header(name, value)
+        length = answer.getheader("Content-Length")
+        self.send_header(*(("Content-Length", length) if length else ("Transfer-Encoding", "chunked")))
+        self.end_headers()
+        while block := answer.read1(_BLOCK_BYTES):
+            self.wfile.write(block if length else b"%x\r\n%b\r\n" % (len(block), block))
+        if not length:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def _refuse(self, status: int, message: str) -> None:
+        kind = {401: "invalid_api_key", 404: "model_not_found"}.get(status)
+        self._send(status, {"error": {"message": message, "type": "invalid_request_error", "code": kind}})
+
+    def _send(self, status: int, data: Mapping[str, Any]) -> None:
+        body = json.dumps(data).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing: requests contain what users write."""
+
+
+def _describe(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "crosstune"}
