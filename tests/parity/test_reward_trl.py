@@ -106,7 +106,9 @@ def test_steps_are_those_of_trl(tiny_model: Path, pairs: Path, tmp_path: Path, c
         norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
         for ours in (found, other):
             assert ours.loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
-            assert ours.grad_norm == pytest.approx(norm.item(), rel=1e-5 if ours is found else 1e-4)
+            assert ours.grad_norm == pytest.approx(
+                norm.item(), rel=1e-4
+            )  # Adam amplifies rounding from step to step
             # Without the penalty the loss does not change with the mean, so Adam moves it by rounding only.
             for name in ("accuracy", "margin", *(["mean_reward"] if center or not step else ())):
                 logged = trainer._metrics["train"][name][-1]
