@@ -110,7 +110,15 @@ def test_every_loss_and_reference_at_every_world(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_stored_reference_moves_to_mlx_and_back(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm", reason="the mlx extra is not installed")
-    asked = options(folder, world=1, name="run", reference="precomputed", save_steps=2, skip_eval=True)
+    asked = options(
+        folder,
+        world=1,
+        name="run",
+        reference="precomputed",
+        save_steps=2,
+        skip_eval=True,
+        lr_scheduler="constant",
+    )
     straight = train(make_config(**asked | {"max_steps": 6, "name": "straight"})).folder
     home = train(make_config(**asked)).folder
     whole = (home / "reference.safetensors").read_bytes()
