@@ -259,3 +259,33 @@ def test_evaluation_has_the_metrics_of_pairs(pairs: Path, tmp_path: Path) -> Non
         metrics["rewards/chosen"] - metrics["rewards/rejected"], abs=1e-5
     )
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_the_held_out_loss_and_rewards_of_losses_per_token(pairs: Path) -> None:
+    def measure(size: int, **more: Any) -> Any:
+        recipe, session = open_both(pairs, skip_eval=False, eval_batch_size=size, num_samples=0, **more)
+        return recipe.evaluate(session, observer=Observers()).metrics
+
+    found = measure(2, preference_loss="orpo", eval_samples=5)
+    assert found["loss"] == pytest.approx(
+        measure(5, preference_loss="orpo", eval_samples=5)["loss"], rel=1e-5
+    )
+    mean = {side: found[f"logps/{side}"] / found[f"length/{side}"] for side in ("chosen", "rejected")}
+    # The mean over pairs of the means over tokens, for answers of similar lengths.
+    assert found["rewards/chosen"] == pytest.approx(0.1 * mean["chosen"], rel=0.05)
+    assert (
+        abs(found["rewards/margins"]) < 0.1
+    )  # an untrained model does not tell them apart; sums would by their lengths
+
+
+def test_the_order_of_a_list_of_losses_does_not_matter() -> None:
+    from crosstune.recipes.preference.recipe import check_options, make_loss
+
+    for names in (("dpo:0.5", "orpo:0.5"), ("simpo:0.5", "dpo:0.5"), ("cpo:2", "sft:1")):
+        found = [
+            make_loss(make_config(recipe="preference", preference_loss=",".join(order)))
+            for order in (names, names[::-1])
+        ]
+        assert found[0].settings == found[1].settings and dict(found[0].weights) == dict(found[1].weights)
+    [problem] = check_options(make_config(recipe="preference", preference_loss="dpo:1,sft:0.1", sft_weight=5))
+    assert "--sft_weight" in problem.message

@@ -11,7 +11,8 @@ import pytest
 from crosstune.cli.main import main
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError
-from crosstune.recipes.preference.open_pairs import open_preferences
+from crosstune.data.tokens.tokenizer import Tokenizer
+from crosstune.recipes.preference.open_pairs import open_preferences, tokenize
 from crosstune.recipes.preference.read_pairs import read_preferences
 
 USER = {"role": "user", "content": "Hi"}
@@ -50,12 +51,25 @@ def test_a_system_prompt_and_tools() -> None:
     assert found.prompt[0] == {"role": "system", "content": "Be kind."} and found.tools == tools
 
 
-def test_earlier_answers_of_a_conversation_carry_no_loss() -> None:
+def test_earlier_answers_of_a_conversation_carry_no_loss(tiny_model: Path) -> None:
     earlier = [USER, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Bye"}]
     [found] = read_preferences({"chosen": [*earlier, GOOD], "rejected": [*earlier, BAD]}, paired=True)
     assert list(found.prompt) == earlier
-    rows = found.conversations()
-    assert [turn.get("no_loss", False) for turn in rows[0]["messages"]] == [False, True, False, False]
+    system = {"role": "system", "content": "Be kind."}
+    [with_system] = read_preferences(
+        {"chosen": [system, *earlier, GOOD], "rejected": [system, *earlier, BAD]}, paired=True
+    )
+    assert list(with_system.prompt) == [system, *earlier]
+    excluded = {**GOOD, "content": "Well.", "weight": 0}
+    [partly] = read_preferences(
+        {"prompt": [USER], "chosen": [excluded, USER, GOOD], "rejected": [BAD]}, paired=True
+    )
+    config = make_config(recipe="preference", context_length=256)
+    tokenizer = Tokenizer.from_folder(tiny_model)
+    for one, first in ((found, "Hello!"), (with_system, "Hello!"), (partly, "Hello!")):
+        corpus = tokenize([one], tokenizer, config=config, name="pairs", model_limit=None).corpus
+        supervised = [tokenizer.decode(corpus[n].tokens[corpus[n].supervised].tolist()) for n in (0, 1)]
+        assert [text.replace("<|im_end|>", "").strip() for text in supervised] == [first, "No."]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,13 @@ def find_scorer(name: str, *, backend: str = "auto") -> Scorer:
     return Scorer(name=name, open=open_scorer, identity=identity, **kind)
 
 
+def _is_finite(found: Any) -> bool:
+    try:
+        return isinstance(found, numbers.Real) and math.isfinite(float(found))
+    except OverflowError:
+        return False
+
+
 def _find_function(file: str, name: str) -> Scorer:
     """Import a function of the user, which runs the code of its module."""
     path, spec = Path(file).expanduser().absolute(), f"{file}:{name}"
@@ -80,7 +87,7 @@ def _find_function(file: str, name: str) -> Scorer:
     sys.path.insert(0, str(path.parent if is_file else Path.cwd()))  # as `python FILE` does
     try:
         module = runpy.run_path(str(path)) if is_file else vars(importlib.import_module(file))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why, do = f"{type(error).__name__}: {error}.", "a function is FILE.py:FUNCTION or MODULE:FUNCTION"
         raise UserError(f"--judge {spec} cannot be imported.", why=why, do=do) from error
     define, function = f"define it as `def {name}(prompt, answer)`, and return a number", module.get(name)
@@ -100,11 +107,11 @@ def _find_function(file: str, name: str) -> Scorer:
         do = "correct the function, then run the same command again"
         try:
             found = function(**{each: values[each] for each in names})
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             why = f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})."
             raise UserError(f"{spec} failed for {place}.", why=why, do=do) from error
-        if not isinstance(found, numbers.Real) or not math.isfinite(found):
+        if not _is_finite(found):
             why = f"it returned {shown(found)}, which is not a finite number."
             raise UserError(f"{spec} did not score {place}.", why=why, do=do)
         return float(found)

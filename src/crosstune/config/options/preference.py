@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from crosstune.config.conditions import KTO_LOSS, PREFERENCE, SIMPO, SMOOTHED_LOSS, check_losses
+from crosstune.config.conditions import (
+    KTO_LOSS,
+    PREFERENCE,
+    SIMPO,
+    SMOOTHED_LOSS,
+    WITH_REFERENCE,
+    check_losses,
+)
 from crosstune.config.option import OnResume, option
 
 _option = partial(option, needs=(PREFERENCE,))
@@ -22,7 +29,7 @@ class PreferenceOptions:
     )
     beta: float | None = _option(
         None,
-        "Strength of the preference, in most losses the distance to the reference; unset: 0.1, and 2 for simpo",
+        "Strength of the preference, in most losses the distance to the reference; unset: 0.1, and 2 for simpo alone",
         low=1e-6,
         high=1e6,
     )
@@ -38,7 +45,7 @@ class PreferenceOptions:
     )
     sft_weight: float | None = _option(
         None,
-        "Weight of the cross entropy of the chosen answers, added to the loss; unset: 1 for orpo and cpo, otherwise 0",
+        "Weight of the cross entropy of the chosen answers, added to the loss; unset: the weight of orpo and cpo, otherwise 0",
         high=1e6,
     )
     reference: str = _option(
@@ -46,6 +53,7 @@ class PreferenceOptions:
         "Reference model: computed in each step from the weights before the training (online), or once before the first step "
         "(precomputed); auto: online for adapters, precomputed for full and llama_pro",
         choices=("auto", "online", "precomputed"),
+        needs=(PREFERENCE, WITH_REFERENCE),
         on_resume=OnResume.FREE,
     )
     share_prompts: bool = _option(

@@ -65,11 +65,14 @@ def measure_pairs(scores: PairScores, entropy: tuple[Any, Any], loss: Preference
     """Return the sums of the metrics of pairs."""
     chosen, rejected = scores.chosen - scores.ref_chosen, scores.rejected - scores.ref_rejected
     beta, count = loss.settings.beta, len(chosen)
+    good, bad = chosen, rejected
+    if set(loss.weights) <= {"orpo", "simpo", "sft"}:  # these compare means over tokens, and so does TRL
+        good, bad = chosen / scores.num_chosen, rejected / scores.num_rejected
     sums = {
-        "rewards/chosen": (beta * chosen.sum(), count),
-        "rewards/rejected": (beta * rejected.sum(), count),
-        "rewards/margins": (beta * (chosen - rejected).sum(), count),
-        ACCURACY: ((chosen > rejected).sum(), count),
+        "rewards/chosen": (beta * good.sum(), count),
+        "rewards/rejected": (beta * bad.sum(), count),
+        "rewards/margins": (beta * (good - bad).sum(), count),
+        ACCURACY: ((good > bad).sum(), count),
         "logps/chosen": (scores.chosen.sum(), count),
         "logps/rejected": (scores.rejected.sum(), count),
         "length/chosen": (scores.num_chosen.sum(), count),

@@ -46,6 +46,8 @@ class _Reading:
     num_rows: int = 0
     num_same: int = 0
     skipped: list[str] = field(default_factory=list)
+    first_error: UserError | None = None
+    """Of the rows that were skipped, with its place."""
 
     def read(self, source: Source, *, limit: int) -> list[Preference]:
         """Return the preferences of a source, at most `limit` unless that is -1."""
@@ -62,9 +64,11 @@ class _Reading:
                     raise row.error
                 read = read_preferences(row.row, paired=self.paired, place=part.place(row.number))
             except UserError as error:
+                place = "" if row.error is not None else f"{part.place(row.number)}: "
+                found_error = UserError(f"{place}{error.message}", why=error.why, do=error.do)
                 if not self.config.skip_bad_rows:
-                    place = "" if row.error is not None else f"{part.place(row.number)}: "
-                    raise UserError(f"{place}{error.message}", why=error.why, do=error.do) from error
+                    raise found_error from error
+                self.first_error = self.first_error or found_error
                 reason = f"{error.message} {error.why}".strip()
                 about = {"file": part.name, "line": row.number, "reason": reason}
                 self.skipped.append(json.dumps(about))
@@ -94,6 +98,8 @@ def open_preferences(config: Config, *, paired: bool) -> PreferenceData:
             held_out += reading.read(
                 source.own_held_out() if source.held_out else source, limit=config.eval_samples
             )
+    if not train and reading.first_error is not None and not reading.num_same:
+        raise reading.first_error
     if not train:
         raise UserError(
             f"The dataset {config.dataset} has no preference to learn from.",

@@ -9,7 +9,7 @@ from typing import Any
 
 from crosstune.core.errors import UserError, shown
 from crosstune.data.read.files import Row
-from crosstune.data.read.formats import SYSTEM_COLUMNS, Turn, as_messages, tools_of
+from crosstune.data.read.formats import ROLE_ALIASES, SYSTEM_COLUMNS, Turn, as_messages, tools_of
 from crosstune.data.render.types import NO_LOSS
 
 # Column -> other names, tried in this order if the row has no column of the first name.
@@ -47,10 +47,15 @@ class Preference:
     """The file and line of the row."""
 
     def conversations(self) -> list[dict[str, Any]]:
-        """Return a row of messages for each answer; answers in the prompt carry no loss."""
-        prompt = [{**turn, NO_LOSS: True} if turn["role"] == "assistant" else turn for turn in self.prompt]
+        """Return a row of messages for each answer, in the form of a dataset; answers in the prompt carry no loss."""
+        prompt = [_without_loss(turn) if turn["role"] == "assistant" else turn for turn in self.prompt]
         tools = {"tools": self.tools} if self.tools else {}
-        return [{"messages": [*prompt, *answer], **tools} for answer in self.answers]
+        answers = ([_without_loss(turn) if NO_LOSS in turn else turn for turn in one] for one in self.answers)
+        return [{"messages": [*prompt, *answer], **tools} for answer in answers]
+
+
+def _without_loss(turn: Turn) -> Turn:
+    return {**{key: value for key, value in turn.items() if key != NO_LOSS}, "train": False}
 
 
 def read_preferences(row: Row, *, paired: bool, place: str = "") -> list[Preference]:
@@ -167,8 +172,12 @@ def _turns(value: Any, column: str) -> list[Turn]:
             why=f"it is {shown(value)}.",
             do=_SHAPES,
         )
+    turns = _listed(value)
+    first = turns[0].get("role", turns[0].get("from")) if turns and isinstance(turns[0], Mapping) else None
+    if ROLE_ALIASES.get(str(first), first) in ("system", "developer", "user"):
+        return as_messages(turns)
     # The order of roles is checked with the prompt.
-    return as_messages([{"role": "user", "content": ""}, *_listed(value)])[1:]
+    return as_messages([{"role": "user", "content": ""}, *turns])[1:]
 
 
 def _listed(value: Any) -> list[Any]:

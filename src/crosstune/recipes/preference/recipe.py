@@ -52,14 +52,17 @@ _STAGE = "reference"
 def make_loss(config: Config) -> PreferenceLoss:
     """Return the loss of the options."""
     weights = parse_losses(config.preference_loss)
-    main = next(iter(weights))
-    sft = config.sft_weight if config.sft_weight is not None else WITH_SFT.get(main, 0.0)
+    kinds = [name for name in weights if name != "sft"]
+    sft = config.sft_weight
+    if sft is None:
+        sft = sum(weights[name] * WITH_SFT.get(name, 0.0) for name in kinds)
     if sft and "sft" not in weights:
         weights["sft"] = sft
+    default_beta = BETAS.get(kinds[0], 0.1) if len(kinds) == 1 else 0.1
     return PreferenceLoss(
         weights=weights,
         settings=Settings(
-            beta=config.beta if config.beta is not None else BETAS.get(main, 0.1),
+            beta=config.beta if config.beta is not None else default_beta,
             label_smoothing=config.label_smoothing,
             gamma=config.simpo_gamma,
             desirable_weight=config.desirable_weight,
@@ -287,8 +290,11 @@ class PreferenceRecipe(TokenRecipe):
             return Evaluation(metrics={})
         size, held_out = rows_per_evaluation(self.config), self.held_out
         starts = range(0, len(held_out), size)
+        mean = _mean_chosen(held_out, [range(len(held_out))])
         batches = (
-            self._batch(held_out, [[place] for place in range(len(held_out))[at : at + size]])
+            self._batch(
+                held_out, [[place] for place in range(len(held_out))[at : at + size]], mean_chosen=mean
+            )
             for at in starts
         )
         with averaged(session):
@@ -368,6 +374,14 @@ def check_options(config: Config) -> list[UserError]:
                 "--packing cannot be combined with --preference_loss kto.",
                 why="its KL estimate uses the answers of the other rows of a micro-batch.",
                 do="remove --packing",
+            )
+        )
+    if config.sft_weight is not None and "sft" in parse_losses(config.preference_loss):
+        problems.append(
+            UserError(
+                f"--sft_weight cannot be combined with --preference_loss {config.preference_loss}.",
+                why="the list has the weight of sft.",
+                do="remove one of the two",
             )
         )
     if config.train_on_prompt:
