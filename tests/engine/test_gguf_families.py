@@ -106,6 +106,7 @@ def test_export_shows_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert exact["answers"]["same"] == exact["answers"]["compared"] == 3
 
 
+@pytest.mark.slow
 def test_a_run_is_checked_with_its_own_rows_and_gets_the_smallest_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,7 +115,7 @@ def test_a_run_is_checked_with_its_own_rows_and_gets_the_smallest_file(
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--model_name", "tiny-random", "--dataset", str(data), "--max_steps", "1", "--num_samples", "3"]
     words += ["--max_new_tokens", "2", "--backend", "cpu", "--output_dir", str(run.parent)]
-    assert main(["train", *words, "--run_name", "mine", "--quiet"]) == 0
+    assert main(["train", *words, "--run_name", "mine"]) == 0
     capsys.readouterr()
     bound = 3e-5
     report = export(capsys, str(run), "--max_kl", str(bound), "--out", str(tmp_path / "out"))
