@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.core.errors import UserError
-from crosstune.core.events import Observer
+from crosstune.core.events import Evaluating, Observer
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.quantization import GGUF_PLAIN
 from crosstune.data.render.rendering import render
@@ -222,7 +222,10 @@ def _measure_importance(
 ) -> Importance:
     """Return the mean squares of each linear layer's inputs on the training rows, by GGUF name."""
     engine: Any = opened.engine
-    show = show_bytes(observer, "measure", "importance of weights")
+
+    def show(done: int, total: int) -> None:
+        observer.on_event(Evaluating(done=done, total=total, what="rows", stage="importance of weights"))
+
     squares = engine.input_squares(folder, rows, show=show)
     family, settings = read_family(folder, read_config_json(folder))
     named = {tensor_name(family, settings, layer): values for layer, values in squares.items()}
