@@ -311,8 +311,9 @@ def _report_lines(report: Report) -> Iterable[Line]:
         if "texts" in report.get(name, ()):
             texts, answers = report[name]["texts"], report[name]["answers"]
             yield (
-                f"         same token ids for {texts['same']} of {texts['compared']} texts ({texts['of_run']} of the run); the model would choose the same "
-                f"{answers['tokens']} tokens in {answers['same']} of {answers['compared']} greedy answers"
+                f"         same token ids for {texts['same']} of {texts['compared']} texts ({texts['of_run']} from the run); "
+                f"{answers['same']} of {answers['compared']} greedy answers ({answers['tokens']} tokens in all) have the "
+                "trained model's choice at every token"
             )
     yield "  differences of logits from the trained model; below its bound, `relative` is explained by rounding"
     for name, agreement in report.get("against_trained", {}).items():
