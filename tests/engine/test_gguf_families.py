@@ -106,6 +106,43 @@ def test_export_shows_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert exact["answers"]["same"] == exact["answers"]["compared"] == 3
 
 
+@pytest.mark.slow
+def test_a_run_is_checked_with_its_own_rows_and_gets_the_smallest_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"Say {n} twice.", "completion": f"{n} {n}, größer als {n - 1}."} for n in range(40)]
+    data, run = tmp_path / "rows.jsonl", tmp_path / "runs" / "mine"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--model_name", "tiny-random", "--dataset", str(data), "--max_steps", "1", "--num_samples", "3"]
+    words += ["--max_new_tokens", "2", "--backend", "cpu", "--output_dir", str(run.parent)]
+    assert main(["train", *words, "--run_name", "mine"]) == 0
+    capsys.readouterr()
+    bound = 3e-5
+    report = export(capsys, str(run), "--max_kl", str(bound), "--out", str(tmp_path / "out"))
+    trials, chosen = report["trials"], report["chosen"]
+    assert chosen["kl"] <= bound < max(trial["kl"] for trial in trials)
+    assert chosen["bytes"] == min(trial["bytes"] for trial in trials if trial["kl"] <= bound)
+    stored = gguf.GGUFReader(tmp_path / "out" / report["file"]).tensors
+    assert sum(int(tensor.n_bytes) for tensor in stored) == chosen["bytes"]
+    found = report["llama_cpp"]
+    assert found["texts"]["of_run"] > 36, "the training rows and the samples"
+    assert found["answers"]["compared"] == 3 and found["on_run_prompts"]["verified"]
+    exact = report["unquantized"]
+    assert exact["on_run_prompts"]["agreement"]["relative"] < 1e-3 and exact["answers"]["same"] == 3
+
+    assert main(["export", str(run), "--to", "gguf", "--gguf_type", "q8_0", "--max_kl", "1"]) == 2
+    assert "--gguf_type q8_0 is the type" in capsys.readouterr().err
+    data.unlink()
+    command = ["export", str(run), "--to", "gguf", "--max_kl", "1", "--out", str(tmp_path / "no")]
+    assert main([*command, "--backend", "cpu"]) == 2
+    assert (
+        "Cannot choose a GGUF type by --max_kl" in capsys.readouterr().err and not (tmp_path / "no").exists()
+    )
+    report = export(capsys, str(run), "--out", str(tmp_path / "without"))
+    assert any("the run's data cannot be read" in each for each in report["warnings"])
+    assert report["llama_cpp"]["answers"]["compared"] == 3, "the samples are recorded in the run"
+
+
 def test_an_adapter_alone_computes_the_merged_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,7 +219,7 @@ def test_weights_that_a_type_cannot_hold(bad: str) -> None:
 
 
 def test_the_recipe_is_that_of_llama_cpp() -> None:
-    """Types that llama-quantize gives a Llama of 32 layers with 8 key heads, from its published files."""
+    """Types that llama-quantize gives a Llama of 32 layers with 8 key heads, by the rules in llama.cpp's source of August 2026."""
     recipe = gguf_types.Recipe(kind="q4_k_m", num_layers=32, num_groups=4)
     more = [
         layer for layer in range(32) if recipe.type_of(f"blk.{layer}.ffn_down.weight", (9, 512)) == "Q6_K"

@@ -43,24 +43,16 @@ def write_gguf(
     *,
     kind: str,
     importance: Importance | None = None,
+    types: Mapping[str, str] | None = None,
     progress: Progress = silent,
 ) -> None:
-    """Write the model of a plain folder as one GGUF file of type `kind`."""
+    """Write the model of a plain folder as one GGUF file of type `kind`; `types` replaces its recipe."""
     require_gguf(str(path))
     if kind in GGUF_RECIPES or importance is not None:
         llama_cpp.require_llama_cpp(f"Cannot write {path.name} with {kind} weights.")
     from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter, LlamaFileType
 
     family, config, tensors = open_folder(folder)
-    heads = config["num_attention_heads"]
-    recipe = Recipe(
-        kind=kind,
-        num_layers=config["num_hidden_layers"],
-        num_experts=config.get("num_local_experts", 1),
-        num_groups=heads // (config.get("num_key_value_heads") or heads),
-        tied=all(tensor.name != "output.weight" for tensor in tensors),
-        weighted=importance is not None,
-    )
     writer = GGUFWriter(path, family.arch)
     for key, value in read_metadata(family, config).items():
         _add_value(writer, f"{family.arch}.{key}", value)
@@ -69,7 +61,7 @@ def write_gguf(
     writer.add_quantization_version(GGML_QUANT_VERSION)
     num_rows = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
     add_tokenizer(writer, folder, num_rows=num_rows)
-    types = {tensor.name: recipe.type_of(tensor.name, tensor.shape) for tensor in tensors}
+    types = types or _choose_types(config, tensors, kind, weighted=importance is not None)
     sizes = {tensor.name: size_of(types[tensor.name], tensor.shape) for tensor in tensors}
     for tensor in tensors:
         raw = GGMLQuantizationType[types[tensor.name]]
@@ -88,6 +80,26 @@ def write_gguf(
         done += sizes[tensor.name]
         progress("write", done, total)
     writer.close()
+
+
+def plan_types(folder: Path, kind: str, *, weighted: bool = False) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the type of each tensor in a file of type `kind`, and its bytes."""
+    _, config, tensors = open_folder(folder)
+    types = _choose_types(config, tensors, kind, weighted=weighted)
+    return types, {tensor.name: size_of(types[tensor.name], tensor.shape) for tensor in tensors}
+
+
+def _choose_types(config: Config, tensors: list[Planned], kind: str, *, weighted: bool) -> dict[str, str]:
+    heads = config["num_attention_heads"]
+    recipe = Recipe(
+        kind=kind,
+        num_layers=config["num_hidden_layers"],
+        num_experts=config.get("num_local_experts", 1),
+        num_groups=heads // (config.get("num_key_value_heads") or heads),
+        tied=all(tensor.name != "output.weight" for tensor in tensors),
+        weighted=weighted,
+    )
+    return {tensor.name: recipe.type_of(tensor.name, tensor.shape) for tensor in tensors}
 
 
 def write_adapter(

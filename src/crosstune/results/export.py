@@ -31,6 +31,7 @@ from crosstune.results.opened import (
     read_logits,
     show_bytes,
 )
+from crosstune.results.run_rows import RunRows, read_run_rows
 from crosstune.results.verify import chat_problems, check_finite, judge, refuse_unverified
 
 FORMATS = ("hf", "mlx", "gguf", "ollama", "vllm")
@@ -52,6 +53,8 @@ class Form:
     """GGUF: write the adapter without its base."""
     imatrix: bool = False
     """GGUF: weight the quantization errors by the inputs of the layers on the run's training rows."""
+    max_kl: float | None = None
+    """GGUF: choose the smallest file with at most this KL divergence on the run's held-out rows."""
 
     @property
     def name(self) -> str:
@@ -69,7 +72,7 @@ def export(
     """Write the target in the given format, read it back, compare it, and return a report that includes `facts`."""
     if form.to == "vllm":
         return _command_for_vllm(request, observer, facts)
-    write: Callable[..., dict[str, Any]] = {"hf": _write_hf, "mlx": _write_mlx}.get(form.to, _write_gguf)
+    write: Callable[..., dict[str, Any]] = _write_mlx if form.to == "mlx" else _write_hf
     as_gguf = form.to in ("gguf", "ollama")
     if request.out is not None:
         check_out(request.out)
@@ -80,13 +83,24 @@ def export(
         warnings += check_for_mlx(request.target, opened.model.path, opened.prompts)
     if as_gguf:
         from crosstune.models.gguf_writer import check_gguf
-        from crosstune.results.gguf_export import check_adapter_alone, check_importance
+        from crosstune.results.gguf_export import check_adapter_alone, check_importance, check_max_kl
+        from crosstune.results.gguf_search import REQUEST
 
+        if form.max_kl is not None:
+            check_max_kl(opened.trained, form.kind)
         if form.imatrix:
-            check_importance(opened.trained, form.kind)
+            check_importance(opened.trained, form.kind if form.max_kl is None else "q4_k_m")
         warnings += check_gguf(opened.model.path, form.kind)
         if form.adapter_only:
             check_adapter_alone(opened.trained, opened.model.path)
+        required = "Cannot measure the importance of weights on the run's rows." if form.imatrix else ""
+        rows = read_run_rows(opened, observer, required=REQUEST if form.max_kl is not None else required)
+        if form.max_kl is not None and not rows.held_out:
+            raise UserError(
+                REQUEST, why="the run has no held-out rows.", do="choose a type, such as --gguf_type q6_k"
+            )
+        warnings += rows.warnings
+        write = functools.partial(_write_gguf, rows=rows)
     out = request.out or opened.trained.result_path(form.name)
     is_file = out.suffix.lower() == ".gguf"
     if is_file and form.to != "gguf":
@@ -95,8 +109,9 @@ def export(
             do="choose a different --out, or use --to gguf",
         )
     if is_file:
-        write = functools.partial(_write_gguf, title=out.name)
-    num_copies = 1 if form.to == "hf" else 2 if form.kind in ("auto", *GGUF_PLAIN) else 3
+        write = functools.partial(write, title=out.name)
+    is_plain = form.kind in ("auto", *GGUF_PLAIN) and form.max_kl is None
+    num_copies = 1 if form.to == "hf" else 2 if is_plain else 3
     with staged(out, need_bytes=num_copies * dense_bytes(opened.model.path, request.dtype)) as stage:
         source = _make_dense(stage, opened, request, observer)
         report = source.report | write(stage, source, opened, form, observer)
@@ -184,15 +199,30 @@ def _write_mlx(
 
 
 def _write_gguf(
-    stage: Stage, source: DenseModel, opened: Opened, form: Form, observer: Observer, *, title: str = ""
+    stage: Stage,
+    source: DenseModel,
+    opened: Opened,
+    form: Form,
+    observer: Observer,
+    *,
+    rows: RunRows,
+    title: str = "",
 ) -> dict[str, Any]:
     """Write a GGUF file, or an adapter as one; for Ollama also its Modelfile."""
     from crosstune.results import gguf_export
 
     if form.adapter_only:
-        return gguf_export.write_adapter_alone(stage, source, opened, observer)
+        return gguf_export.write_adapter_alone(stage, source, opened, observer, rows=rows)
     report = gguf_export.write_model(
-        stage, source, opened, observer, kind=form.kind, weighted=form.imatrix, title=title
+        stage,
+        source,
+        opened,
+        observer,
+        kind=form.kind,
+        rows=rows,
+        weighted=form.imatrix,
+        max_kl=form.max_kl,
+        title=title,
     )
     if form.to == "ollama":
         tokenizer = Tokenizer.from_folder(source.folder)

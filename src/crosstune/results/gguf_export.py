@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.load import load_config
 from crosstune.core.errors import UserError
-from crosstune.core.events import Observer
+from crosstune.core.events import Evaluating, Observer
 from crosstune.core.logit_distance import measure_agreement
 from crosstune.core.quantization import GGUF_PLAIN
 from crosstune.data.render.rendering import render
 from crosstune.data.tokens.tokenizer import Tokenizer
-from crosstune.files.json_files import read_jsonl
 from crosstune.models import gguf, llama_cpp
 from crosstune.models.adapter_files import read_matrices
 from crosstune.models.folder import read_config_json
@@ -23,15 +22,14 @@ from crosstune.models.gguf_writer import Importance, is_readable, write_adapter,
 from crosstune.models.quantized_folder import read_quantization, stored_format
 from crosstune.models.staged import Stage
 from crosstune.results.gguf_check import bound_name, check_in_llama_cpp
+from crosstune.results.gguf_search import REQUEST, Search
 from crosstune.results.merge import DenseModel
 from crosstune.results.opened import Opened, read_logits, show_bytes
+from crosstune.results.run_rows import RunRows
 from crosstune.results.trained_folder import Trained
 from crosstune.results.verify import judge
-from crosstune.runs.open_parts import open_recipe
 
 _VERDICT = ("agreement", "bound", "verified")
-_IMPORTANCE_ROWS = 128
-_SAMPLE_TEXTS = 200
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -42,22 +40,38 @@ def write_model(
     observer: Observer,
     *,
     kind: str,
+    rows: RunRows,
     weighted: bool = False,
+    max_kl: float | None = None,
     title: str = "",
 ) -> dict[str, Any]:
     """Write a GGUF file, and check it with transformers' and crosstune's readers if they read its family, and in
-    llama.cpp if it is installed. `title` is its final name; `weighted` measures an importance matrix."""
+    llama.cpp if it is installed. `rows` are the run's rows, `title` is its final name; `weighted` measures an importance
+    matrix, `max_kl` chooses the type."""
     plain = stored_format(source.folder).replace("fp", "f")
-    kind = plain if kind == "auto" else kind
     stage.result.mkdir()
-    name = f"model-{kind}.gguf"
-    file = stage.result / name
-    importance = _measure_importance(source.folder, opened, observer) if weighted else None
-    _write(source.folder, file, kind, title or name, observer, importance)
-    report: dict[str, Any] = {"kind": kind, "file": name, "problems": []}
+    importance = _measure_importance(source.folder, rows.train, opened, observer) if weighted else None
+    report: dict[str, Any] = {"problems": []}
+    if max_kl is None:
+        kind = plain if kind == "auto" else kind
+        name = f"model-{kind}.gguf"
+        file = stage.result / name
+        _write(source.folder, file, kind, title or name, observer, importance)
+    else:
+
+        def write(path: Path, kind: str, types: Mapping[str, str] | None) -> None:
+            _write(source.folder, path, kind, f"{kind}, to measure", observer, importance, types)
+
+        search = Search(source.folder, opened, rows.held_out, write, stage.scratch)
+        chosen, trials = search.run(plain=plain, max_kl=max_kl, weighted=weighted)
+        kind = chosen.kind
+        name = "model-auto.gguf"
+        file = search.best.rename(stage.result / name)
+        report |= {"trials": [each.to_json() for each in trials], "chosen": chosen.to_json()}
+        report["max_kl"], report["num_tokens"] = max_kl, sum(map(len, search.rows))
+    report |= {"kind": kind, "file": name}
     if importance is not None:
         report["num_weighted"] = len(importance)
-    rows = _sample_texts(opened.trained)
     if is_readable(source.folder):
         found = read_logits(stage.result, opened, gguf=name)
         report |= judge(measure_agreement(source.expected, found), opened.precision, bound_name(kind))
@@ -71,14 +85,17 @@ def write_model(
         report |= {"checked_by": opened.engine.reader, "own_reader": own, "reread": reread}
     if not llama_cpp.is_installed():
         return report | {"said": ["not checked in llama.cpp; to do so: pip install 'crosstune[llamacpp]'"]}
-    checked = check_in_llama_cpp(file, source.folder, opened, kind=kind, expected=source.expected, rows=rows)
+    compare = functools.partial(
+        check_in_llama_cpp, folder=source.folder, opened=opened, expected=source.expected, rows=rows
+    )
+    checked = compare(file, kind=kind)
     report["problems"] += checked.pop("problems")
     report["said"] = checked.pop("warnings")
     if kind not in (*GGUF_PLAIN, "q8_0"):
         # Quantization error can hide a wrong conversion, so compare the unquantized model too.
         dense = stage.scratch / "plain.gguf"
         _write(source.folder, dense, plain, f"{plain}, to compare", observer)
-        exact = check_in_llama_cpp(dense, source.folder, opened, kind=plain, expected=source.expected)
+        exact = compare(dense, kind=plain)
         if not exact["verified"] or exact["problems"]:
             report["problems"].append("llama.cpp computes different logits even before quantization")
         report["unquantized"] = exact
@@ -86,7 +103,7 @@ def write_model(
 
 
 def write_adapter_alone(
-    stage: Stage, source: DenseModel, opened: Opened, observer: Observer
+    stage: Stage, source: DenseModel, opened: Opened, observer: Observer, *, rows: RunRows
 ) -> dict[str, Any]:
     """Write the adapter as a GGUF file, and check it in llama.cpp over its base model: it computes the merged model."""
     trained = opened.trained
@@ -104,6 +121,7 @@ def write_adapter_alone(
         opened,
         kind=plain,
         expected=source.expected,
+        rows=rows,
         adapter=stage.result / name,
     )
     report: dict[str, Any] = {"kind": "f32", "file": name, "problems": checked.pop("problems")}
@@ -172,6 +190,19 @@ def _only_merged(trained: Trained) -> str:
     return "it added tokens" if trained.record.get("add_tokens") else ""
 
 
+def check_max_kl(trained: Trained, kind: str) -> None:
+    """Raise a UserError if the type cannot be chosen by --max_kl."""
+    if kind != "auto":
+        raise UserError(REQUEST, why=f"--gguf_type {kind} is the type.", do="use --gguf_type auto")
+    if not trained.is_run:
+        raise UserError(
+            REQUEST,
+            why="the target is not a run, so it has no held-out rows to measure on.",
+            do="pass a run folder",
+        )
+    llama_cpp.require_llama_cpp(REQUEST)
+
+
 def check_importance(trained: Trained, kind: str) -> None:
     """Raise a UserError if an importance matrix cannot be measured or has no effect."""
     request = "Cannot use --imatrix."
@@ -186,38 +217,19 @@ def check_importance(trained: Trained, kind: str) -> None:
     llama_cpp.require_llama_cpp(request)
 
 
-def _measure_importance(folder: Path, opened: Opened, observer: Observer) -> Importance:
-    """Return the mean squares of each linear layer's inputs on the first training rows, by GGUF name."""
-    home = opened.trained.home
-    assert home is not None
-    config = load_config(file=home / "config.yaml", environment={})
-    recipe = open_recipe(config, opened.model, observer)
-    rows: list[list[int]] = []
-    for step in range(recipe.num_steps()):
-        for batch in recipe.micro_batches(step):
-            tokens: Any = batch
-            pairs = zip(tokens.input_ids, tokens.segments, strict=True)
-            rows += [ids[segments > 0].tolist() for ids, segments in pairs]
-        if len(rows) >= _IMPORTANCE_ROWS:
-            break
+def _measure_importance(
+    folder: Path, rows: list[list[int]], opened: Opened, observer: Observer
+) -> Importance:
+    """Return the mean squares of each linear layer's inputs on the training rows, by GGUF name."""
     engine: Any = opened.engine
-    show = show_bytes(observer, "measure", "importance of weights")
-    squares = engine.input_squares(folder, rows[:_IMPORTANCE_ROWS], show=show)
+
+    def show(done: int, total: int) -> None:
+        observer.on_event(Evaluating(done=done, total=total, what="rows", stage="importance of weights"))
+
+    squares = engine.input_squares(folder, rows, show=show)
     family, settings = read_family(folder, read_config_json(folder))
     named = {tensor_name(family, settings, layer): values for layer, values in squares.items()}
     return {name: values for name, values in named.items() if name is not None}
-
-
-def _sample_texts(trained: Trained) -> list[str]:
-    """Return the questions and answers of the run's evaluations, as the user's own texts."""
-    path = trained.home / "events.jsonl" if trained.is_run and trained.home is not None else None
-    if path is None or not path.is_file():
-        return []
-    texts = dict[str, None]()
-    for event in read_jsonl(path):
-        for sample in event.get("samples") or ():
-            texts |= dict.fromkeys(value for value in sample.values() if isinstance(value, str) and value)
-    return list(texts)[:_SAMPLE_TEXTS]
 
 
 def _write(
@@ -227,6 +239,7 @@ def _write(
     title: str,
     observer: Observer,
     importance: Importance | None = None,
+    types: Mapping[str, str] | None = None,
 ) -> None:
     show = show_bytes(observer, "write", title)
     write_gguf(
@@ -234,6 +247,7 @@ def _write(
         path,
         kind=kind,
         importance=importance,
+        types=types,
         progress=lambda _, done, total: show(done, total or 0),
     )
 

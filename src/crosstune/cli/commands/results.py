@@ -39,6 +39,7 @@ EXPORT_EXAMPLES = """examples:
   crosstune export runs/demo --to gguf --gguf_type q8_0    (a folder with the file and its record)
   crosstune export runs/demo --to gguf --out demo.gguf     (only the file)
   crosstune export runs/demo --to gguf --gguf_type q4_k_m
+  crosstune export runs/demo --to gguf --max_kl 0.02       (the smallest file that near the model)
   crosstune export runs/demo --to gguf --adapter_only      (the adapter without its base)
   crosstune export runs/demo --to ollama --gguf_type q8_0  (with a Modelfile)
   crosstune export runs/demo --to vllm                     (print the command that serves it)
@@ -93,6 +94,10 @@ def make_parser_export() -> Parser:
     add("--gguf_type", choices=("auto", *GGUF_TYPES), help=kinds)
     rows = "GGUF: quantize with less error where the run's training rows have large activations"
     add("--imatrix", action="store_true", default=None, help=rows)
+    kl = (
+        "GGUF: with --gguf_type auto, the smallest file with at most this mean KL divergence on held-out rows"
+    )
+    add("--max_kl", type=at_least(0.0), metavar="NUMBER", help=kl)
     add("--adapter_only", action="store_true", default=None, help="GGUF: write the adapter without its base")
     add("--n_bits", type=at_least(1), help="bits per weight for MLX (default 16: not quantized)")
     add("--group_size", type=at_least(1), help="weights per quantization scale, for MLX (default 64)")
@@ -112,12 +117,14 @@ def run_export(words: Sequence[str]) -> int:
         kind=own.gguf_type or "auto",
         adapter_only=bool(own.adapter_only) and own.to == "gguf",
         imatrix=bool(own.imatrix) and own.to in ("gguf", "ollama"),
+        max_kl=own.max_kl if own.to in ("gguf", "ollama") else None,
     )
     used_by = {
         "n_bits": ["mlx"],
         "group_size": ["mlx"],
         "gguf_type": ["gguf", "ollama"],
         "imatrix": ["gguf", "ollama"],
+        "max_kl": ["gguf", "ollama"],
         "adapter_only": ["gguf"],
     }
     return _make(
@@ -291,6 +298,11 @@ _COMPARISONS = {
 def _report_lines(report: Report) -> Iterable[Line]:
     """Yield the warnings, the logit comparisons and the path of a result."""
     yield from _warnings(report)
+    if "trials" in report:
+        yield f"measured KL divergence on {report['num_tokens']} held-out tokens in llama.cpp (bound {report['max_kl']:g})"
+        for trial in report["trials"]:
+            mark = "  chosen" if trial == report["chosen"] else ""
+            yield f"  {trial['bytes'] / 1e6:10.3f} MB  {trial['kl']:.2e}  {trial['name']}{mark}"
     yield f"checked  {_agreement(report['agreement'])} (bound {report['bound']:g})", GOOD
     for name, meaning in _COMPARISONS.items():
         if name in report:
@@ -299,8 +311,9 @@ def _report_lines(report: Report) -> Iterable[Line]:
         if "texts" in report.get(name, ()):
             texts, answers = report[name]["texts"], report[name]["answers"]
             yield (
-                f"         same token ids for {texts['same']} of {texts['compared']} texts; the model would choose the same "
-                f"{answers['tokens']} tokens in {answers['same']} of {answers['compared']} greedy answers"
+                f"         same token ids for {texts['same']} of {texts['compared']} texts ({texts['of_run']} from the run); "
+                f"{answers['same']} of {answers['compared']} greedy answers ({answers['tokens']} tokens in all) have the "
+                "trained model's choice at every token"
             )
     yield "  differences of logits from the trained model; below its bound, `relative` is explained by rounding"
     for name, agreement in report.get("against_trained", {}).items():
