@@ -143,6 +143,7 @@ def test_axolotl(tmp_path: Path) -> None:
         "train_type": "qlora", "context_length": 1024, "packing": True, "lora_rank": 32, "lora_alpha": 16,
         "batch_size": 2, "gradient_accumulation_steps": 4, "num_epochs": 2, "optimizer": "paged_adamw_8bit", "lr": 0.0003,
         "use_gradient_checkpointing": True, "use_flash_attention": True, "warmup_ratio": 0.1, "wd": 0.0, "grad_norm": 0.3,
+        "skip_eval": False, "n_bits": 4, "lora_target_modules": "all", "lr_scheduler": "cosine", "apply_gradient_clipping": True,
     }  # fmt: skip
     assert found.options == expected
     assert found.added == {"cosine_min_lr_ratio": 0.0, "truncation": "drop"}
@@ -154,7 +155,8 @@ def test_llamafactory(tmp_path: Path) -> None:
     expected = {
         "model_name": "my/model", "recipe": "preference", "preference_loss": "orpo", "beta": 0.2, "lora_rank": 8,
         "dataset": str(tmp_path / "data" / "pairs.json"), "context_length": 512, "batch_size": 1, "lr": 5e-6, "num_epochs": 3,
-        "warmup_ratio": 0.1, "precision": "bf16_autocast", "eval_fraction": 0.1, "eval_steps": 50,
+        "warmup_ratio": 0.1, "precision": "bf16_autocast", "eval_fraction": 0.1, "eval_steps": 50, "skip_eval": False,
+        "train_type": "lora", "lora_target_modules": "all", "lr_scheduler": "cosine", "sharding_strategy": "full_shard",
     }  # fmt: skip
     assert found.options == expected
     assert (
@@ -169,7 +171,7 @@ def test_mlx_lm(tmp_path: Path) -> None:
     expected = {
         "model_name": "my/model", "train_type": "dora", "dataset": "chats.jsonl", "max_steps": 100, "batch_size": 2,
         "lr": 1e-4, "lora_rank": 4, "lora_alpha": 40, "lora_dropout": 0.1, "lora_target_modules": "q_proj",
-        "warmup_steps": 10,
+        "warmup_steps": 10, "lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1, "train_on_prompt": False,
     }  # fmt: skip
     assert found.options == expected
     assert found.added["backend"] == "mlx" and "train_on_prompt" not in found.added
@@ -193,7 +195,7 @@ def test_trl_command(tmp_path: Path) -> None:
     assert found.tool.title == "TRL" and not found.missing
     expected = {
         "model_name": "my/model", "dataset": "chats.jsonl", "context_length": 512, "packing": True, "lora_rank": 32,
-        "log_to": "tqdm,wandb,tensorboard",
+        "log_to": "tqdm,wandb,tensorboard", "lr": 2e-4, "train_type": "lora", "optimizer": "adamw",
     }  # fmt: skip
     assert found.options == expected
     assert (
@@ -210,9 +212,19 @@ def test_unsloth_notebook_is_read_and_not_run(tmp_path: Path) -> None:
     assert found.tool.title == "Unsloth" and not found.missing and not ran.exists()
     expected = {
         "model_name": "my/model", "train_type": "qlora", "context_length": 256, "lora_alpha": 16, "seed": 3407,
-        "dataset": "org/chats", "max_steps": 60, "optimizer": "adamw_8bit",
+        "dataset": "org/chats", "max_steps": 60, "optimizer": "adamw_8bit", "n_bits": 4, "lora_rank": 16,
     }  # fmt: skip
     assert found.options == expected
+
+
+def test_values_of_the_file_are_written_even_if_they_are_defaults(tmp_path: Path) -> None:
+    """A recipe may have its own default: without `lr` in the file, DPO would use 1e-5."""
+    text = AXOLOTL.replace("0.0003", "0.0002").replace("field_messages: turns", "field_chosen: better")
+    found = import_file(write(tmp_path, "a.yml", text + "rl: dpo\n"))
+    assert next(note.kind for note in found.notes if note.key == "learning_rate") == "default"
+    out = write(tmp_path, "run.yaml", found.to_yaml())
+    config = load_config(file=out, environment={})
+    assert config.recipe == "preference" and config.lr == 2e-4 and "lr" in config.sources
 
 
 def test_every_rule_sets_real_options() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from crosstune.config.load import make_config
+from crosstune.config.recipe_spec import load_recipe
 from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
@@ -29,7 +30,7 @@ from crosstune.importing.values import (
 
 _PRECISIONS = ("bf16", "fp16", "dtype", "torch_dtype")
 Kind = Literal["mapped", "default", "nothing", "missing"]
-"""A key that sets options, sets them to their defaults, changes nothing, or has no counterpart."""
+"""A key that sets options, sets them to crosstune's defaults, changes nothing, or has no counterpart."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _translate(given: Sequence[Given], tool: Tool, *, folder: Path, overrides: M
     for name, value in overrides.items():
         result.options[name] = value
         result.added.pop(name, None)
-    _check(result)
+    make_config(**result.options, **result.added)  # raises if they are not valid
     return result
 
 
@@ -185,6 +186,7 @@ def _keep(result: Imported, entry: Given, found: Mapping[str, Any]) -> None:
 
 def _add_defaults(result: Imported, everything: Mapping[str, Any]) -> None:
     options, known = result.options, options_by_name()
+    presets = load_recipe(options.get("recipe", "sft")).preset_options
     if result.options.get("train_type") in (None, "full") and "train_type" not in result.tool.defaults:
         has_adapter = options.get("train_type") != "full"
     else:
@@ -205,16 +207,7 @@ def _add_defaults(result: Imported, everything: Mapping[str, Any]) -> None:
             value = PREFERENCE_RATE
         if value in (TWICE_THE_RANK, SCALE_OF_20):
             value = (2 if value == TWICE_THE_RANK else 20) * rank
-        if value != known[name].default:
+        if value != known[name].default or name in presets:
             result.added[name] = value
 
 
-def _check(result: Imported) -> None:
-    """Drop options that equal crosstune's defaults, and raise if the rest is not a valid configuration."""
-    known = options_by_name()
-    result.options = {
-        name: value
-        for name, value in result.options.items()
-        if value != known[name].default or name in ("model_name", "dataset")
-    }
-    make_config(**result.options, **result.added)
