@@ -195,7 +195,7 @@ def test_trl_command(tmp_path: Path) -> None:
     assert found.tool.title == "TRL" and not found.missing
     expected = {
         "model_name": "my/model", "dataset": "chats.jsonl", "context_length": 512, "packing": True, "lora_rank": 32,
-        "log_to": "tqdm,wandb,tensorboard", "lr": 2e-4, "train_type": "lora", "optimizer": "adamw",
+        "log_to": "tqdm,wandb,tensorboard", "lr": 2e-4, "train_type": "lora", "optimizer": "adamw", "recipe": "sft",
     }  # fmt: skip
     assert found.options == expected
     assert (
@@ -203,6 +203,33 @@ def test_trl_command(tmp_path: Path) -> None:
         and found.added["num_epochs"] == 3
         and found.added["skip_eval"]
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "loss", "lr"),
+    [
+        ("trl dpo", "preference", "dpo", 1e-6),
+        ("trl kto", "preference", "kto", 1e-6),
+        ("python trl/scripts/orpo.py", "preference", "orpo", 1e-6),
+        ("accelerate launch --config_file a.yaml --num_processes 8 trl/scripts/cpo.py", "preference", "cpo", 1e-6),
+        ("torchrun --nproc_per_node 2 examples/scripts/reward_modeling.py", "judge", "dpo", 1e-4),
+        ("trl sft", "sft", "dpo", 2e-5),
+    ],
+)
+def test_trl_trainer_of_a_command(tmp_path: Path, command: str, recipe: str, loss: str, lr: float) -> None:
+    text = f"{command} --model_name_or_path my/model --dataset_name pairs.jsonl --num_processes 2"
+    found = import_file(write(tmp_path, "run.sh", text))
+    config = load_config(file=write(tmp_path, "run.yaml", found.to_yaml()), environment={})
+    assert found.tool.title == "TRL" and not found.missing and len(found.notes) == 4
+    assert (config.recipe, config.preference_loss, config.lr) == (recipe, loss, lr)
+    assert "lr" in config.sources and config.train_type == "full"
+
+
+@pytest.mark.parametrize("command", ["trl grpo", "python dpo_online.py"])
+def test_trl_trainer_without_a_counterpart(tmp_path: Path, command: str) -> None:
+    file = write(tmp_path, "run.sh", f"{command} --model_name_or_path my/model --dataset_name a.jsonl")
+    assert [note.key for note in import_file(file).missing] == ["trainer"]
+    assert not import_file(file, overrides={"recipe": "sft"}).missing
 
 
 def test_unsloth_notebook_is_read_and_not_run(tmp_path: Path) -> None:

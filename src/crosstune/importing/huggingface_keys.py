@@ -169,7 +169,16 @@ TRL_ONLY: Mapping[str, Rule] = by_name(
     }
 )  # fmt: skip
 
-TRL = {**TRANSFORMERS, **PEFT, **QUANTIZED, **TRL_ONLY}
+TRAINER: Mapping[str, Rule] = by_name(
+    {
+        "trainer": values.trl_trainer,
+        "config": Missing("import that file, with --recipe preference if its trainer is DPO"),
+        "accelerate_config num_processes num_machines machine_rank main_process_ip main_process_port": DEVICES,
+    }
+)  # fmt: skip
+"""Read from the subcommand, the script's name or the classes of the code."""
+
+TRL = {**TRANSFORMERS, **PEFT, **QUANTIZED, **TRL_ONLY, **TRAINER}
 
 UNSLOTH: Mapping[str, Rule] = {
     **TRL,

@@ -20,6 +20,8 @@ from crosstune.files.plain_files import read_plain_text
 from crosstune.files.yaml_files import YAML_LIMIT, read_yaml
 
 NOTEBOOK_LIMIT = 1 << 24
+TRAINERS = frozenset("sft dpo kto orpo cpo bco reward grpo rloo ppo gkd gold prm xpo nash distillation".split())
+"""The trainers of TRL, in the names of its subcommands, scripts and classes."""
 _CALLS = re.compile(
     r"from_pretrained|get_peft_model|\w*Config|\w*Arguments|\w*Trainer|load_dataset|get_chat_template"
 )
@@ -113,8 +115,8 @@ def _from_words(text: str, path: Path) -> list[Given]:
         raise UserError(
             f"{path} cannot be read as a command.", why=f"{error}.", do="close its quotes"
         ) from error
-    found: list[Given] = []
-    place = 0
+    place, trainer = _command(words)
+    found = [Given("trainer", trainer)] if trainer else []
     while place < len(words):
         word = words[place]
         place += 1
@@ -128,6 +130,17 @@ def _from_words(text: str, path: Path) -> list[Given]:
         elif equals and re.fullmatch(r"[a-z_][\w.]*", key) and not word.startswith("-"):
             found.append(Given(key, _scalar([value])))
     return found
+
+
+def _command(words: list[str]) -> tuple[int, str]:
+    """Return where the trainer's own arguments begin, after a launcher's, and TRL's trainer by subcommand or script."""
+    for place, word in enumerate(words):
+        if Path(word).name == "trl" and place + 1 < len(words):
+            return place + 2, words[place + 1]
+        if word.endswith(".py") and any(later.startswith("--") for later in words[place:]):
+            name = Path(word).stem.removeprefix("run_").removesuffix("_modeling")
+            return place + 1, name if TRAINERS & set(name.split("_")) else ""
+    return 0, ""
 
 
 def _scalar(words: list[str]) -> Any:

@@ -23,8 +23,10 @@ class Tool:
     defaults: Options
     marks: frozenset[str]
     """Keys that only this trainer has."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Recipe -> default learning rate, where it differs from `defaults`."""
     remark: str = ""
-    """A difference that no key shows."""
+    """A difference of supervised fine-tuning that no key shows."""
     sections: frozenset[str] = field(default_factory=frozenset)
     """Sections of options; a nested mapping under any other key is a value."""
 
@@ -63,8 +65,9 @@ TOOLS: Mapping[str, Tool] = {
         rules=TRL,
         defaults=HF_DEFAULTS | {"lr": 2e-5, "context_length": 1024, "truncation": "cut", "train_type": "full",
                                  "use_gradient_checkpointing": True, "optimizer": "fused_adamw"},
+        rates={"preference": 1e-6, "judge": 1e-4},
         remark=_ALL_TOKENS,
-        marks=frozenset({"dataset_name", "use_peft", "lora_r", "dataset_text_field", "max_length"}),
+        marks=frozenset({"trainer", "dataset_name", "use_peft", "lora_r", "dataset_text_field", "max_length"}),
     ),
     "unsloth": Tool(
         title="Unsloth",

@@ -19,7 +19,6 @@ from crosstune.importing.rules import Rule
 from crosstune.importing.tools import TOOLS, Tool
 from crosstune.importing.values import (
     FILE_FOLDER,
-    PREFERENCE_RATE,
     SCALE_OF_20,
     TWICE_THE_RANK,
     Missing,
@@ -203,8 +202,8 @@ def _add_defaults(result: Imported, everything: Mapping[str, Any]) -> None:
             options.get("lr_scheduler", result.tool.defaults.get("lr_scheduler", "cosine"))
         ).startswith("cosine"):
             continue
-        if name == "lr" and options.get("recipe") == "preference":
-            value = PREFERENCE_RATE
+        if name == "lr":
+            value = result.tool.rates.get(options.get("recipe", "sft"), value)
         if value in (TWICE_THE_RANK, SCALE_OF_20):
             value = (2 if value == TWICE_THE_RANK else 20) * rank
         if value != known[name].default or name in presets:

@@ -25,8 +25,6 @@ Found: TypeAlias = "Options | Missing | Nothing"
 Convert: TypeAlias = Callable[[Any, Mapping[str, Any]], Found]
 """(value, all keys of the file) -> options."""
 
-PREFERENCE_RATE = 1e-6
-"""The default learning rate of TRL's DPO."""
 TWICE_THE_RANK, SCALE_OF_20 = "twice the rank", "20 times the rank"
 """Defaults that follow from the rank."""
 _BY_EVALUATION = ("early_stopping_patience", "early_stopping_steps", "load_best_model_at_end")
@@ -325,12 +323,22 @@ def offloaded(value: Any, given: Mapping[str, Any]) -> Found:
     return {"use_activation_cpu_offload": not is_off(value)}
 
 
+def trl_trainer(value: Any, given: Mapping[str, Any]) -> Found:
+    if value == "reward":
+        return {"recipe": "judge", "head": "scalar"}
+    if value in ("dpo", "kto", "orpo", "cpo"):
+        return {"recipe": "preference", "preference_loss": value}
+    return {"recipe": "sft"} if value == "sft" else Missing("pass --recipe sft, preference or judge to this command")
+
+
 def trl_loss(value: Any, given: Mapping[str, Any]) -> Found:
     names = [value] if isinstance(value, str) else list(value or [])
     if names in ([], ["nll"]):
         return {}
     if unknown := [name for name in names if name not in {*PREFERENCE_LOSSES, "sft"}]:
         return Missing(f"no loss of --preference_loss is {unknown[0]}")
+    if given.get("trainer") == "cpo" and names == ["sigmoid"]:
+        return {"recipe": "preference", "preference_loss": "cpo"}
     weights = given.get("loss_weights") or given.get("dpo_loss_weights")
     chosen = [PREFERENCE_LOSSES.get(name, name) for name in names]
     if weights:
