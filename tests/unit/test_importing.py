@@ -232,6 +232,47 @@ def test_trl_trainer_without_a_counterpart(tmp_path: Path, command: str) -> None
     assert not import_file(file, overrides={"recipe": "sft"}).missing
 
 
+DPO = """
+from trl import DPOConfig, DPOTrainer
+from peft import LoraConfig
+model = AutoModelForCausalLM.from_pretrained("my/model")
+data = load_dataset("json", data_files={"train": "pairs.jsonl", "test": "held.jsonl"})
+args = DPOConfig(beta=0.2, max_length=512)
+trainer = DPOTrainer(model, args=args, train_dataset=data["train"], peft_config=LoraConfig(task_type="CAUSAL_LM"))
+"""
+
+
+def test_trainer_adapter_and_data_of_python_code(tmp_path: Path) -> None:
+    found = import_file(write(tmp_path, "dpo.py", DPO))
+    assert found.tool.title == "TRL" and not found.missing
+    expected = {
+        "recipe": "preference", "preference_loss": "dpo", "model_name": "my/model", "beta": 0.2, "context_length": 512,
+        "train_type": "lora", "dataset": "pairs.jsonl", "eval_dataset": "held.jsonl", "skip_eval": False,
+    }  # fmt: skip
+    assert found.options == expected and found.added["lr"] == 1e-6
+    code = DPO.replace(', peft_config=LoraConfig(task_type="CAUSAL_LM")', "").replace("DPOTrainer(model", 'DPOTrainer(model="b/c"')
+    plain = import_file(write(tmp_path, "full.py", code))
+    assert plain.options["model_name"] == "b/c"
+    assert plain.added["train_type"] == "full" and not {name for name in plain.added if name.startswith("lora_")}
+    fast = import_file(write(tmp_path, "fast.py", "from unsloth import FastLanguageModel\n" + DPO))
+    assert fast.tool.title == "Unsloth" and fast.options["recipe"] == "preference"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        'load_dataset("json", data_files=sys.argv[1])', 'load_dataset("org/a", split="train[:10%]")',
+        'load_dataset("org/a", "part")', 'load_dataset("org/a", split="test")', "Dataset.from_list(rows)",
+        '[load_dataset("org/a"), load_dataset("org/b")]', 'load_dataset(**options)',
+    ],
+)  # fmt: skip
+def test_data_of_python_code_that_cannot_be_read_is_an_error(tmp_path: Path, data: str) -> None:
+    code = DPO.replace(DPO.splitlines()[4], f"data = {data}")
+    file = write(tmp_path, "dpo.py", code)
+    assert [note.key for note in import_file(file).missing] == ["load_dataset"]
+    assert not import_file(file, overrides={"dataset": "mine.jsonl"}).missing
+
+
 def test_unsloth_notebook_is_read_and_not_run(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     code = [*UNSLOTH, f"open({str(ran)!r}, 'w')\n"]
@@ -240,6 +281,7 @@ def test_unsloth_notebook_is_read_and_not_run(tmp_path: Path) -> None:
     expected = {
         "model_name": "my/model", "train_type": "qlora", "context_length": 256, "lora_alpha": 16, "seed": 3407,
         "dataset": "org/chats", "max_steps": 60, "optimizer": "adamw_8bit", "n_bits": 4, "lora_rank": 16,
+        "recipe": "sft",
     }  # fmt: skip
     assert found.options == expected
 

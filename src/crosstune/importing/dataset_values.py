@@ -38,6 +38,27 @@ def dataset_part(value: Any, given: Mapping[str, Any]) -> Found:
     return Missing("--dataset reads the training split; save the part as a file and pass it")
 
 
+def load_dataset(value: Any, given: Mapping[str, Any]) -> Found:
+    """Convert the calls of load_dataset in Python code, each its arguments by name or code that cannot be read."""
+    found: dict[str, set[str]] = {}
+    for call in value:
+        if isinstance(call, str):
+            return Missing(f"{call} is computed by the program; pass --dataset FILE to this command")
+        split, files = str(call.get("split") or "train"), call.get("data_files")
+        if call.get("name") or call.get("data_dir") or "[" in split or "+" in split:
+            return Missing("--dataset reads the training split; save the part as a file and pass --dataset FILE")
+        parts = files if isinstance(files, Mapping) else {split: files or call["path"]}
+        for part, paths in parts.items():
+            known = {"train": "dataset", "test": "eval_dataset", "validation": "eval_dataset"}
+            if part not in known:
+                return Missing(f"--dataset reads the training split, not {part}; save it as a file and pass --dataset FILE")
+            found.setdefault(known[part], set()).add(paths if isinstance(paths, str) else ",".join(paths))
+    if len(found.get("dataset", ())) != 1 or len(found.get("eval_dataset", "1")) != 1:
+        return Missing("the code does not load one dataset for training; pass --dataset FILE to this command")
+    train, test = found["dataset"].pop(), found.get("eval_dataset", {""}).pop()
+    return {"dataset": train} | ({"eval_dataset": test, "skip_eval": False} if test not in ("", train) else {})
+
+
 def axolotl_data(option: str) -> Convert:
     def convert(value: Any, given: Mapping[str, Any]) -> Found:
         items = value if isinstance(value, list) else [value]

@@ -176,6 +176,7 @@ def _from_python(text: str, path: Path) -> list[Given]:
         raise UserError(f"{path} is not Python code.", why=f"{error}.", do="correct the file") from error
     known: dict[str, Any] = {}
     found: list[Given] = []
+    datasets, trained, trainers, lora = list[Any](), list[Any](), dict[str, set[str]](), 0
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             value = _literal(node.value, known)
@@ -184,19 +185,28 @@ def _from_python(text: str, path: Path) -> list[Given]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not _CALLS.fullmatch(_name(node.func)):
             continue
-        if _name(node.func) == "load_dataset" and node.args:
-            value = _literal(node.args[0], known)
-            if value is not _UNKNOWN:
-                found.append(Given("dataset", value, node.lineno))
+        called = re.fullmatch(r"(\w+?)(Config|Trainer)", _name(node.func))
+        if called and called[1].lower() in TRAINERS:
+            trainers.setdefault(called[2], set()).add(called[1].lower())
+        lora = node.lineno if _name(node.func) == "LoraConfig" else lora
+        if _name(node.func) == "load_dataset":
+            datasets.append((node.lineno, _dataset_call(node, known)))
             continue
         if _name(node.func) == "from_pretrained" and node.args and "Tokenizer" not in ast.unparse(node.func):
-            found.append(Given("model_name", _literal(node.args[0], known), node.lineno))
+            found.append(_given(_MODEL, node.args[0], known))
         for keyword in node.keywords:
-            if keyword.arg is None or keyword.arg in _OBJECTS:
-                continue
-            value = _literal(keyword.value, known)
-            code = ast.unparse(keyword.value) if value is _UNKNOWN else ""
-            found.append(Given(keyword.arg, None if code else value, keyword.value.lineno, code))
+            if keyword.arg == "train_dataset":
+                trained.append((keyword.value.lineno, ast.unparse(keyword.value)))
+            if keyword.arg == "model" and isinstance(_literal(keyword.value, known), str):
+                found.append(_given(_MODEL, keyword.value, known))
+            if keyword.arg is not None and keyword.arg not in _OBJECTS:
+                found.append(_given(keyword.arg, keyword.value, known))
+    if names := trainers.get("Trainer") or trainers.get("Config"):
+        found.insert(0, Given("trainer", " and ".join(sorted(names))))
+    if lora:
+        found.append(Given("peft_config", "LoraConfig", lora))
+    if calls := datasets or trained[:1]:
+        found.append(Given("load_dataset", [call for _, call in calls], calls[0][0]))
     if not found:
         raise UserError(
             f"{path} configures no training.",
@@ -207,6 +217,21 @@ def _from_python(text: str, path: Path) -> list[Given]:
 
 
 _UNKNOWN = object()
+_MODEL = "pretrained_model_name_or_path"
+
+
+def _given(key: str, node: ast.expr, known: Mapping[str, Any]) -> Given:
+    value = _literal(node, known)
+    code = ast.unparse(node) if value is _UNKNOWN else ""
+    return Given(key, None if code else value, node.lineno, code)
+
+
+def _dataset_call(node: ast.Call, known: Mapping[str, Any]) -> Any:
+    """Return the arguments of load_dataset by name, or its code if one of them is computed."""
+    given = dict(zip(("path", "name", "data_dir", "data_files", "split"), node.args, strict=False))
+    given |= {keyword.arg or "**": keyword.value for keyword in node.keywords}
+    found = {name: _literal(value, known) for name, value in given.items()}
+    return ast.unparse(node) if _UNKNOWN in found.values() else found
 
 
 def _literal(node: ast.expr, known: Mapping[str, Any]) -> Any:

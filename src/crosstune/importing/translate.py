@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,8 @@ from crosstune.config.recipe_spec import load_recipe
 from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
-from crosstune.importing.read import Given, read_given, shown_value
+from crosstune.files.plain_files import read_plain_text
+from crosstune.importing.read import NOTEBOOK_LIMIT, Given, read_given, shown_value
 from crosstune.importing.rules import Rule
 from crosstune.importing.tools import TOOLS, Tool
 from crosstune.importing.values import (
@@ -27,6 +29,7 @@ from crosstune.importing.values import (
     resolve_references,
 )
 
+_IMPORTS_UNSLOTH = re.compile(r"\b(?:from|import) unsloth\b|\bFast(?:Language|Vision)?Model\b")
 _PRECISIONS = ("bf16", "fp16", "dtype", "torch_dtype")
 Kind = Literal["mapped", "default", "nothing", "missing"]
 """A key that sets options, sets them to crosstune's defaults, changes nothing, or has no counterpart."""
@@ -84,6 +87,8 @@ def _negated(entry: Given, tool: Tool) -> Given:
 
 def _recognize(given: Sequence[Given], path: Path) -> str:
     """Return the trainer of which the file has the most keys."""
+    if path.suffix in (".py", ".ipynb"):
+        return "unsloth" if _IMPORTS_UNSLOTH.search(read_plain_text(path, limit=NOTEBOOK_LIMIT)) else "trl"
     keys = {entry.key for entry in given}
     scores = {name: (len(keys & tool.marks), len(keys & set(tool.rules))) for name, tool in TOOLS.items()}
     best = max(scores, key=lambda name: scores[name])
@@ -93,8 +98,6 @@ def _recognize(given: Sequence[Given], path: Path) -> str:
             why="it has none of the keys that identify one.",
             do=f"pass --from {', '.join(TOOLS)}",
         )
-    if path.suffix in (".py", ".ipynb"):
-        return "unsloth" if "random_state" in keys or "max_seq_length" in keys else "trl"
     return best
 
 
