@@ -14,6 +14,7 @@ from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError
 from crosstune.importing.tools import TOOLS
 from crosstune.importing.translate import Imported, import_file
+from crosstune.recipes.preference.open_pairs import open_preferences
 
 AXOLOTL = """
 base_model: my/model
@@ -211,7 +212,12 @@ def test_trl_command(tmp_path: Path) -> None:
         ("trl dpo", "preference", "dpo", 1e-6),
         ("trl kto", "preference", "kto", 1e-6),
         ("python trl/scripts/orpo.py", "preference", "orpo", 1e-6),
-        ("accelerate launch --config_file a.yaml --num_processes 8 trl/scripts/cpo.py", "preference", "cpo", 1e-6),
+        (
+            "accelerate launch --config_file a.yaml --num_processes 8 trl/scripts/cpo.py",
+            "preference",
+            "cpo",
+            1e-6,
+        ),
         ("torchrun --nproc_per_node 2 examples/scripts/reward_modeling.py", "judge", "dpo", 1e-4),
         ("trl sft", "sft", "dpo", 2e-5),
     ],
@@ -250,10 +256,14 @@ def test_trainer_adapter_and_data_of_python_code(tmp_path: Path) -> None:
         "train_type": "lora", "dataset": "pairs.jsonl", "eval_dataset": "held.jsonl", "skip_eval": False,
     }  # fmt: skip
     assert found.options == expected and found.added["lr"] == 1e-6
-    code = DPO.replace(', peft_config=LoraConfig(task_type="CAUSAL_LM")', "").replace("DPOTrainer(model", 'DPOTrainer(model="b/c"')
+    code = DPO.replace(', peft_config=LoraConfig(task_type="CAUSAL_LM")', "").replace(
+        "DPOTrainer(model", 'DPOTrainer(model="b/c"'
+    )
     plain = import_file(write(tmp_path, "full.py", code))
     assert plain.options["model_name"] == "b/c"
-    assert plain.added["train_type"] == "full" and not {name for name in plain.added if name.startswith("lora_")}
+    assert plain.added["train_type"] == "full" and not {
+        name for name in plain.added if name.startswith("lora_")
+    }
     fast = import_file(write(tmp_path, "fast.py", "from unsloth import FastLanguageModel\n" + DPO))
     assert fast.tool.title == "Unsloth" and fast.options["recipe"] == "preference"
 
@@ -294,6 +304,71 @@ def test_values_of_the_file_are_written_even_if_they_are_defaults(tmp_path: Path
     out = write(tmp_path, "run.yaml", found.to_yaml())
     config = load_config(file=out, environment={})
     assert config.recipe == "preference" and config.lr == 2e-4 and "lr" in config.sources
+
+
+def test_columns_of_axolotl_preferences_can_be_read(tmp_path: Path) -> None:
+    turn = {"role": "user", "content": "Hi"}
+    row = {
+        "conversation": [turn],
+        "better": {"role": "assistant", "content": "a"},
+        "worse": {"role": "assistant", "content": "b"},
+    }
+    write(tmp_path, "chats.jsonl", json.dumps(row) + "\n")
+    fields = "field_messages: conversation\n    field_chosen: better\n    field_rejected: worse"
+    text = AXOLOTL.replace("field_messages: turns", fields).replace(
+        "chats.jsonl", str(tmp_path / "chats.jsonl")
+    )
+    found = import_file(write(tmp_path, "a.yml", text.replace("val_set_size: 0.05", "rl: dpo")))
+    assert (
+        not found.missing and found.options["columns"] == "conversation=prompt,better=chosen,worse=rejected"
+    )
+    config = load_config(file=write(tmp_path, "run.yaml", found.to_yaml()), environment={})
+    (pair,) = open_preferences(config, paired=True).train
+    assert pair.prompt[0]["content"] == "Hi" and [answer[0]["content"] for answer in pair.answers] == [
+        "a",
+        "b",
+    ]
+
+
+def test_defaults_of_the_other_trainer_are_added(tmp_path: Path) -> None:
+    """Adapters and warm-up: without these lines, crosstune would train other layers at other rates."""
+    adapters = {"lora_dropout": 0.05, "lora_target_modules": "default"}
+    trl = import_file(write(tmp_path, "a.sh", TRL))
+    assert {name: trl.added.get(name) for name in adapters} == adapters and trl.added["warmup_steps"] == 0
+    full = import_file(write(tmp_path, "b.sh", TRL.replace("--use_peft --lora_r 32", "--warmup_ratio 0.2")))
+    assert not set(full.added) & {*adapters, "warmup_steps"}
+    code = import_file(write(tmp_path, "c.py", DPO))
+    assert code.added["lora_rank"] == code.added["lora_alpha"] == 8 and "lora_dropout" not in code.added
+    axolotl = AXOLOTL.replace("warmup_ratio: 0.1\n", "")
+    assert import_file(write(tmp_path, "d.yml", axolotl)).added["warmup_ratio"] == 0.03
+    none = import_file(write(tmp_path, "e.yml", axolotl + "warmup_steps: 0\n"))
+    assert none.options["warmup_steps"] == 0 and "warmup_ratio" not in none.added
+    both = import_file(write(tmp_path, "f.yml", AXOLOTL + "warmup_steps: 0\n"))
+    assert both.options["warmup_ratio"] == 0.1 and "warmup_steps" not in both.options
+    fast = import_file(
+        write(tmp_path, "g.ipynb", notebook([line.replace(", load_in_4bit=True", "") for line in UNSLOTH]))
+    )
+    wanted = {"train_type": "qlora", "warmup_ratio": 0.1, "batch_size": 4, "gradient_accumulation_steps": 2}
+    assert {name: fast.added.get(name) for name in wanted} == wanted
+
+
+def test_reward_model_keeps_the_defaults_of_its_trainer(tmp_path: Path) -> None:
+    """The judge recipe presets these options; a value that is also crosstune's default is written too."""
+    text = FACTORY.replace("stage: dpo", "stage: rm").replace("pref_beta: 0.2\npref_loss: orpo\n", "")
+    found = import_file(write(tmp_path, "rm.yaml", text), overrides={"dataset": "pairs.jsonl"})
+    wanted = {"gradient_accumulation_steps": 1, "grad_norm": 1.0, "lora_dropout": 0.0, "wd": 0.0}
+    assert {name: found.added.get(name) for name in wanted} == wanted
+
+
+def test_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", str(write(tmp_path, "a.yml", AXOLOTL)), "--overwrite"]) == 0
+    assert "skip_eval: false (evaluates before and after training; set eval_steps" in capsys.readouterr().out
+    for method, is_told in (("sft", True), ("dpo", False)):
+        file = write(tmp_path, "a.sh", TRL.replace("trl sft", f"trl {method}"))
+        assert main(["import", str(file), "--overwrite"]) == 0
+        assert ("loss on all tokens" in capsys.readouterr().out) is is_told
+    assert main(["import", str(write(tmp_path, "b.yml", AXOLOTL + "qat: true\n")), "--overwrite"]) == 2
+    assert "1 of 26 keys has no counterpart" in capsys.readouterr().err
 
 
 def test_every_rule_sets_real_options() -> None:

@@ -187,6 +187,7 @@ UNSLOTH: Mapping[str, Rule] = {
     **by_name(
         {
             "model_name": "model_name",
+            "load_in_4bit": values.unsloth_bits,
             "dtype": values.weight_dtype,
             "full_finetuning": switch(train_type="full"),
             "load_in_16bit fast_inference gpu_memory_utilization max_lora_rank": SPEED,

@@ -20,30 +20,18 @@ from crosstune.files.plain_files import read_plain_text
 from crosstune.files.yaml_files import YAML_LIMIT, read_yaml
 
 NOTEBOOK_LIMIT = 1 << 24
-TRAINERS = frozenset("sft dpo kto orpo cpo bco reward grpo rloo ppo gkd gold prm xpo nash distillation".split())
+TRAINERS = frozenset(
+    {"sft", "dpo", "kto", "orpo", "cpo", "bco", "reward", "grpo", "rloo", "ppo", "gkd", "gold", "prm", "xpo", "nash", "distillation"}
+)  # fmt: skip
 """The trainers of TRL, in the names of its subcommands, scripts and classes."""
 _CALLS = re.compile(
     r"from_pretrained|get_peft_model|\w*Config|\w*Arguments|\w*Trainer|load_dataset|get_chat_template"
 )
 """The calls in Python code whose keywords are options."""
 _OBJECTS = frozenset(
-    [
-        "model",
-        "tokenizer",
-        "processing_class",
-        "train_dataset",
-        "eval_dataset",
-        "args",
-        "data_collator",
-        "peft_config",
-        "quantization_config",
-        "callbacks",
-        "config",
-        "formatting_func",
-        "compute_metrics",
-        "ref_model",
-    ]
-)
+    {"model", "tokenizer", "processing_class", "train_dataset", "eval_dataset", "args", "data_collator", "peft_config",
+     "quantization_config", "callbacks", "config", "formatting_func", "compute_metrics", "ref_model"}
+)  # fmt: skip
 """Keywords that pass objects, not options."""
 
 

@@ -18,18 +18,26 @@ from crosstune.core.names import did_you_mean
 from crosstune.files.plain_files import read_plain_text
 from crosstune.importing.read import NOTEBOOK_LIMIT, Given, read_given, shown_value
 from crosstune.importing.rules import Rule
-from crosstune.importing.tools import TOOLS, Tool
+from crosstune.importing.tools import LORA_CONFIG, TOOLS, Tool
 from crosstune.importing.values import (
     FILE_FOLDER,
     SCALE_OF_20,
     TWICE_THE_RANK,
     Missing,
+    Noted,
     Nothing,
     is_off,
     resolve_references,
 )
 
 _IMPORTS_UNSLOTH = re.compile(r"\b(?:from|import) unsloth\b|\bFast(?:Language|Vision)?Model\b")
+_EITHER = {
+    "max_steps": "num_epochs",
+    "num_epochs": "max_steps",
+    "warmup_steps": "warmup_ratio",
+    "warmup_ratio": "warmup_steps",
+}
+"""An option -> the option that replaces it."""
 _PRECISIONS = ("bf16", "fp16", "dtype", "torch_dtype")
 Kind = Literal["mapped", "default", "nothing", "missing"]
 """A key that sets options, sets them to crosstune's defaults, changes nothing, or has no counterpart."""
@@ -59,6 +67,10 @@ class Imported:
     @property
     def missing(self) -> list[Note]:
         return [note for note in self.notes if note.kind == "missing"]
+
+    @property
+    def remark(self) -> str:
+        return self.tool.remark if self.options.get("recipe", "sft") == "sft" else ""
 
     def to_yaml(self) -> str:
         head = f"# Imported from {self.tool.title}. Options under the second comment are its defaults.\n"
@@ -183,26 +195,24 @@ def _keep(result: Imported, entry: Given, found: Mapping[str, Any]) -> None:
         texts.append(f"{name}: {shown_value(value)}")
         is_default = is_default and value == options[name].default
     kind: Kind = "default" if is_default else "mapped"
-    result.notes.append(Note(entry.key, entry.value, entry.line, kind, ", ".join(texts) or "already set"))
+    text = ", ".join(texts) or "already set"
+    text += f" ({found.note})" if isinstance(found, Noted) else ""
+    result.notes.append(Note(entry.key, entry.value, entry.line, kind, text))
 
 
 def _add_defaults(result: Imported, everything: Mapping[str, Any]) -> None:
     options, known = result.options, options_by_name()
     presets = load_recipe(options.get("recipe", "sft")).preset_options
-    if result.options.get("train_type") in (None, "full") and "train_type" not in result.tool.defaults:
-        has_adapter = options.get("train_type") != "full"
-    else:
-        has_adapter = options.get("train_type", result.tool.defaults.get("train_type")) != "full"
-    rank: Any = options.get("lora_rank", result.tool.defaults.get("lora_rank", known["lora_rank"].default))
-    for name, value in result.tool.defaults.items():
+    defaults = {**result.tool.defaults, **(LORA_CONFIG if "peft_config" in everything else {})}
+    has_adapter = options.get("train_type", defaults.get("train_type")) != "full"
+    rank: Any = options.get("lora_rank", defaults.get("lora_rank", known["lora_rank"].default))
+    for name, value in defaults.items():
         if name in options or (name.startswith("lora_") and not has_adapter):
             continue
-        if (name == "max_steps" and "num_epochs" in options) or (
-            name == "num_epochs" and "max_steps" in options
-        ):
+        if _EITHER.get(name) in options:
             continue
         if name == "cosine_min_lr_ratio" and not str(
-            options.get("lr_scheduler", result.tool.defaults.get("lr_scheduler", "cosine"))
+            options.get("lr_scheduler", defaults.get("lr_scheduler", "cosine"))
         ).startswith("cosine"):
             continue
         if name == "lr":
@@ -211,5 +221,3 @@ def _add_defaults(result: Imported, everything: Mapping[str, Any]) -> None:
             value = (2 if value == TWICE_THE_RANK else 20) * rank
         if value != known[name].default or name in presets:
             result.added[name] = value
-
-

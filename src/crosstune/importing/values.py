@@ -17,6 +17,14 @@ class Nothing(str):
     """Why there is nothing to set: the result of a run does not depend on the key."""
 
 
+class Noted(dict[str, Any]):
+    """Options with a difference that the user should know."""
+
+    def __init__(self, options: Options, note: str) -> None:
+        super().__init__(options)
+        self.note = note
+
+
 class Missing(str):
     """What to do about a key without a counterpart."""
 
@@ -111,8 +119,11 @@ def per_epoch(option: str) -> Convert:
         evaluates = option == "eval_steps"
         if evaluates and any(given.get(key) for key in _BY_EVALUATION):
             return Missing(_IN_STEPS)
-        if evaluates:  # before the first step and after the last
-            return {"skip_eval": False}
+        if evaluates:
+            return Noted(
+                {"skip_eval": False},
+                "evaluates before and after training; set eval_steps to evaluate in between",
+            )
         return Nothing(
             "crosstune saves every 10 minutes and at the end; set save_steps for a number of steps"
         )
@@ -163,13 +174,15 @@ def schedule_options(value: Any, given: Mapping[str, Any]) -> Found:
 def warmup(value: Any, given: Mapping[str, Any]) -> Found:
     if isinstance(value, float) and 0 < value < 1:
         return {"warmup_ratio": value}
-    return {"warmup_steps": int(value)} if value else {}
+    if not value and given.get("warmup_ratio") is not None:
+        return Nothing("warmup_ratio is set")
+    return {"warmup_steps": int(value or 0)}
 
 
 def warmup_ratio(value: Any, given: Mapping[str, Any]) -> Found:
     if given.get("warmup_steps"):
         return Nothing("warmup_steps is set")
-    return {"warmup_ratio": float(value)} if value else {}
+    return {"warmup_ratio": float(value or 0)}
 
 
 def optimizer(value: Any, given: Mapping[str, Any]) -> Found:
@@ -305,6 +318,12 @@ def bits(number: int) -> Convert:
     return convert
 
 
+def unsloth_bits(value: Any, given: Mapping[str, Any]) -> Found:
+    """Convert load_in_4bit of Unsloth, which is on by default."""
+    is_other = given.get("full_finetuning") or given.get("load_in_8bit")
+    return {"train_type": "lora"} if is_off(value) and not is_other else bits(4)(value, given)
+
+
 def quantization_bit(value: Any, given: Mapping[str, Any]) -> Found:
     return {} if is_off(value) else {"train_type": "qlora", "n_bits": int(value)}
 
@@ -328,7 +347,11 @@ def trl_trainer(value: Any, given: Mapping[str, Any]) -> Found:
         return {"recipe": "judge", "head": "scalar"}
     if value in ("dpo", "kto", "orpo", "cpo"):
         return {"recipe": "preference", "preference_loss": value}
-    return {"recipe": "sft"} if value == "sft" else Missing("pass --recipe sft, preference or judge to this command")
+    return (
+        {"recipe": "sft"}
+        if value == "sft"
+        else Missing("pass --recipe sft, preference or judge to this command")
+    )
 
 
 def trl_loss(value: Any, given: Mapping[str, Any]) -> Found:

@@ -73,7 +73,7 @@ def run(words: Sequence[str]) -> int:
         "out": str(out),
         "options": found.options,
         "added_defaults": found.added,
-        "remark": found.tool.remark,
+        "remark": found.remark,
         "keys": [asdict(note) for note in found.notes],
     }
     return print_result(report, _lines(report, own.file), as_json=own.json)
