@@ -209,7 +209,7 @@ def test_trl_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "recipe", "loss", "lr"),
     [
-        ("trl dpo", "preference", "dpo", 1e-6),
+        ("pip install -U trl peft\npython prepare.py\ntrl dpo", "preference", "dpo", 1e-6),
         ("trl kto", "preference", "kto", 1e-6),
         ("python trl/scripts/orpo.py", "preference", "orpo", 1e-6),
         (

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +123,12 @@ def _from_words(text: str, path: Path) -> list[Given]:
 
 def _command(words: list[str]) -> tuple[int, str]:
     """Return where the trainer's own arguments begin, after a launcher's, and TRL's trainer by subcommand or script."""
-    for place, word in enumerate(words):
-        if Path(word).name == "trl" and place + 1 < len(words):
-            return place + 2, words[place + 1]
-        if word.endswith(".py") and any(later.startswith("--") for later in words[place:]):
+    for place, (word, after) in enumerate(pairwise(words), start=1):
+        if Path(word).name == "trl" and after in TRAINERS:
+            return place + 1, after
+        if word.endswith(".py") and after.startswith("-"):
             name = Path(word).stem.removeprefix("run_").removesuffix("_modeling")
-            return place + 1, name if TRAINERS & set(name.split("_")) else ""
+            return place, name if TRAINERS & set(name.split("_")) else ""
     return 0, ""
 
 

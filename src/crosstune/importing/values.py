@@ -347,10 +347,10 @@ def trl_trainer(value: Any, given: Mapping[str, Any]) -> Found:
         return {"recipe": "judge", "head": "scalar"}
     if value in ("dpo", "kto", "orpo", "cpo"):
         return {"recipe": "preference", "preference_loss": value}
-    return (
-        {"recipe": "sft"}
-        if value == "sft"
-        else Missing("pass --recipe sft, preference or judge to this command")
+    if value == "sft":
+        return {"recipe": "sft"}
+    return Missing(
+        f"crosstune has no counterpart of {value}; pass --recipe sft, preference or judge to this command"
     )
 
 
