@@ -404,6 +404,12 @@ def test_options_of_the_command_replace_keys(tmp_path: Path) -> None:
     out = tmp_path / "run.yaml"
     assert main(["import", str(file), "--dataset", "mine.jsonl", "--out", str(out)]) == 0
     assert yaml.safe_load(out.read_text(encoding="utf-8"))["dataset"] == "mine.jsonl"
+    trl = write(tmp_path, "a.sh", TRL.replace("--packing", "--warmup_steps 5 --max_steps 9"))
+    found = import_file(
+        trl, overrides={"warmup_ratio": 0.2, "num_epochs": 2, "recipe": "preference", "train_type": "full"}
+    )
+    assert not {"warmup_steps", "max_steps", "lora_dropout"} & {*found.options, *found.added}
+    assert found.added["lr_scheduler"] == "linear" and found.options["num_epochs"] == 2
 
 
 def test_bad_files(tmp_path: Path) -> None:

@@ -134,10 +134,10 @@ def _translate(given: Sequence[Given], tool: Tool, *, folder: Path, overrides: M
             result.notes.append(Note(entry.key, entry.value, entry.line, "nothing", text))
         else:
             _keep(result, entry, found)
+    for name in overrides:
+        result.options.pop(_EITHER.get(name, ""), None)
+    result.options |= overrides
     _add_defaults(result, everything)
-    for name, value in overrides.items():
-        result.options[name] = value
-        result.added.pop(name, None)
     make_config(**result.options, **result.added)  # raises if they are not valid
     return result
 
