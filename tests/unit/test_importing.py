@@ -231,6 +231,18 @@ def test_trl_trainer_of_a_command(tmp_path: Path, command: str, recipe: str, los
     assert "lr" in config.sources and config.train_type == "full"
 
 
+def test_losses_of_trl_cpo(tmp_path: Path) -> None:
+    """TRL has SimPO in its CPO trainer, with beta 0.1 and the cross entropy added; crosstune has 2 and 0."""
+    text = "python cpo.py --model_name_or_path my/model --dataset_name a.jsonl --loss_type "
+    found = {
+        loss: import_file(write(tmp_path, "a.sh", text + loss)) for loss in ("sigmoid", "simpo", "hinge")
+    }
+    assert found["sigmoid"].options["preference_loss"] == "cpo" and "beta" not in found["sigmoid"].added
+    assert found["simpo"].options["preference_loss"] == "simpo"
+    assert (found["simpo"].added["beta"], found["simpo"].added["sft_weight"]) == (0.1, 1.0)
+    assert [note.key for note in found["hinge"].missing] == ["loss_type"]
+
+
 @pytest.mark.parametrize("command", ["trl grpo", "python dpo_online.py"])
 def test_trl_trainer_without_a_counterpart(tmp_path: Path, command: str) -> None:
     file = write(tmp_path, "run.sh", f"{command} --model_name_or_path my/model --dataset_name a.jsonl")

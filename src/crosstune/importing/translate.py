@@ -211,6 +211,8 @@ def _add_defaults(result: Imported, everything: Mapping[str, Any]) -> None:
             continue
         if _EITHER.get(name) in options:
             continue
+        if name in ("beta", "sft_weight") and options.get("preference_loss") != "simpo":
+            continue  # the same in both, except for simpo
         if name == "cosine_min_lr_ratio" and not str(
             options.get("lr_scheduler", defaults.get("lr_scheduler", "cosine"))
         ).startswith("cosine"):

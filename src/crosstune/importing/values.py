@@ -360,8 +360,10 @@ def trl_loss(value: Any, given: Mapping[str, Any]) -> Found:
         return {}
     if unknown := [name for name in names if name not in {*PREFERENCE_LOSSES, "sft"}]:
         return Missing(f"no loss of --preference_loss is {unknown[0]}")
-    if given.get("trainer") == "cpo" and names == ["sigmoid"]:
-        return {"recipe": "preference", "preference_loss": "cpo"}
+    if given.get("trainer") == "cpo" and names != ["simpo"]:
+        return (
+            {"preference_loss": "cpo"} if names == ["sigmoid"] else Missing("CPO's losses are cpo and simpo")
+        )
     weights = given.get("loss_weights") or given.get("dpo_loss_weights")
     chosen = [PREFERENCE_LOSSES.get(name, name) for name in names]
     if weights:
