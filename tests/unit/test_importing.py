@@ -276,6 +276,12 @@ def test_trainer_adapter_and_data_of_python_code(tmp_path: Path) -> None:
     assert plain.added["train_type"] == "full" and not {
         name for name in plain.added if name.startswith("lora_")
     }
+    for computed in ("peft_config=get_peft_config(a)", "model=get_peft_model(m, c)"):
+        unclear = write(
+            tmp_path, "computed.py", DPO.replace('peft_config=LoraConfig(task_type="CAUSAL_LM")', computed)
+        )
+        assert [note.key for note in import_file(unclear).missing] == ["peft_config"]
+        assert not import_file(unclear, overrides={"train_type": "lora"}).missing
     fast = import_file(write(tmp_path, "fast.py", "from unsloth import FastLanguageModel\n" + DPO))
     assert fast.tool.title == "Unsloth" and fast.options["recipe"] == "preference"
 

@@ -172,7 +172,7 @@ TRL_ONLY: Mapping[str, Rule] = by_name(
 TRAINER: Mapping[str, Rule] = by_name(
     {
         "trainer": values.trl_trainer,
-        "peft_config": {"loraconfig": {"train_type": "lora"}},
+        "peft_config": values.peft_config,
         "load_dataset": dataset_values.load_dataset,
         "config": Missing("import that file, with --recipe preference if its trainer is DPO"),
         "accelerate_config num_processes num_machines machine_rank main_process_ip main_process_port": DEVICES,

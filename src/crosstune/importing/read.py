@@ -165,7 +165,7 @@ def _from_python(text: str, path: Path) -> list[Given]:
         raise UserError(f"{path} is not Python code.", why=f"{error}.", do="correct the file") from error
     known: dict[str, Any] = {}
     found: list[Given] = []
-    datasets, trained, trainers, lora = list[Any](), list[Any](), dict[str, set[str]](), 0
+    datasets, trained, trainers, adapters = list[Any](), list[Any](), dict[str, set[str]](), dict[str, int]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             value = _literal(node.value, known)
@@ -177,7 +177,13 @@ def _from_python(text: str, path: Path) -> list[Given]:
         called = re.fullmatch(r"(\w+?)(Config|Trainer)", _name(node.func))
         if called and called[1].lower() in TRAINERS:
             trainers.setdefault(called[2], set()).add(called[1].lower())
-        lora = node.lineno if _name(node.func) == "LoraConfig" else lora
+        if ast.unparse(node.func) in (
+            "LoraConfig",
+            "peft.LoraConfig",
+            "get_peft_model",
+            "peft.get_peft_model",
+        ):
+            adapters[_name(node.func)] = node.lineno
         if _name(node.func) == "load_dataset":
             datasets.append((node.lineno, _dataset_call(node, known)))
             continue
@@ -188,12 +194,15 @@ def _from_python(text: str, path: Path) -> list[Given]:
                 trained.append((keyword.value.lineno, ast.unparse(keyword.value)))
             if keyword.arg == "model" and isinstance(_literal(keyword.value, known), str):
                 found.append(_given(_MODEL, keyword.value, known))
+            if keyword.arg == "peft_config" and _literal(keyword.value, known) is not None:
+                adapters.setdefault(ast.unparse(keyword.value), keyword.value.lineno)
             if keyword.arg is not None and keyword.arg not in _OBJECTS:
                 found.append(_given(keyword.arg, keyword.value, known))
     if names := trainers.get("Trainer") or trainers.get("Config"):
         found.insert(0, Given("trainer", " and ".join(sorted(names))))
-    if lora:
-        found.append(Given("peft_config", "LoraConfig", lora))
+    if adapters:
+        name = "LoraConfig" if "LoraConfig" in adapters else next(iter(adapters))
+        found.append(Given("peft_config", name, adapters[name]))
     if calls := datasets or trained[:1]:
         found.append(Given("load_dataset", [call for _, call in calls], calls[0][0]))
     if not found:

@@ -203,7 +203,10 @@ def _keep(result: Imported, entry: Given, found: Mapping[str, Any]) -> None:
 def _add_defaults(result: Imported, everything: Mapping[str, Any]) -> None:
     options, known = result.options, options_by_name()
     presets = load_recipe(options.get("recipe", "sft")).preset_options
-    defaults = {**result.tool.defaults, **(LORA_CONFIG if "peft_config" in everything else {})}
+    defaults = {
+        **result.tool.defaults,
+        **(LORA_CONFIG if everything.get("peft_config") == "LoraConfig" else {}),
+    }
     has_adapter = options.get("train_type", defaults.get("train_type")) != "full"
     rank: Any = options.get("lora_rank", defaults.get("lora_rank", known["lora_rank"].default))
     for name, value in defaults.items():

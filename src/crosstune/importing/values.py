@@ -217,14 +217,7 @@ def recomputation(value: Any, given: Mapping[str, Any]) -> Found:
 
 
 def weight_dtype(value: Any, given: Mapping[str, Any]) -> Found:
-    names = {
-        "bf16": "bf16",
-        "bfloat16": "bf16",
-        "fp16": "fp16",
-        "float16": "fp16",
-        "fp32": "fp32",
-        "float32": "fp32",
-    }
+    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "float32": "fp32"}  # fmt: skip
     name = str(value).removeprefix("torch.").lower()
     if name in ("auto", "none"):
         return {}
@@ -290,13 +283,7 @@ def targets(value: Any, given: Mapping[str, Any]) -> Found:
 
 
 def init_lora(value: Any, given: Mapping[str, Any]) -> Found:
-    names = {
-        "true": "default",
-        "gaussian": "default",
-        "pissa": "pissa",
-        "orthogonal": "orthogonal",
-        "loftq": "loftq",
-    }
+    names = {"true": "default", "pissa": "pissa", "orthogonal": "orthogonal", "loftq": "loftq"}
     name = str(value).lower()
     if name == "gaussian":
         return Missing("--init_lora default draws A uniformly")
@@ -352,6 +339,11 @@ def trl_trainer(value: Any, given: Mapping[str, Any]) -> Found:
     return Missing(
         f"crosstune has no counterpart of {value}; pass --recipe sft, preference or judge to this command"
     )
+
+
+def peft_config(value: Any, given: Mapping[str, Any]) -> Found:
+    computed = Missing("it is computed by the program; pass --train_type lora or full to this command")
+    return {"train_type": "lora"} if value == "LoraConfig" else computed
 
 
 def trl_loss(value: Any, given: Mapping[str, Any]) -> Found:
