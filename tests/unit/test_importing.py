@@ -14,6 +14,7 @@ from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError
 from crosstune.importing.tools import TOOLS
 from crosstune.importing.translate import Imported, import_file
+from crosstune.recipes.preference.open_pairs import open_preferences
 
 AXOLOTL = """
 base_model: my/model
@@ -143,6 +144,7 @@ def test_axolotl(tmp_path: Path) -> None:
         "train_type": "qlora", "context_length": 1024, "packing": True, "lora_rank": 32, "lora_alpha": 16,
         "batch_size": 2, "gradient_accumulation_steps": 4, "num_epochs": 2, "optimizer": "paged_adamw_8bit", "lr": 0.0003,
         "use_gradient_checkpointing": True, "use_flash_attention": True, "warmup_ratio": 0.1, "wd": 0.0, "grad_norm": 0.3,
+        "skip_eval": False, "n_bits": 4, "lora_target_modules": "all", "lr_scheduler": "cosine", "apply_gradient_clipping": True,
     }  # fmt: skip
     assert found.options == expected
     assert found.added == {"cosine_min_lr_ratio": 0.0, "truncation": "drop"}
@@ -154,7 +156,8 @@ def test_llamafactory(tmp_path: Path) -> None:
     expected = {
         "model_name": "my/model", "recipe": "preference", "preference_loss": "orpo", "beta": 0.2, "lora_rank": 8,
         "dataset": str(tmp_path / "data" / "pairs.json"), "context_length": 512, "batch_size": 1, "lr": 5e-6, "num_epochs": 3,
-        "warmup_ratio": 0.1, "precision": "bf16_autocast", "eval_fraction": 0.1, "eval_steps": 50,
+        "warmup_ratio": 0.1, "precision": "bf16_autocast", "eval_fraction": 0.1, "eval_steps": 50, "skip_eval": False,
+        "train_type": "lora", "lora_target_modules": "all", "lr_scheduler": "cosine", "sharding_strategy": "full_shard",
     }  # fmt: skip
     assert found.options == expected
     assert (
@@ -169,7 +172,7 @@ def test_mlx_lm(tmp_path: Path) -> None:
     expected = {
         "model_name": "my/model", "train_type": "dora", "dataset": "chats.jsonl", "max_steps": 100, "batch_size": 2,
         "lr": 1e-4, "lora_rank": 4, "lora_alpha": 40, "lora_dropout": 0.1, "lora_target_modules": "q_proj",
-        "warmup_steps": 10,
+        "warmup_steps": 10, "lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1, "train_on_prompt": False,
     }  # fmt: skip
     assert found.options == expected
     assert found.added["backend"] == "mlx" and "train_on_prompt" not in found.added
@@ -193,7 +196,7 @@ def test_trl_command(tmp_path: Path) -> None:
     assert found.tool.title == "TRL" and not found.missing
     expected = {
         "model_name": "my/model", "dataset": "chats.jsonl", "context_length": 512, "packing": True, "lora_rank": 32,
-        "log_to": "tqdm,wandb,tensorboard",
+        "log_to": "tqdm,wandb,tensorboard", "lr": 2e-4, "train_type": "lora", "optimizer": "adamw", "recipe": "sft",
     }  # fmt: skip
     assert found.options == expected
     assert (
@@ -203,6 +206,101 @@ def test_trl_command(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "recipe", "loss", "lr"),
+    [
+        ("pip install -U trl peft\npython prepare.py\ntrl dpo", "preference", "dpo", 1e-6),
+        ("trl kto", "preference", "kto", 1e-6),
+        ("python trl/scripts/orpo.py", "preference", "orpo", 1e-6),
+        (
+            "accelerate launch --config_file a.yaml --num_processes 8 trl/scripts/cpo.py",
+            "preference",
+            "cpo",
+            1e-6,
+        ),
+        ("torchrun --nproc_per_node 2 examples/scripts/reward_modeling.py", "judge", "dpo", 1e-4),
+        ("trl sft", "sft", "dpo", 2e-5),
+    ],
+)
+def test_trl_trainer_of_a_command(tmp_path: Path, command: str, recipe: str, loss: str, lr: float) -> None:
+    text = f"{command} --model_name_or_path my/model --dataset_name pairs.jsonl --num_processes 2"
+    found = import_file(write(tmp_path, "run.sh", text))
+    config = load_config(file=write(tmp_path, "run.yaml", found.to_yaml()), environment={})
+    assert found.tool.title == "TRL" and not found.missing and len(found.notes) == 4
+    assert (config.recipe, config.preference_loss, config.lr) == (recipe, loss, lr)
+    assert "lr" in config.sources and config.train_type == "full"
+
+
+def test_losses_of_trl_cpo(tmp_path: Path) -> None:
+    """TRL has SimPO in its CPO trainer, with beta 0.1 and the cross entropy added; crosstune has 2 and 0."""
+    text = "python cpo.py --model_name_or_path my/model --dataset_name a.jsonl --loss_type "
+    found = {
+        loss: import_file(write(tmp_path, "a.sh", text + loss)) for loss in ("sigmoid", "simpo", "hinge")
+    }
+    assert found["sigmoid"].options["preference_loss"] == "cpo" and "beta" not in found["sigmoid"].added
+    assert found["simpo"].options["preference_loss"] == "simpo"
+    assert (found["simpo"].added["beta"], found["simpo"].added["sft_weight"]) == (0.1, 1.0)
+    assert [note.key for note in found["hinge"].missing] == ["loss_type"]
+
+
+@pytest.mark.parametrize("command", ["trl grpo", "python dpo_online.py"])
+def test_trl_trainer_without_a_counterpart(tmp_path: Path, command: str) -> None:
+    file = write(tmp_path, "run.sh", f"{command} --model_name_or_path my/model --dataset_name a.jsonl")
+    assert [note.key for note in import_file(file).missing] == ["trainer"]
+    assert not import_file(file, overrides={"recipe": "sft"}).missing
+
+
+DPO = """
+from trl import DPOConfig, DPOTrainer
+from peft import LoraConfig
+model = AutoModelForCausalLM.from_pretrained("my/model")
+data = load_dataset("json", data_files={"train": "pairs.jsonl", "test": "held.jsonl"})
+args = DPOConfig(beta=0.2, max_length=512)
+trainer = DPOTrainer(model, args=args, train_dataset=data["train"], peft_config=LoraConfig(task_type="CAUSAL_LM"))
+"""
+
+
+def test_trainer_adapter_and_data_of_python_code(tmp_path: Path) -> None:
+    found = import_file(write(tmp_path, "dpo.py", DPO))
+    assert found.tool.title == "TRL" and not found.missing
+    expected = {
+        "recipe": "preference", "preference_loss": "dpo", "model_name": "my/model", "beta": 0.2, "context_length": 512,
+        "train_type": "lora", "dataset": "pairs.jsonl", "eval_dataset": "held.jsonl", "skip_eval": False,
+    }  # fmt: skip
+    assert found.options == expected and found.added["lr"] == 1e-6
+    code = DPO.replace(', peft_config=LoraConfig(task_type="CAUSAL_LM")', "").replace(
+        "DPOTrainer(model", 'DPOTrainer(model="b/c"'
+    )
+    plain = import_file(write(tmp_path, "full.py", code))
+    assert plain.options["model_name"] == "b/c"
+    assert plain.added["train_type"] == "full" and not {
+        name for name in plain.added if name.startswith("lora_")
+    }
+    for computed in ("peft_config=get_peft_config(a)", "model=get_peft_model(m, c)"):
+        unclear = write(
+            tmp_path, "computed.py", DPO.replace('peft_config=LoraConfig(task_type="CAUSAL_LM")', computed)
+        )
+        assert [note.key for note in import_file(unclear).missing] == ["peft_config"]
+        assert not import_file(unclear, overrides={"train_type": "lora"}).missing
+    fast = import_file(write(tmp_path, "fast.py", "from unsloth import FastLanguageModel\n" + DPO))
+    assert fast.tool.title == "Unsloth" and fast.options["recipe"] == "preference"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        'load_dataset("json", data_files=sys.argv[1])', 'load_dataset("org/a", split="train[:10%]")',
+        'load_dataset("org/a", "part")', 'load_dataset("org/a", split="test")', "Dataset.from_list(rows)",
+        '[load_dataset("org/a"), load_dataset("org/b")]', 'load_dataset(**options)',
+    ],
+)  # fmt: skip
+def test_data_of_python_code_that_cannot_be_read_is_an_error(tmp_path: Path, data: str) -> None:
+    code = DPO.replace(DPO.splitlines()[4], f"data = {data}")
+    file = write(tmp_path, "dpo.py", code)
+    assert [note.key for note in import_file(file).missing] == ["load_dataset"]
+    assert not import_file(file, overrides={"dataset": "mine.jsonl"}).missing
+
+
 def test_unsloth_notebook_is_read_and_not_run(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     code = [*UNSLOTH, f"open({str(ran)!r}, 'w')\n"]
@@ -210,9 +308,85 @@ def test_unsloth_notebook_is_read_and_not_run(tmp_path: Path) -> None:
     assert found.tool.title == "Unsloth" and not found.missing and not ran.exists()
     expected = {
         "model_name": "my/model", "train_type": "qlora", "context_length": 256, "lora_alpha": 16, "seed": 3407,
-        "dataset": "org/chats", "max_steps": 60, "optimizer": "adamw_8bit",
+        "dataset": "org/chats", "max_steps": 60, "optimizer": "adamw_8bit", "n_bits": 4, "lora_rank": 16,
+        "recipe": "sft",
     }  # fmt: skip
     assert found.options == expected
+
+
+def test_values_of_the_file_are_written_even_if_they_are_defaults(tmp_path: Path) -> None:
+    """A recipe may have its own default: without `lr` in the file, DPO would use 1e-5."""
+    text = AXOLOTL.replace("0.0003", "0.0002").replace("field_messages: turns", "field_chosen: better")
+    found = import_file(write(tmp_path, "a.yml", text + "rl: dpo\n"))
+    assert next(note.kind for note in found.notes if note.key == "learning_rate") == "default"
+    out = write(tmp_path, "run.yaml", found.to_yaml())
+    config = load_config(file=out, environment={})
+    assert config.recipe == "preference" and config.lr == 2e-4 and "lr" in config.sources
+
+
+def test_columns_of_axolotl_preferences_can_be_read(tmp_path: Path) -> None:
+    turn = {"role": "user", "content": "Hi"}
+    row = {
+        "conversation": [turn],
+        "better": {"role": "assistant", "content": "a"},
+        "worse": {"role": "assistant", "content": "b"},
+    }
+    write(tmp_path, "chats.jsonl", json.dumps(row) + "\n")
+    fields = "field_messages: conversation\n    field_chosen: better\n    field_rejected: worse"
+    text = AXOLOTL.replace("field_messages: turns", fields).replace(
+        "chats.jsonl", str(tmp_path / "chats.jsonl")
+    )
+    found = import_file(write(tmp_path, "a.yml", text.replace("val_set_size: 0.05", "rl: dpo")))
+    assert (
+        not found.missing and found.options["columns"] == "conversation=prompt,better=chosen,worse=rejected"
+    )
+    config = load_config(file=write(tmp_path, "run.yaml", found.to_yaml()), environment={})
+    (pair,) = open_preferences(config, paired=True).train
+    assert pair.prompt[0]["content"] == "Hi" and [answer[0]["content"] for answer in pair.answers] == [
+        "a",
+        "b",
+    ]
+
+
+def test_defaults_of_the_other_trainer_are_added(tmp_path: Path) -> None:
+    """Adapters and warm-up: without these lines, crosstune would train other layers at other rates."""
+    adapters = {"lora_dropout": 0.05, "lora_target_modules": "default"}
+    trl = import_file(write(tmp_path, "a.sh", TRL))
+    assert {name: trl.added.get(name) for name in adapters} == adapters and trl.added["warmup_steps"] == 0
+    full = import_file(write(tmp_path, "b.sh", TRL.replace("--use_peft --lora_r 32", "--warmup_ratio 0.2")))
+    assert not set(full.added) & {*adapters, "warmup_steps"}
+    code = import_file(write(tmp_path, "c.py", DPO))
+    assert code.added["lora_rank"] == code.added["lora_alpha"] == 8 and "lora_dropout" not in code.added
+    axolotl = AXOLOTL.replace("warmup_ratio: 0.1\n", "")
+    assert import_file(write(tmp_path, "d.yml", axolotl)).added["warmup_ratio"] == 0.03
+    none = import_file(write(tmp_path, "e.yml", axolotl + "warmup_steps: 0\n"))
+    assert none.options["warmup_steps"] == 0 and "warmup_ratio" not in none.added
+    both = import_file(write(tmp_path, "f.yml", AXOLOTL + "warmup_steps: 0\n"))
+    assert both.options["warmup_ratio"] == 0.1 and "warmup_steps" not in both.options
+    fast = import_file(
+        write(tmp_path, "g.ipynb", notebook([line.replace(", load_in_4bit=True", "") for line in UNSLOTH]))
+    )
+    wanted = {"train_type": "qlora", "warmup_ratio": 0.1, "batch_size": 4, "gradient_accumulation_steps": 2}
+    assert {name: fast.added.get(name) for name in wanted} == wanted
+
+
+def test_reward_model_keeps_the_defaults_of_its_trainer(tmp_path: Path) -> None:
+    """The judge recipe presets these options; a value that is also crosstune's default is written too."""
+    text = FACTORY.replace("stage: dpo", "stage: rm").replace("pref_beta: 0.2\npref_loss: orpo\n", "")
+    found = import_file(write(tmp_path, "rm.yaml", text), overrides={"dataset": "pairs.jsonl"})
+    wanted = {"gradient_accumulation_steps": 1, "grad_norm": 1.0, "lora_dropout": 0.0, "wd": 0.0}
+    assert {name: found.added.get(name) for name in wanted} == wanted
+
+
+def test_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", str(write(tmp_path, "a.yml", AXOLOTL)), "--overwrite"]) == 0
+    assert "skip_eval: false (evaluates before and after training; set eval_steps" in capsys.readouterr().out
+    for method, is_told in (("sft", True), ("dpo", False)):
+        file = write(tmp_path, "a.sh", TRL.replace("trl sft", f"trl {method}"))
+        assert main(["import", str(file), "--overwrite"]) == 0
+        assert ("loss on all tokens" in capsys.readouterr().out) is is_told
+    assert main(["import", str(write(tmp_path, "b.yml", AXOLOTL + "qat: true\n")), "--overwrite"]) == 2
+    assert "1 of 26 keys has no counterpart" in capsys.readouterr().err
 
 
 def test_every_rule_sets_real_options() -> None:
@@ -248,6 +422,12 @@ def test_options_of_the_command_replace_keys(tmp_path: Path) -> None:
     out = tmp_path / "run.yaml"
     assert main(["import", str(file), "--dataset", "mine.jsonl", "--out", str(out)]) == 0
     assert yaml.safe_load(out.read_text(encoding="utf-8"))["dataset"] == "mine.jsonl"
+    trl = write(tmp_path, "a.sh", TRL.replace("--packing", "--warmup_steps 5 --max_steps 9"))
+    found = import_file(
+        trl, overrides={"warmup_ratio": 0.2, "num_epochs": 2, "recipe": "preference", "train_type": "full"}
+    )
+    assert not {"warmup_steps", "max_steps", "lora_dropout"} & {*found.options, *found.added}
+    assert found.added["lr_scheduler"] == "linear" and found.options["num_epochs"] == 2
 
 
 def test_bad_files(tmp_path: Path) -> None:

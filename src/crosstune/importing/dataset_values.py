@@ -38,6 +38,33 @@ def dataset_part(value: Any, given: Mapping[str, Any]) -> Found:
     return Missing("--dataset reads the training split; save the part as a file and pass it")
 
 
+def load_dataset(value: Any, given: Mapping[str, Any]) -> Found:
+    """Convert the calls of load_dataset in Python code, each its arguments by name or code that cannot be read."""
+    found: dict[str, set[str]] = {}
+    for call in value:
+        if isinstance(call, str):
+            return Missing(f"{call} is computed by the program; pass --dataset FILE to this command")
+        split, files = str(call.get("split") or "train"), call.get("data_files")
+        if call.get("name") or call.get("data_dir") or "[" in split or "+" in split:
+            return Missing(
+                "--dataset reads the training split; save the part as a file and pass --dataset FILE"
+            )
+        parts = files if isinstance(files, Mapping) else {split: files or call["path"]}
+        for part, paths in parts.items():
+            known = {"train": "dataset", "test": "eval_dataset", "validation": "eval_dataset"}
+            if part not in known:
+                return Missing(
+                    f"--dataset reads the training split, not {part}; save it as a file and pass --dataset FILE"
+                )
+            found.setdefault(known[part], set()).add(paths if isinstance(paths, str) else ",".join(paths))
+    if len(found.get("dataset", ())) != 1 or len(found.get("eval_dataset", "1")) != 1:
+        return Missing("the code does not load one dataset for training; pass --dataset FILE to this command")
+    train, test = found["dataset"].pop(), found.get("eval_dataset", {""}).pop()
+    return {"dataset": train} | (
+        {"eval_dataset": test, "skip_eval": False} if test not in ("", train) else {}
+    )
+
+
 def axolotl_data(option: str) -> Convert:
     def convert(value: Any, given: Mapping[str, Any]) -> Found:
         items = value if isinstance(value, list) else [value]
@@ -59,9 +86,11 @@ def axolotl_data(option: str) -> Convert:
                 )
             kind = item.get("type")
             formats.add("text" if kind == "completion" or option == "pretraining" else "auto")
-            renames = {"field_messages": "messages", "field_instruction": "instruction", "field_input": "input",
+            messages = "prompt" if given.get("rl") else "messages"
+            renames = {"field_messages": messages, "field_instruction": "instruction", "field_input": "input",
                        "field_output": "output", "field_chosen": "chosen", "field_rejected": "rejected",
-                       "field_prompt": "prompt", "field": "text"}  # fmt: skip
+                       "field_prompt": "prompt", "field": "text", "field_completion": "completion",
+                       "field_label": "label", "field_system": "system"}  # fmt: skip
             for source in (item, kind if isinstance(kind, Mapping) else {}):
                 columns |= {str(source[key]): ours for key, ours in renames.items()
                             if isinstance(source.get(key), str) and source[key] != ours}  # fmt: skip

@@ -169,13 +169,25 @@ TRL_ONLY: Mapping[str, Rule] = by_name(
     }
 )  # fmt: skip
 
-TRL = {**TRANSFORMERS, **PEFT, **QUANTIZED, **TRL_ONLY}
+TRAINER: Mapping[str, Rule] = by_name(
+    {
+        "trainer": values.trl_trainer,
+        "peft_config": values.peft_config,
+        "load_dataset": dataset_values.load_dataset,
+        "config": Missing("import that file, with --recipe preference if its trainer is DPO"),
+        "accelerate_config num_processes num_machines machine_rank main_process_ip main_process_port": DEVICES,
+    }
+)  # fmt: skip
+"""Read from the subcommand, the script's name or the code."""
+
+TRL = {**TRANSFORMERS, **PEFT, **QUANTIZED, **TRL_ONLY, **TRAINER}
 
 UNSLOTH: Mapping[str, Rule] = {
     **TRL,
     **by_name(
         {
             "model_name": "model_name",
+            "load_in_4bit": values.unsloth_bits,
             "dtype": values.weight_dtype,
             "full_finetuning": switch(train_type="full"),
             "load_in_16bit fast_inference gpu_memory_utilization max_lora_rank": SPEED,

@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +21,18 @@ from crosstune.files.plain_files import read_plain_text
 from crosstune.files.yaml_files import YAML_LIMIT, read_yaml
 
 NOTEBOOK_LIMIT = 1 << 24
+TRAINERS = frozenset(
+    {"sft", "dpo", "kto", "orpo", "cpo", "bco", "reward", "grpo", "rloo", "ppo", "gkd", "gold", "prm", "xpo", "nash", "distillation"}
+)  # fmt: skip
+"""The trainers of TRL, in the names of its subcommands, scripts and classes."""
 _CALLS = re.compile(
     r"from_pretrained|get_peft_model|\w*Config|\w*Arguments|\w*Trainer|load_dataset|get_chat_template"
 )
 """The calls in Python code whose keywords are options."""
 _OBJECTS = frozenset(
-    [
-        "model",
-        "tokenizer",
-        "processing_class",
-        "train_dataset",
-        "eval_dataset",
-        "args",
-        "data_collator",
-        "peft_config",
-        "quantization_config",
-        "callbacks",
-        "config",
-        "formatting_func",
-        "compute_metrics",
-        "ref_model",
-    ]
-)
+    {"model", "tokenizer", "processing_class", "train_dataset", "eval_dataset", "args", "data_collator", "peft_config",
+     "quantization_config", "callbacks", "config", "formatting_func", "compute_metrics", "ref_model"}
+)  # fmt: skip
 """Keywords that pass objects, not options."""
 
 
@@ -113,8 +104,8 @@ def _from_words(text: str, path: Path) -> list[Given]:
         raise UserError(
             f"{path} cannot be read as a command.", why=f"{error}.", do="close its quotes"
         ) from error
-    found: list[Given] = []
-    place = 0
+    place, trainer = _command(words)
+    found = [Given("trainer", trainer)] if trainer else []
     while place < len(words):
         word = words[place]
         place += 1
@@ -128,6 +119,17 @@ def _from_words(text: str, path: Path) -> list[Given]:
         elif equals and re.fullmatch(r"[a-z_][\w.]*", key) and not word.startswith("-"):
             found.append(Given(key, _scalar([value])))
     return found
+
+
+def _command(words: list[str]) -> tuple[int, str]:
+    """Return where the trainer's own arguments begin, after a launcher's, and TRL's trainer by subcommand or script."""
+    for place, (word, after) in enumerate(pairwise(words), start=1):
+        if Path(word).name == "trl" and after in TRAINERS:
+            return place + 1, after
+        if word.endswith(".py") and after.startswith("-"):
+            name = Path(word).stem.removeprefix("run_").removesuffix("_modeling")
+            return place, name if TRAINERS & set(name.split("_")) else ""
+    return 0, ""
 
 
 def _scalar(words: list[str]) -> Any:
@@ -163,6 +165,7 @@ def _from_python(text: str, path: Path) -> list[Given]:
         raise UserError(f"{path} is not Python code.", why=f"{error}.", do="correct the file") from error
     known: dict[str, Any] = {}
     found: list[Given] = []
+    datasets, trained, trainers, adapters = list[Any](), list[Any](), dict[str, set[str]](), dict[str, int]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             value = _literal(node.value, known)
@@ -171,19 +174,37 @@ def _from_python(text: str, path: Path) -> list[Given]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not _CALLS.fullmatch(_name(node.func)):
             continue
-        if _name(node.func) == "load_dataset" and node.args:
-            value = _literal(node.args[0], known)
-            if value is not _UNKNOWN:
-                found.append(Given("dataset", value, node.lineno))
+        called = re.fullmatch(r"(\w+?)(Config|Trainer)", _name(node.func))
+        if called and called[1].lower() in TRAINERS:
+            trainers.setdefault(called[2], set()).add(called[1].lower())
+        if ast.unparse(node.func) in (
+            "LoraConfig",
+            "peft.LoraConfig",
+            "get_peft_model",
+            "peft.get_peft_model",
+        ):
+            adapters[_name(node.func)] = node.lineno
+        if _name(node.func) == "load_dataset":
+            datasets.append((node.lineno, _dataset_call(node, known)))
             continue
         if _name(node.func) == "from_pretrained" and node.args and "Tokenizer" not in ast.unparse(node.func):
-            found.append(Given("model_name", _literal(node.args[0], known), node.lineno))
+            found.append(_given(_MODEL, node.args[0], known))
         for keyword in node.keywords:
-            if keyword.arg is None or keyword.arg in _OBJECTS:
-                continue
-            value = _literal(keyword.value, known)
-            code = ast.unparse(keyword.value) if value is _UNKNOWN else ""
-            found.append(Given(keyword.arg, None if code else value, keyword.value.lineno, code))
+            if keyword.arg == "train_dataset":
+                trained.append((keyword.value.lineno, ast.unparse(keyword.value)))
+            if keyword.arg == "model" and isinstance(_literal(keyword.value, known), str):
+                found.append(_given(_MODEL, keyword.value, known))
+            if keyword.arg == "peft_config" and _literal(keyword.value, known) is not None:
+                adapters.setdefault(ast.unparse(keyword.value), keyword.value.lineno)
+            if keyword.arg is not None and keyword.arg not in _OBJECTS:
+                found.append(_given(keyword.arg, keyword.value, known))
+    if names := trainers.get("Trainer") or trainers.get("Config"):
+        found.insert(0, Given("trainer", " and ".join(sorted(names))))
+    if adapters:
+        name = "LoraConfig" if "LoraConfig" in adapters else next(iter(adapters))
+        found.append(Given("peft_config", name, adapters[name]))
+    if calls := datasets or trained[:1]:
+        found.append(Given("load_dataset", [call for _, call in calls], calls[0][0]))
     if not found:
         raise UserError(
             f"{path} configures no training.",
@@ -194,6 +215,21 @@ def _from_python(text: str, path: Path) -> list[Given]:
 
 
 _UNKNOWN = object()
+_MODEL = "pretrained_model_name_or_path"
+
+
+def _given(key: str, node: ast.expr, known: Mapping[str, Any]) -> Given:
+    value = _literal(node, known)
+    code = ast.unparse(node) if value is _UNKNOWN else ""
+    return Given(key, None if code else value, node.lineno, code)
+
+
+def _dataset_call(node: ast.Call, known: Mapping[str, Any]) -> Any:
+    """Return the arguments of load_dataset by name, or its code if one of them is computed."""
+    given = dict(zip(("path", "name", "data_dir", "data_files", "split"), node.args, strict=False))
+    given |= {keyword.arg or "**": keyword.value for keyword in node.keywords}
+    found = {name: _literal(value, known) for name, value in given.items()}
+    return ast.unparse(node) if _UNKNOWN in found.values() else found
 
 
 def _literal(node: ast.expr, known: Mapping[str, Any]) -> Any:

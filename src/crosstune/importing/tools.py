@@ -23,20 +23,22 @@ class Tool:
     defaults: Options
     marks: frozenset[str]
     """Keys that only this trainer has."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Recipe -> default learning rate, where it differs from `defaults`."""
     remark: str = ""
-    """A difference that no key shows."""
+    """A difference of supervised fine-tuning that no key shows."""
     sections: frozenset[str] = field(default_factory=frozenset)
     """Sections of options; a nested mapping under any other key is a value."""
 
 
 HF_DEFAULTS = {
-    "lr": 5e-5,
-    "wd": 0.0,
-    "lr_scheduler": "linear",
-    "num_epochs": 3,
-    "cosine_min_lr_ratio": 0.0,
-    "skip_eval": True,
-}
+    "lr": 5e-5, "wd": 0.0, "lr_scheduler": "linear", "num_epochs": 3, "cosine_min_lr_ratio": 0.0, "skip_eval": True,
+    "warmup_steps": 0, "batch_size": 8, "gradient_accumulation_steps": 1, "grad_norm": 1.0, "lora_dropout": 0.0,
+    "lora_target_modules": "all", "beta": 0.1,
+}  # fmt: skip
+"""Defaults of transformers; a recipe's preset may differ from them where crosstune's default does not."""
+LORA_CONFIG = {"lora_rank": 8, "lora_alpha": 8, "lora_dropout": 0.0, "lora_target_modules": "default"}
+"""The defaults of PEFT's LoraConfig in Python code."""
 
 _ALL_TOKENS = (
     "TRL computes the loss on all tokens of a conversation unless assistant_only_loss or train_on_responses_only is used; "
@@ -48,7 +50,8 @@ TOOLS: Mapping[str, Tool] = {
         title="axolotl",
         rules=AXOLOTL,
         defaults={"lr_scheduler": "cosine", "wd": 0.0, "num_epochs": 1, "cosine_min_lr_ratio": 0.0, "skip_eval": True,
-                  "optimizer": "fused_adamw", "context_length": 512, "truncation": "drop", "train_type": "full"},
+                  "optimizer": "fused_adamw", "context_length": 512, "truncation": "drop", "train_type": "full", "warmup_ratio": 0.03,
+                  "beta": 0.1, "sft_weight": 1.0},
         marks=frozenset({"base_model", "micro_batch_size", "sequence_len", "datasets"}),
         sections=frozenset({"liger"}),
     ),
@@ -62,14 +65,20 @@ TOOLS: Mapping[str, Tool] = {
         title="TRL",
         rules=TRL,
         defaults=HF_DEFAULTS | {"lr": 2e-5, "context_length": 1024, "truncation": "cut", "train_type": "full",
-                                 "use_gradient_checkpointing": True, "optimizer": "fused_adamw"},
+                                 "use_gradient_checkpointing": True, "optimizer": "fused_adamw",
+                                 "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.05,
+                                 "lora_target_modules": "default", "sft_weight": 1.0},
+        rates={"preference": 1e-6, "judge": 1e-4},
         remark=_ALL_TOKENS,
-        marks=frozenset({"dataset_name", "use_peft", "lora_r", "dataset_text_field", "max_length"}),
+        marks=frozenset({"trainer", "dataset_name", "use_peft", "lora_r", "dataset_text_field", "max_length"}),
     ),
     "unsloth": Tool(
         title="Unsloth",
         rules=UNSLOTH,
-        defaults=HF_DEFAULTS | {"truncation": "cut", "lora_rank": 16, "lora_alpha": 16},
+        defaults=HF_DEFAULTS | {"truncation": "cut", "lora_rank": 16, "lora_alpha": 16, "train_type": "qlora",
+                                "batch_size": 4, "gradient_accumulation_steps": 2, "wd": 0.01, "seed": 3407,
+                                "optimizer": "adamw_8bit", "warmup_steps": None, "warmup_ratio": 0.1,
+                                "sft_weight": 1.0},
         remark=_ALL_TOKENS,
         marks=frozenset({"random_state", "max_seq_length", "model_name"}),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,26 +11,36 @@ from typing import Any, Literal
 import yaml
 
 from crosstune.config.load import make_config
+from crosstune.config.recipe_spec import load_recipe
 from crosstune.config.schema import options_by_name
 from crosstune.core.errors import UserError
 from crosstune.core.names import did_you_mean
-from crosstune.importing.read import Given, read_given, shown_value
+from crosstune.files.plain_files import read_plain_text
+from crosstune.importing.read import NOTEBOOK_LIMIT, Given, read_given, shown_value
 from crosstune.importing.rules import Rule
-from crosstune.importing.tools import TOOLS, Tool
+from crosstune.importing.tools import LORA_CONFIG, TOOLS, Tool
 from crosstune.importing.values import (
     FILE_FOLDER,
-    PREFERENCE_RATE,
     SCALE_OF_20,
     TWICE_THE_RANK,
     Missing,
+    Noted,
     Nothing,
     is_off,
     resolve_references,
 )
 
+_IMPORTS_UNSLOTH = re.compile(r"\b(?:from|import) unsloth\b|\bFast(?:Language|Vision)?Model\b")
+_EITHER = {
+    "max_steps": "num_epochs",
+    "num_epochs": "max_steps",
+    "warmup_steps": "warmup_ratio",
+    "warmup_ratio": "warmup_steps",
+}
+"""An option -> the option that replaces it."""
 _PRECISIONS = ("bf16", "fp16", "dtype", "torch_dtype")
 Kind = Literal["mapped", "default", "nothing", "missing"]
-"""A key that sets options, sets them to their defaults, changes nothing, or has no counterpart."""
+"""A key that sets options, sets them to crosstune's defaults, changes nothing, or has no counterpart."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,10 @@ class Imported:
     @property
     def missing(self) -> list[Note]:
         return [note for note in self.notes if note.kind == "missing"]
+
+    @property
+    def remark(self) -> str:
+        return self.tool.remark if self.options.get("recipe", "sft") == "sft" else ""
 
     def to_yaml(self) -> str:
         head = f"# Imported from {self.tool.title}. Options under the second comment are its defaults.\n"
@@ -84,6 +99,8 @@ def _negated(entry: Given, tool: Tool) -> Given:
 
 def _recognize(given: Sequence[Given], path: Path) -> str:
     """Return the trainer of which the file has the most keys."""
+    if path.suffix in (".py", ".ipynb"):
+        return "unsloth" if _IMPORTS_UNSLOTH.search(read_plain_text(path, limit=NOTEBOOK_LIMIT)) else "trl"
     keys = {entry.key for entry in given}
     scores = {name: (len(keys & tool.marks), len(keys & set(tool.rules))) for name, tool in TOOLS.items()}
     best = max(scores, key=lambda name: scores[name])
@@ -93,8 +110,6 @@ def _recognize(given: Sequence[Given], path: Path) -> str:
             why="it has none of the keys that identify one.",
             do=f"pass --from {', '.join(TOOLS)}",
         )
-    if path.suffix in (".py", ".ipynb"):
-        return "unsloth" if "random_state" in keys or "max_seq_length" in keys else "trl"
     return best
 
 
@@ -119,11 +134,11 @@ def _translate(given: Sequence[Given], tool: Tool, *, folder: Path, overrides: M
             result.notes.append(Note(entry.key, entry.value, entry.line, "nothing", text))
         else:
             _keep(result, entry, found)
+    for name in overrides:
+        result.options.pop(_EITHER.get(name, ""), None)
+    result.options |= overrides
     _add_defaults(result, everything)
-    for name, value in overrides.items():
-        result.options[name] = value
-        result.added.pop(name, None)
-    _check(result)
+    make_config(**result.options, **result.added)  # raises if they are not valid
     return result
 
 
@@ -180,41 +195,34 @@ def _keep(result: Imported, entry: Given, found: Mapping[str, Any]) -> None:
         texts.append(f"{name}: {shown_value(value)}")
         is_default = is_default and value == options[name].default
     kind: Kind = "default" if is_default else "mapped"
-    result.notes.append(Note(entry.key, entry.value, entry.line, kind, ", ".join(texts) or "already set"))
+    text = ", ".join(texts) or "already set"
+    text += f" ({found.note})" if isinstance(found, Noted) else ""
+    result.notes.append(Note(entry.key, entry.value, entry.line, kind, text))
 
 
 def _add_defaults(result: Imported, everything: Mapping[str, Any]) -> None:
     options, known = result.options, options_by_name()
-    if result.options.get("train_type") in (None, "full") and "train_type" not in result.tool.defaults:
-        has_adapter = options.get("train_type") != "full"
-    else:
-        has_adapter = options.get("train_type", result.tool.defaults.get("train_type")) != "full"
-    rank: Any = options.get("lora_rank", result.tool.defaults.get("lora_rank", known["lora_rank"].default))
-    for name, value in result.tool.defaults.items():
+    presets = load_recipe(options.get("recipe", "sft")).preset_options
+    defaults = {
+        **result.tool.defaults,
+        **(LORA_CONFIG if everything.get("peft_config") == "LoraConfig" else {}),
+    }
+    has_adapter = options.get("train_type", defaults.get("train_type")) != "full"
+    rank: Any = options.get("lora_rank", defaults.get("lora_rank", known["lora_rank"].default))
+    for name, value in defaults.items():
         if name in options or (name.startswith("lora_") and not has_adapter):
             continue
-        if (name == "max_steps" and "num_epochs" in options) or (
-            name == "num_epochs" and "max_steps" in options
-        ):
+        if _EITHER.get(name) in options:
             continue
+        if name in ("beta", "sft_weight") and options.get("preference_loss") != "simpo":
+            continue  # the same in both, except for simpo
         if name == "cosine_min_lr_ratio" and not str(
-            options.get("lr_scheduler", result.tool.defaults.get("lr_scheduler", "cosine"))
+            options.get("lr_scheduler", defaults.get("lr_scheduler", "cosine"))
         ).startswith("cosine"):
             continue
-        if name == "lr" and options.get("recipe") == "preference":
-            value = PREFERENCE_RATE
+        if name == "lr":
+            value = result.tool.rates.get(options.get("recipe", "sft"), value)
         if value in (TWICE_THE_RANK, SCALE_OF_20):
             value = (2 if value == TWICE_THE_RANK else 20) * rank
-        if value != known[name].default:
+        if value != known[name].default or name in presets:
             result.added[name] = value
-
-
-def _check(result: Imported) -> None:
-    """Drop options that equal crosstune's defaults, and raise if the rest is not a valid configuration."""
-    known = options_by_name()
-    result.options = {
-        name: value
-        for name, value in result.options.items()
-        if value != known[name].default or name in ("model_name", "dataset")
-    }
-    make_config(**result.options, **result.added)

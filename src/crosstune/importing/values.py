@@ -17,6 +17,14 @@ class Nothing(str):
     """Why there is nothing to set: the result of a run does not depend on the key."""
 
 
+class Noted(dict[str, Any]):
+    """Options with a difference that the user should know."""
+
+    def __init__(self, options: Options, note: str) -> None:
+        super().__init__(options)
+        self.note = note
+
+
 class Missing(str):
     """What to do about a key without a counterpart."""
 
@@ -25,8 +33,6 @@ Found: TypeAlias = "Options | Missing | Nothing"
 Convert: TypeAlias = Callable[[Any, Mapping[str, Any]], Found]
 """(value, all keys of the file) -> options."""
 
-PREFERENCE_RATE = 1e-6
-"""The default learning rate of TRL's DPO."""
 TWICE_THE_RANK, SCALE_OF_20 = "twice the rank", "20 times the rank"
 """Defaults that follow from the rank."""
 _BY_EVALUATION = ("early_stopping_patience", "early_stopping_steps", "load_best_model_at_end")
@@ -113,8 +119,11 @@ def per_epoch(option: str) -> Convert:
         evaluates = option == "eval_steps"
         if evaluates and any(given.get(key) for key in _BY_EVALUATION):
             return Missing(_IN_STEPS)
-        if evaluates:  # before the first step and after the last
-            return {"skip_eval": False}
+        if evaluates:
+            return Noted(
+                {"skip_eval": False},
+                "evaluates before and after training; set eval_steps to evaluate in between",
+            )
         return Nothing(
             "crosstune saves every 10 minutes and at the end; set save_steps for a number of steps"
         )
@@ -165,13 +174,15 @@ def schedule_options(value: Any, given: Mapping[str, Any]) -> Found:
 def warmup(value: Any, given: Mapping[str, Any]) -> Found:
     if isinstance(value, float) and 0 < value < 1:
         return {"warmup_ratio": value}
-    return {"warmup_steps": int(value)} if value else {}
+    if not value and given.get("warmup_ratio") is not None:
+        return Nothing("warmup_ratio is set")
+    return {"warmup_steps": int(value or 0)}
 
 
 def warmup_ratio(value: Any, given: Mapping[str, Any]) -> Found:
     if given.get("warmup_steps"):
         return Nothing("warmup_steps is set")
-    return {"warmup_ratio": float(value)} if value else {}
+    return {"warmup_ratio": float(value or 0)}
 
 
 def optimizer(value: Any, given: Mapping[str, Any]) -> Found:
@@ -206,14 +217,7 @@ def recomputation(value: Any, given: Mapping[str, Any]) -> Found:
 
 
 def weight_dtype(value: Any, given: Mapping[str, Any]) -> Found:
-    names = {
-        "bf16": "bf16",
-        "bfloat16": "bf16",
-        "fp16": "fp16",
-        "float16": "fp16",
-        "fp32": "fp32",
-        "float32": "fp32",
-    }
+    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32", "float32": "fp32"}  # fmt: skip
     name = str(value).removeprefix("torch.").lower()
     if name in ("auto", "none"):
         return {}
@@ -279,13 +283,7 @@ def targets(value: Any, given: Mapping[str, Any]) -> Found:
 
 
 def init_lora(value: Any, given: Mapping[str, Any]) -> Found:
-    names = {
-        "true": "default",
-        "gaussian": "default",
-        "pissa": "pissa",
-        "orthogonal": "orthogonal",
-        "loftq": "loftq",
-    }
+    names = {"true": "default", "pissa": "pissa", "orthogonal": "orthogonal", "loftq": "loftq"}
     name = str(value).lower()
     if name == "gaussian":
         return Missing("--init_lora default draws A uniformly")
@@ -307,6 +305,12 @@ def bits(number: int) -> Convert:
     return convert
 
 
+def unsloth_bits(value: Any, given: Mapping[str, Any]) -> Found:
+    """Convert load_in_4bit of Unsloth, which is on by default."""
+    is_other = given.get("full_finetuning") or given.get("load_in_8bit")
+    return {"train_type": "lora"} if is_off(value) and not is_other else bits(4)(value, given)
+
+
 def quantization_bit(value: Any, given: Mapping[str, Any]) -> Found:
     return {} if is_off(value) else {"train_type": "qlora", "n_bits": int(value)}
 
@@ -325,12 +329,33 @@ def offloaded(value: Any, given: Mapping[str, Any]) -> Found:
     return {"use_activation_cpu_offload": not is_off(value)}
 
 
+def trl_trainer(value: Any, given: Mapping[str, Any]) -> Found:
+    if value == "reward":
+        return {"recipe": "judge", "head": "scalar"}
+    if value in ("dpo", "kto", "orpo", "cpo"):
+        return {"recipe": "preference", "preference_loss": value}
+    if value == "sft":
+        return {"recipe": "sft"}
+    return Missing(
+        f"crosstune has no counterpart of {value}; pass --recipe sft, preference or judge to this command"
+    )
+
+
+def peft_config(value: Any, given: Mapping[str, Any]) -> Found:
+    computed = Missing("it is computed by the program; pass --train_type lora or full to this command")
+    return {"train_type": "lora"} if value == "LoraConfig" else computed
+
+
 def trl_loss(value: Any, given: Mapping[str, Any]) -> Found:
     names = [value] if isinstance(value, str) else list(value or [])
     if names in ([], ["nll"]):
         return {}
     if unknown := [name for name in names if name not in {*PREFERENCE_LOSSES, "sft"}]:
         return Missing(f"no loss of --preference_loss is {unknown[0]}")
+    if given.get("trainer") == "cpo" and names != ["simpo"]:
+        return (
+            {"preference_loss": "cpo"} if names == ["sigmoid"] else Missing("CPO's losses are cpo and simpo")
+        )
     weights = given.get("loss_weights") or given.get("dpo_loss_weights")
     chosen = [PREFERENCE_LOSSES.get(name, name) for name in names]
     if weights:

@@ -20,7 +20,7 @@ EXAMPLES = """examples:
   crosstune plan --config run.yaml
 
 Reads YAML, JSON, a shell script or command line, and the Python code of a script or notebook, which is not executed. Options of
-crosstune in the command replace what the file says. Each key is listed: mapped, the default already, without effect, or without
+crosstune in the command replace what the file says. Each key is listed: mapped, crosstune's default, without effect, or without
 a counterpart. A key without a counterpart is an error, unless --lenient leaves it out."""
 
 
@@ -60,7 +60,7 @@ def run(words: Sequence[str]) -> int:
     if found.missing and not own.lenient:
         lines = [f"{_place(own.file, note.line)}{note.key}: {note.text}" for note in found.missing]
         raise UserError(
-            f"{len(lines)} of {len(found.notes)} keys have no counterpart.",
+            f"{len(lines)} of {len(found.notes)} keys {'has' if len(lines) == 1 else 'have'} no counterpart.",
             why="\n  ".join(["", *lines]),
             do="change them, pass the options named above to this command, or leave them out with --lenient",
         )
@@ -73,7 +73,7 @@ def run(words: Sequence[str]) -> int:
         "out": str(out),
         "options": found.options,
         "added_defaults": found.added,
-        "remark": found.tool.remark,
+        "remark": found.remark,
         "keys": [asdict(note) for note in found.notes],
     }
     return print_result(report, _lines(report, own.file), as_json=own.json)
