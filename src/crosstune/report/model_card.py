@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -175,7 +176,8 @@ def _data(run: RunFiles) -> str:
     options, found = mapping(run.plan.get("options")), mapping(run.plan.get("data"))
     train, held = mapping(found.get("train")), mapping(found.get("eval"))
     name = str(options.get("dataset") or "")
-    is_path = name.startswith(("/", ".", "~")) or "." in name.rpartition("/")[2]
+    bases = (Path(), *run.folder.parents)
+    is_path = not re.fullmatch(r"[\w-]+/[\w-]+", name) or any((base / name).exists() for base in bases)
     rows = [("source", "a local file, not published" if is_path or not name else name)]
     rows += [
         (label, show_count(amount).text)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from crosstune.config.load import make_config
 from crosstune.core.errors import LIBRARY_FAULTS, UserError
@@ -69,7 +70,7 @@ def evaluate(request: EvalRequest, *, observer: Observer) -> list[dict[str, Any]
     check_harness()
     trained = find_trained(request.target)
     place = trained.home / BENCHMARKS if trained.is_run and trained.home is not None else None
-    kept: list[dict[str, Any]] = list(read_json(place).get("results") or ()) if place is not None else []
+    kept = _read_results(place)
     found = list[dict[str, Any]]()
     index, tasks = _load_tasks(request)  # before a model is opened
     for side, target, its in _sides(request, trained):
@@ -96,11 +97,16 @@ def evaluate(request: EvalRequest, *, observer: Observer) -> list[dict[str, Any]
                 show = _progress(observer, side, asked)
                 harness_model = _harness_model(chat_model, model.path, request, show)
                 rows = [facts | row for row in _run_task(asked, harness_model, index, request)]
-                kept += rows
+                kept = [*_read_results(place), *rows]  # another evaluation may have finished in between
                 if place is not None:
                     write_json(place, {"format": 1, "lm_eval": _version(), "results": kept})
             found += rows
     return found
+
+
+def _read_results(place: Path | None) -> list[dict[str, Any]]:
+    found = read_json(place).get("results") if place is not None else None
+    return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
 
 
 def _sides(request: EvalRequest, trained: Trained) -> Iterator[tuple[str, str, Trained]]:
@@ -124,6 +130,8 @@ def _load_tasks(request: EvalRequest) -> tuple[Any, dict[str, str | None]]:
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     files = [task for task in request.tasks if Path(task).suffix in (".yaml", ".yml")]
+    if not request.tasks:
+        raise UserError("crosstune eval needs a task.", do="pass --tasks with names or YAML files")
     for task in files:
         if not Path(task).is_file():
             raise UserError(f"There is no task file {task}.", do="check the path of the YAML file")
@@ -166,7 +174,7 @@ def _run_task(task: str, model: Any, index: Any, request: EvalRequest) -> Iterat
             )
     except UserError:
         raise
-    except LIBRARY_FAULTS as error:
+    except (*LIBRARY_FAULTS, yaml.YAMLError, StopIteration) as error:
         raise UserError(
             f"The task {task} cannot be evaluated.",
             why=f"{type(error).__name__}: {error}",

@@ -145,6 +145,8 @@ def write_modelfile(folder: Path, file: str, tokenizer: Tokenizer) -> list[str]:
     """Write Ollama's Modelfile next to a GGUF file: chat template and stops. Return warnings."""
     stops = sorted(tokenizer.decode([token], keep_special=True) for token in tokenizer.stop_ids)
     template = _go_template(tokenizer)
+    if template is not None and '"""' in template:  # it would end the text of the Modelfile
+        template = None
     lines = [f"FROM ./{file}"]
     if template is not None:
         lines.append(f'TEMPLATE """{template}"""')

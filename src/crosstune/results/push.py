@@ -13,7 +13,7 @@ from typing import Any
 from crosstune.config.load import make_config
 from crosstune.core.errors import UserError, shown
 from crosstune.core.events import Observer
-from crosstune.core.safe_text import redact_values
+from crosstune.core.safe_text import redact, redact_values
 from crosstune.files.hub_reach import why_unreachable
 from crosstune.files.json_files import read_json, write_json
 from crosstune.models.bundled import BUNDLED, SMOLLM2_HUB
@@ -23,7 +23,12 @@ from crosstune.results.trained_folder import Trained
 from crosstune.runs.open_parts import find_model
 
 WHAT = ("adapter", "merged", "gguf")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9_]|[.-](?![.-])){0,95}"
+HUB_ID = re.compile(f"{_PART}/{_PART}")
+_PATH = re.compile(r"file://|[/~\\]|[A-Za-z]:[/\\]|\.{1,2}[/\\]")
+"""The beginning of a local path."""
+_NAMES = ("_name_or_path", "name_or_path", "vocab_file", "merges_file", "tokenizer_file")
+"""Fields of settings that hold the folder a model or tokenizer was read from."""
 _KEPT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.gguf")
 _KEPT_RECORD = ("base", "quantization", "precision", "add_tokens", "new_blocks")
 
@@ -69,7 +74,10 @@ def base_on_hub(request: PushRequest, trained: Trained) -> str:
     name = request.base or recorded
     if name in BUNDLED:
         return SMOLLM2_HUB if name.startswith("smollm2") else name
-    is_hub = HUB_ID.fullmatch(name) and not Path(name).expanduser().exists()
+    # A relative folder counts from where the run was started; a model of the hub is recorded with its place in the cache.
+    recorded_path = str((plan.get("model") or {}).get("path") or "")
+    is_local = Path(name).expanduser().exists() or Path(recorded_path).parts[-2:] == Path(name).parts
+    is_hub = HUB_ID.fullmatch(name) and (request.base is not None or not is_local)
     return name if is_hub else Path(name).name
 
 
@@ -109,6 +117,8 @@ def stage_files(request: PushRequest, trained: Trained, folder: Path, *, observe
         for path in folder.glob("*.json"):
             if path.name != "tokenizer.json":
                 _clean(path, base=base_on_hub(request, trained))
+        for path in folder.glob("*.jinja"):
+            path.write_text(redact(path.read_text(encoding="utf-8")), encoding="utf-8")
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -121,18 +131,17 @@ def _clean(path: Path, *, base: str) -> None:
             data["base"] = data["base"] | {"name": base}
     if "base_model_name_or_path" in data:
         data["base_model_name_or_path"] = base
-    data.pop("_name_or_path", None)
     write_json(path, redact_values(_without_paths(data)))
 
 
 def _without_paths(value: Any) -> Any:
-    """Return plain data with every absolute path that exists replaced by its last part."""
+    """Return plain data without the fields of local files, and with every local path replaced by its last part."""
     if isinstance(value, Mapping):
-        return {key: _without_paths(item) for key, item in value.items()}
+        return {key: _without_paths(item) for key, item in value.items() if key not in _NAMES}
     if isinstance(value, list):
         return [_without_paths(item) for item in value]
-    if isinstance(value, str) and value.startswith(("/", "~")) and Path(value).expanduser().exists():
-        return Path(value).name
+    if isinstance(value, str) and _PATH.match(value) and "\n" not in value and len(value) > 2:
+        return re.split(r"[/\\]", value.rstrip("/\\"))[-1]
     return value
 
 
@@ -176,7 +185,7 @@ def _explained(message: str) -> Iterator[None]:
 
     try:
         yield
-    except (errors.HTTPError, errors.HFValidationError, OSError) as error:
+    except (errors.HTTPError, errors.HFValidationError, OSError, RuntimeError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         do = "run the same command again: files that have arrived are not sent again"

@@ -10,7 +10,7 @@ import hmac
 import http.client
 import http.server
 import json
-import select
+import selectors
 import socket
 import socketserver
 import threading
@@ -27,6 +27,8 @@ _LARGEST_BODY = 64 << 20
 _BLOCK_BYTES = 1 << 16
 _ANSWER_S = 3600.0
 """Longest wait for an engine: a queue of long answers on a CPU."""
+_REQUEST_S = 120.0
+"""Longest wait for the rest of a client's request."""
 _KEPT_HEADERS = ("content-type", "cache-control")
 
 
@@ -85,6 +87,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     server: Router
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "crosstune", ""
+    timeout = _REQUEST_S
 
     def do_GET(self) -> None:
         path = urllib.parse.urlsplit(self.path).path.rstrip("/")
@@ -101,8 +104,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._refuse(404, f"There is no {path}.")
 
     def do_POST(self) -> None:
+        if not self._is_welcome():
+            self.close_connection = True  # the body is not read
+            return
         body = self._read_body()
-        if body is None or not self._is_welcome():
+        if body is None:
             return
         if not self.path.startswith("/v1/"):
             self._refuse(404, f"There is no {self.path}.")
@@ -160,23 +166,28 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     self.close_connection = True
                     return
                 answer = engine.getresponse()
-                self._copy(answer)
-            except http.client.HTTPException as error:
+            except (http.client.HTTPException, OSError) as error:
                 self.close_connection = True
                 self._refuse(502, f"The engine did not answer: {type(error).__name__}.")
-            except OSError:  # the engine exited, or the client left
+                return
+            try:
+                self._copy(answer)
+            except (
+                http.client.HTTPException,
+                OSError,
+            ):  # the engine exited, or the client left: the answer is cut
                 self.close_connection = True
 
     def _client_waits(self, engine: socket.socket) -> bool:
         """Wait until the engine answers; return False if the client left first."""
         while True:
-            ready, _, _ = select.select([engine, self.connection], [], [], _ANSWER_S)
+            ready = _readable(engine, self.connection)
             if engine in ready or not ready:
                 return True
             if not self.connection.recv(1, socket.MSG_PEEK):
                 return False
             # The client sent its next request already; it still waits for this answer.
-            ready, _, _ = select.select([engine], [], [], _ANSWER_S)
+            _readable(engine)
             return True
 
     def _copy(self, answer: http.client.HTTPResponse) -> None:
@@ -207,6 +218,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing: requests contain what users write."""
+
+
+def _readable(*sockets: socket.socket) -> list[Any]:
+    """Wait for data and return the sockets that have some."""
+    with selectors.DefaultSelector() as selector:
+        for each in sockets:
+            selector.register(each, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(_ANSWER_S)]
 
 
 def _describe(name: str) -> dict[str, Any]:
