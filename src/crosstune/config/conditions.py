@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from crosstune.config.peer_names import PREFERENCE_LOSSES
 from crosstune.core.names import did_you_mean, plugin_names
 from crosstune.core.schedule import SCHEDULES_WITH_FLOOR
 
@@ -108,6 +109,8 @@ def parse_losses(text: str) -> dict[str, float]:
         except ValueError:
             number = 0.0
         if name not in LOSSES or name in weights or not 0 < number <= 1e6:
+            if (known := PREFERENCE_LOSSES.get(name, name)) != name:
+                raise ValueError(f"{known}; {name} is called {known} here")
             hint = f"; {did_you_mean(name, LOSSES)}".rstrip("; ") if name not in LOSSES else ""
             raise ValueError(
                 f"one or more of {', '.join(LOSSES)}, each once and with a weight above 0, as in dpo or dpo:0.8,sft:1{hint}"
