@@ -285,13 +285,13 @@ def _check_values(draft: Draft) -> None:
             why="only sft adds noise to embeddings.",
             do="remove --neftune_alpha",
         )
-    if draft["recipe"] == "preference" and "robust" in parse_losses(draft["preference_loss"]):
-        if not draft["label_smoothing"]:
-            draft.refuse(
-                "--preference_loss robust needs --label_smoothing.",
-                why="it corrects for that fraction of wrong labels, and with 0 it is plain dpo.",
-                do="add --label_smoothing 0.1, or use --preference_loss dpo",
-            )
+    losses = parse_losses(draft["preference_loss"]) if draft["recipe"] == "preference" else {}
+    if "robust" in losses and not draft["label_smoothing"]:
+        draft.refuse(
+            "--preference_loss robust needs --label_smoothing.",
+            why="it corrects for that fraction of wrong labels, and with 0 it is plain dpo.",
+            do="add --label_smoothing 0.1, or use --preference_loss dpo",
+        )
     warning = rate_warning(draft["lr"], optimizer=optimizer, method=draft.method)
     if warning is not None and draft.facts.has_base_model:
         draft.warn("lr", warning)

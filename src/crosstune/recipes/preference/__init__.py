@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
 from crosstune.config.recipe_spec import RecipeSpec
@@ -36,14 +34,6 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
     }
 
 
-def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return labels and commands for the uses of a finished run."""
-    return [
-        ("try it", f'crosstune generate {run} --prompt "..."'),
-        ("merge it", f"crosstune merge {run} --out merged"),
-    ]
-
-
 SPEC = RecipeSpec(
     open=PreferenceRecipe,
     needs_first_weights=True,
@@ -51,5 +41,4 @@ SPEC = RecipeSpec(
     preset_options=("lr",),
     choose_preset=choose_preset,
     check_data=check_data,
-    next_commands=next_commands,
 )
