@@ -165,8 +165,8 @@ class Condition:
     holds: Callable[[Values], bool]
     otherwise: str = ""
     """Text after "has no effect", a template for the values; by default made from the summary."""
-    recipe: str = ""
-    """The recipe that the option belongs to, if only one."""
+    recipes: tuple[str, ...] = ()
+    """The recipes in which it can hold; empty: all."""
 
     def reason(self, now: Values) -> str:
         """Return why the option has no effect."""
@@ -187,7 +187,7 @@ def _with_trackers(*names: str) -> Condition:
 
 def _with_recipe(name: str) -> Condition:
     otherwise = "with the {recipe} recipe"
-    return Condition(f"`--recipe {name}`", lambda now: now["recipe"] == name, otherwise, recipe=name)
+    return Condition(f"`--recipe {name}`", lambda now: now["recipe"] == name, otherwise, recipes=(name,))
 
 
 def _with_losses(*names: str) -> Condition:
@@ -282,17 +282,20 @@ SFT_OR_PREFERENCE = Condition(
     "`--recipe sft` or `--recipe preference`",
     lambda now: now["recipe"] in ("sft", "preference"),
     "with the {recipe} recipe",
+    recipes=("sft", "preference"),
 )
-SFT = Condition("`--recipe sft`", lambda now: now["recipe"] == "sft", "with the {recipe} recipe")
+SFT = _with_recipe("sft")
 ANSWERS_COMPARED = Condition(
     "`--recipe sft`",
     lambda now: now["recipe"] == "sft",
     "with the {recipe} recipe, which has its own metrics",
+    recipes=("sft",),
 )
 ROWS_WITH_FORMATS = Condition(
     "",
     lambda now: now["recipe"] == "sft",
     "with the {recipe} recipe, whose rows have one format",
+    recipes=("sft",),
 )
 SCALAR_HEAD = Condition("`--head scalar`", lambda now: now["head"] == "scalar")
 LABELS = Condition("", lambda now: now["head"] != "scalar", "with --head scalar, which predicts a number")
