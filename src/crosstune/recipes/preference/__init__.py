@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
-from crosstune.config.recipe_spec import RecipeSpec
+from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
 from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.estimate.machine import BackendReport
@@ -17,7 +17,7 @@ from crosstune.recipes.preference.recipe import PreferenceRecipe, make_loss
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
     """Raise if a row cannot be read; return the skipped checks."""
     open_preferences(config, paired=make_loss(config).is_paired)
-    return ["whether every answer fits the context: nothing is tokenized"]
+    return [f"whether every answer fits the context: {NOT_TOKENIZED}"]
 
 
 def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
