@@ -110,12 +110,24 @@ def test_the_help_has_an_example_with_flags_that_exist(
                 assert word.partition("=")[0] in flags | {"--help"}, example
 
 
+def test_the_help_of_an_action_has_only_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for action in ("make", "check"):
+        with pytest.raises(SystemExit):
+            main(["pairs", action, "--help"])
+        shown[action] = capsys.readouterr().out
+    assert "--judge" in shown["check"] and "pairs check pairs.jsonl" in shown["check"]
+    for words in ("--top_p", "sampling:", "--prompts", "crosstune pairs make"):
+        assert words in shown["make"] and words not in shown["check"]
+
+
 @pytest.mark.parametrize(
     ("words", "has", "lacks"),
     [
         (["train"], "--lora_rank", "--verdict"),
         (["train", "--recipe", "judge"], "--verdict", "--loss_type"),
         (["judge", "train"], "--verdict", "--loss_type"),
+        (["train", "--recipe", "preference"], "--skip_bad_rows", "--train_on_prompt"),
     ],
 )
 def test_the_help_shows_the_options_of_the_recipe(

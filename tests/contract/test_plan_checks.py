@@ -177,9 +177,14 @@ def test_what_cannot_be_known_here_is_said(capsys: Captured) -> None:
     assert "not checked  the model some-org/not-here-7b" in capsys.readouterr().out
 
 
-def test_a_model_that_is_here_is_checked_without_a_word(tiny_model: Path, capsys: Captured) -> None:
-    assert main(["plan", "--backend", "cpu", "--model_name", str(tiny_model), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["not_checked"] == []
+def test_a_model_that_is_here_is_checked_without_a_word(
+    tiny_model: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 2)
+    for more in ([], ["--recipe", "preference", "--dataset", str(pairs), "--skip_eval"]):
+        assert main(["plan", "--backend", "cpu", "--model_name", str(tiny_model), "--json", *more]) == 0
+        assert json.loads(capsys.readouterr().out)["not_checked"] == []
 
 
 @pytest.mark.parametrize(("packing", "steps"), [([], 7), (["--packing"], 1)])

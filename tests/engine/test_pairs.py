@@ -210,7 +210,7 @@ BAD = {
     "--judge {home}/judges.py:nan": "it returned nan",
     "--judge {home}/judges.py:shrt": "has no function shrt",
     "--judge {home}/judges.py:number": "has no function number",
-    "--judge {home}/judges.py:other": "it is called by name with prompt, answer",
+    "--judge {home}/judges.py:other": "it needs question, but is called by name with prompt, answer",
     "--judge {home}/none.py:short": "cannot be imported",
     "--judge no_such_module:short": "No module named 'no_such_module'",
     "--judge {model}": "is not a judge",
@@ -257,10 +257,12 @@ def test_a_check_names_the_row_that_is_no_pair(home: Path, tmp_path: Path, capsy
     pairs = tmp_path / "pairs.jsonl"
     for text, why in (
         ('{"prompt": "p", "chosen": "a"}\n', "pairs.jsonl, line 1: The rejected answer"),
+        ('{"prompt": "p", "completion": "a", "label": true}\n', "do:  a row has prompt, chosen and rejected"),
         ("", "no pairs"),
     ):
         pairs.write_text(text)
         assert main(["pairs", "check", str(pairs), "--judge", f"{home}/judges.py:short"]) == 2
-        assert why in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert why in said and "--preference_loss" not in said
     assert main(["pairs", "check", str(pairs), "--judge", f"{home}/judges.py:short", "--num", "3"]) == 2
     assert "check does not accept --num" in capsys.readouterr().err

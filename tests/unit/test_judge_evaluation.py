@@ -113,6 +113,8 @@ def test_baselines_are_fitted_on_the_training_items() -> None:
     )
     assert beside["baselines"]["constant"]["metrics"]["accuracy"] == pytest.approx(2 / 3)
     assert beside["baselines"]["longer answer"]["metrics"]["accuracy"] == pytest.approx(1 / 3)
+    shorter = baseline_verdicts(pairs, scale=TEN, train=compared("B", "A", "A"))["shorter answer"]
+    assert [one.winner for one in shorter] == ["B", "tie", "A"]
     assert beside["metrics"]["accuracy"] == 0 and beside["num_unreadable"] == 3
     of_swaps = [note for note in beside["baselines"]["constant"]["notes"] if "swap_consistency" in note]
     assert of_swaps == ["swap_consistency undefined: pairs were not judged in both orders"]

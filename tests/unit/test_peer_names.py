@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from crosstune.config.conditions import check_losses
 from crosstune.config.load import load_config, make_config
-from crosstune.config.peer_names import DIFFERENT, SAME
+from crosstune.config.peer_names import DIFFERENT, PREFERENCE_LOSSES, SAME
 from crosstune.config.schema import Config, options_by_name
 from crosstune.config.values import convert_value
 from crosstune.core.errors import ConfigError
@@ -154,3 +155,9 @@ def test_a_removed_option_says_what_to_do_and_is_silent_when_off(tmp_path: Path)
     for make in (lambda: load("--cuda_graphs"), lambda: load(file=write(tmp_path, "cuda_graphs: true\n"))):
         with pytest.raises(ConfigError, match="no longer has the option cuda_graphs"):
             make()
+
+
+def test_a_loss_of_another_trainer_is_answered_with_our_name() -> None:
+    for theirs, ours in PREFERENCE_LOSSES.items():
+        said = check_losses(theirs)
+        assert said is None if theirs == ours else f"{theirs} is called {ours} here" in str(said)

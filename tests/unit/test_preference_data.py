@@ -174,6 +174,9 @@ def test_the_data_command_accounts_for_every_row(tmp_path: Path, capsys: pytest.
         "chosen answer is longer in 96%",
     ):  # fmt: skip
         assert part in said
+    assert "or compare with --preference_loss simpo" in said
+    _, found, _ = report(capsys, name, "--skip_eval", "--preference_loss", "ipo")
+    assert any(one.endswith("length; balance the lengths of the pairs") for one in found["warnings"])
     code, found, _ = report(
         capsys, name, "--skip_eval", "--context_length", "64", "--truncation", "drop", "--skip_bad_rows"
     )

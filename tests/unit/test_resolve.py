@@ -126,6 +126,8 @@ def test_no_4bit_keeps_the_base_in_16_bits() -> None:
         {"warmup_steps": 3, "warmup_ratio": 0.1},
         {"num_epochs": 0},
         {"lora_dropout": 1.5},
+        {"recipe": "preference", "preference_loss": "robust"},  # plain dpo without --label_smoothing
+        {"recipe": "preference", "preference_loss": "sigmoid"},
     ],
 )
 def test_contradictions_are_refused(asked: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from crosstune.cli.terminal.screen import Screen, open_screen
 from crosstune.config.load import load_config
-from crosstune.core.events import StepMetrics, TrainingStarted, Warned
+from crosstune.core.events import Evaluated, Started, StepMetrics, TrainingStarted, Warned
 
 WIDTHS = (40, 120)
 
@@ -98,3 +98,27 @@ def test_log_to_stdout_writes_to_stdout_unless_that_is_for_json() -> None:
     assert open_screen(config, as_json=True).output.console.file is sys.stderr
     assert not open_screen(config).live
     assert open_screen(load_config([])).output.console.file is sys.stderr
+
+
+def test_preferences_are_counted_as_pairs_and_shown_with_few_metrics() -> None:
+    stream = io.StringIO()
+    screen = Screen(live=False, stream=stream)
+    screen.on_event(Started(folder="runs/a", data={"train": {"examples": 216}, "pairs": 108}, num_steps=2))
+    names = (
+        "loss",
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "entropy",
+        "kl",
+    )
+    for step, values in enumerate(((0.69, 0, 0, 0, 0, 6.2, 0), (0.4, 0.5, -0.5, 1, 1, 6.1, 2))):
+        metrics = dict(zip(names, values, strict=True))
+        screen.on_event(Evaluated(step=step, when="", metrics=metrics, samples=(), seconds=1.0))
+    data, *_, first, second = stream.getvalue().splitlines()
+    assert "108 pairs (216 answers)" in data
+    assert (
+        "accuracies" not in first and "entropy" not in first + second
+    )  # all rewards are equal: nothing is ranked
+    assert "rewards/accuracies 1  " in second.replace("1.000", "1") and "rewards/margins 1" in second

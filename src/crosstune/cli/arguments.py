@@ -66,7 +66,23 @@ class ActionParser(Parser):
         summary = "\n".join(f"  {name:<8} {text}" for name, text in actions.items())
         super().__init__(command, description=f"{description}\n\n{summary}", epilog=epilog)
         self.actions_of: dict[str, tuple[str, ...]] = {}
-        self.add_argument("action", choices=tuple(actions))
+        self.names, self.command = tuple(actions), f"  crosstune {command} "
+        self.add_argument("action", choices=self.names)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        asked = [word for word in args or () if word in self.names]
+        if asked and {"-h", "--help"} & {*args}:
+            self._show_only(asked[0])
+        return super().parse_args(args, namespace)
+
+    def _show_only(self, action: str) -> None:
+        """Leave only the options and examples of an action in the help text."""
+        for each in self._actions:
+            if action not in self.actions_of.get(each.dest, (action,)):
+                each.help = argparse.SUPPRESS
+        others = tuple(f"{self.command}{name} " for name in self.names if name != action)
+        lines = (self.epilog or "").splitlines()
+        self.epilog = "\n".join(line for line in lines if not line.startswith(others))
 
     def add_for(self, actions: str, flag: str, *, help: str, **settings: Any) -> None:
         """Add an option for the given actions (a space-separated list)."""

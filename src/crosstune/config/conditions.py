@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from crosstune.config.peer_names import PREFERENCE_LOSSES
 from crosstune.core.names import did_you_mean, plugin_names
 from crosstune.core.schedule import SCHEDULES_WITH_FLOOR
 
@@ -108,6 +109,8 @@ def parse_losses(text: str) -> dict[str, float]:
         except ValueError:
             number = 0.0
         if name not in LOSSES or name in weights or not 0 < number <= 1e6:
+            if (known := PREFERENCE_LOSSES.get(name, name)) != name:
+                raise ValueError(f"{known}; {name} is called {known} here")
             hint = f"; {did_you_mean(name, LOSSES)}".rstrip("; ") if name not in LOSSES else ""
             raise ValueError(
                 f"one or more of {', '.join(LOSSES)}, each once and with a weight above 0, as in dpo or dpo:0.8,sft:1{hint}"
@@ -162,8 +165,8 @@ class Condition:
     holds: Callable[[Values], bool]
     otherwise: str = ""
     """Text after "has no effect", a template for the values; by default made from the summary."""
-    recipe: str = ""
-    """The recipe that the option belongs to, if only one."""
+    recipes: tuple[str, ...] = ()
+    """The recipes in which it can hold; empty: all."""
 
     def reason(self, now: Values) -> str:
         """Return why the option has no effect."""
@@ -184,7 +187,7 @@ def _with_trackers(*names: str) -> Condition:
 
 def _with_recipe(name: str) -> Condition:
     otherwise = "with the {recipe} recipe"
-    return Condition(f"`--recipe {name}`", lambda now: now["recipe"] == name, otherwise, recipe=name)
+    return Condition(f"`--recipe {name}`", lambda now: now["recipe"] == name, otherwise, recipes=(name,))
 
 
 def _with_losses(*names: str) -> Condition:
@@ -280,17 +283,20 @@ SFT_OR_PREFERENCE = Condition(
     "`--recipe sft` or `--recipe preference`",
     lambda now: now["recipe"] in ("sft", "preference"),
     "with the {recipe} recipe",
+    recipes=("sft", "preference"),
 )
-SFT = Condition("`--recipe sft`", lambda now: now["recipe"] == "sft", "with the {recipe} recipe")
+SFT = _with_recipe("sft")
 ANSWERS_COMPARED = Condition(
     "`--recipe sft`",
     lambda now: now["recipe"] == "sft",
     "with the {recipe} recipe, which has its own metrics",
+    recipes=("sft",),
 )
 ROWS_WITH_FORMATS = Condition(
     "",
     lambda now: now["recipe"] == "sft",
     "with the {recipe} recipe, whose rows have one format",
+    recipes=("sft",),
 )
 SCALAR_HEAD = Condition("`--head scalar`", lambda now: now["head"] == "scalar")
 LABELS = Condition("", lambda now: now["head"] != "scalar", "with --head scalar, which predicts a number")

@@ -17,6 +17,8 @@ from crosstune.estimate.machine import BackendReport
 from crosstune.files.json_files import read_json
 
 PACKAGE = "crosstune.recipes"
+NOT_TOKENIZED = "nothing is tokenized"
+"""The reason at the end of a skipped check that `plan` catches up on if it tokenizes the data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,9 +34,10 @@ def help_text(*, width: int = 100, only: Sequence[str] | None = None, recipe: st
     """Return the options by group, a few lines each; with `only` these, with `recipe` without other recipes' options."""
     lines: list[str] = []
     listed = [o for o in option_list() if only is None or o.name in only]
-    others = sorted({found for o in listed if (found := _recipe_of(o)) not in ("", recipe)} if recipe else ())
+    named = {name for o in listed for condition in o.needs for name in condition.recipes}
+    others = sorted(named - {recipe}) if recipe else []
     for title in GROUPS:
-        options = [o for o in listed if o.group == title and _recipe_of(o) not in others]
+        options = [o for o in listed if o.group == title and _applies(o, recipe)]
         if options:
             lines += ["", f"{title}:"]
         for option in options:
@@ -130,14 +131,14 @@ def _help_lines(option: Option, width: int, *, recipe: str = "") -> list[str]:
     return _fill(head, f"{option.text} ({'; '.join(details)})", width, indent=36)
 
 
-def _recipe_of(option: Option) -> str:
-    """Return the recipe that an option belongs to; empty for an option of all recipes."""
-    return next((condition.recipe for condition in option.needs if condition.recipe), "")
+def _applies(option: Option, recipe: str) -> bool:
+    """Return False if the option has no effect in any run of the recipe."""
+    return all(not recipe or not each.recipes or recipe in each.recipes for each in option.needs)
 
 
 def _limit(option: Option, *, recipe: str = "") -> str:
     """Return the conditions for an option to have an effect, in a run of `recipe` if specified; empty if there are none."""
-    needs = [each.summary for each in option.needs if each.summary and (not recipe or each.recipe != recipe)]
+    needs = [each.summary for each in option.needs if each.summary and recipe not in each.recipes]
     return f"only with {' and '.join(needs)}" if needs else ""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from crosstune.config.load import cache_override
-from crosstune.config.recipe_spec import RecipeSpec
+from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
 from crosstune.config.schema import Config
 from crosstune.core.events import Evaluating, Observer, Observers
 from crosstune.core.protocols import Evaluation, Generates, Sample, Session, Task
@@ -309,7 +309,7 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
     if config.eval_dataset and config.eval_samples and not config.skip_eval:
         left += checker.check(config.eval_dataset, limit=config.eval_samples, training=False)
     if config.dataset not in (*BUNDLED, DUMMY) and config.truncation == "error":
-        left.append("whether every example fits the context and has tokens to learn: nothing is tokenized")
+        left.append(f"whether every example fits the context and has tokens to learn: {NOT_TOKENIZED}")
     return left
 
 

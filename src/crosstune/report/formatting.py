@@ -9,12 +9,14 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any, NamedTuple
 
-from crosstune.report.files import number
+from crosstune.report.files import mapping, number
 
 MINUS = "\N{MINUS SIGN}"
 NOT_FINITE = "not finite"
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FIRST_METRICS = ("loss", "exact_match", "rewards/accuracies", "rewards/margins")
+_FEW_METRICS = ("loss", "rewards/margins", "rewards/accuracies", "kl")
+"""The metrics of preferences on the terminal; metrics.jsonl and the page have all."""
 _LOWER_IS_BETTER = frozenset(
     {"loss", "nll", "nats", "perplexity", "ppl", "error", "mse", "mae", "rmse", "wer", "cer", "ece"}
 )
@@ -75,6 +77,30 @@ def show_count(value: float) -> Shown:
         if abs(whole) >= divisor:
             return Shown(f"{show_number(whole / divisor, digits=3).text} {unit}", full)
     return Shown(full, full)
+
+
+def show_examples(data: Mapping[str, Any]) -> str:
+    """Format the amount of training data from a run's data report: pairs, labelled answers or examples."""
+    examples, pairs = number(mapping(data.get("train")).get("examples")), number(data.get("pairs"))
+    if pairs:
+        return f"{show_count(pairs).text} pairs" + (
+            f" ({show_count(examples).text} answers)" if examples else ""
+        )
+    return f"{show_count(examples).text} {'answers' if 'answers' in data else 'examples'}" if examples else ""
+
+
+def ranked(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics without the ranking accuracy if nothing can be ranked: the model equals its reference, all rewards are 0."""
+    rewards = [number(metrics.get(f"rewards/{side}")) for side in ("chosen", "rejected")]
+    equal = all(reward is not None and abs(reward) < 1e-4 for reward in rewards)
+    return {name: value for name, value in metrics.items() if not (equal and name == "rewards/accuracies")}
+
+
+def few_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics for the terminal."""
+    if "rewards/chosen" not in metrics:
+        return dict(metrics)
+    return {name: ranked(metrics)[name] for name in _FEW_METRICS if name in ranked(metrics)}
 
 
 def byte_unit(size: float) -> tuple[str, int]:

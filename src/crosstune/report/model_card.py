@@ -18,7 +18,7 @@ from crosstune.core.safe_text import redact
 from crosstune.report.charts import run_charts
 from crosstune.report.eval_section import collect_eval
 from crosstune.report.files import RunFiles, mapping, number
-from crosstune.report.formatting import show_count, show_option
+from crosstune.report.formatting import show_count, show_examples, show_option
 from crosstune.report.outcome import METHODS, evaluations, summed
 from crosstune.report.template import draw
 
@@ -105,15 +105,14 @@ def _metadata(run: RunFiles, facts: CardFacts) -> str:
 
 def _summary(run: RunFiles, facts: CardFacts) -> str:
     method = METHODS.get(str(run.plan.get("method")), "all of its weights")
-    held = mapping(run.plan.get("data"))
-    examples = number(mapping(held.get("train")).get("examples"))
-    on = f" on {show_count(examples).text} examples" if examples else ""
+    counted = show_examples(mapping(run.plan.get("data")))
+    on = f" on {counted}" if counted else ""
     terms = (
         f"License of the base model: {facts.license}."
         if facts.license
         else "See the base model for its license."
     )
-    return f"{facts.base}, fine-tuned with {method}{on} for {run.last_step:,} steps. {terms}\n"
+    return f"{facts.base}, fine-tuned with {method}{on} for {run.last_step:,} step{'s' * (run.last_step != 1)}. {terms}\n"
 
 
 def _usage(facts: CardFacts) -> str:

@@ -16,8 +16,10 @@ from crosstune.report.formatting import (
     change_between,
     display_of,
     ordered,
+    ranked,
     show_bytes,
     show_count,
+    show_examples,
     show_rate,
     show_seconds,
     show_share,
@@ -98,7 +100,7 @@ def _last(run: RunFiles, event: type[Event]) -> Mapping[str, Any]:
 
 def evaluations(run: RunFiles) -> list[MetricChange]:
     """Return every evaluated metric before training and at the result's step, or else at the last evaluation."""
-    before = mapping(run.summary.get("eval_before")) or _metrics_when(run, "before")
+    before = ranked(mapping(run.summary.get("eval_before")) or _metrics_when(run, "before"))
     after, after_label = _result_evaluation(run) or _last_evaluation(run)
     names = ordered(dict.fromkeys([*before, *after]))
     found = {name: _metric_change(name, before, after, labels=("before", after_label)) for name in names}
@@ -248,9 +250,8 @@ def _trained(run: RunFiles, end: End) -> str:
     parts = [f"{verb} {_model(run)}"]
     data = mapping(run.plan.get("data"))
     if name := data.get("dataset") or run.asked.get("dataset"):
-        examples = number(mapping(data.get("train")).get("examples"))
-        counted = f"{show_count(examples).text} examples of " if examples else ""
-        parts.append(f"on {counted}{Path(str(name)).name or name}")
+        counted = show_examples(data)
+        parts.append(f"on {counted}{' of ' * bool(counted)}{Path(str(name)).name or name}")
     steps, planned = show_count(run.last_step).text, number(run.plan.get("num_steps"))
     if end.status == "finished" or not planned:
         parts.append(f"for {steps} step{'s' * (run.last_step != 1)}")

@@ -192,7 +192,9 @@ def check_pairs(path: Path, scorer: Scorer, out: Path | None, observer: Observer
             [pair] = read_preferences(row.row, paired=True)
         except UserError as error:
             message = f"{part.place(row.number)}: {error.message}"
-            raise UserError(message, why=error.why, do=error.do) from error
+            form = "a row has prompt, chosen and rejected, each text or a list of messages"
+            do = form if "--" in error.do else error.do  # this command has no options of training
+            raise UserError(message, why=error.why, do=do) from error
         rows.append(row.row)
         both = tuple(_transcript(answer) for answer in pair.answers)
         asked = [both] if scorer.compares else [both[:1], both[1:]]

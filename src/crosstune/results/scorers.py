@@ -98,7 +98,9 @@ def _find_function(file: str, name: str) -> Scorer:
     names = [each for each in ARGUMENTS if takes_all or each in {one.name for one in takes}]
     needed = {one.name for one in takes if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD}
     if "answer" not in names or not needed <= {*ARGUMENTS}:
-        why = f"it is called by name with {', '.join(ARGUMENTS)}, as far as it has them, and needs answer."
+        wrong = ", ".join(sorted(needed - {*ARGUMENTS}))
+        found = f"it needs {wrong}, but" if wrong else "it has no argument answer, and"
+        why = f"{found} is called by name with {', '.join(ARGUMENTS)}, as far as it has them."
         raise UserError(f"{spec} cannot score.", why=why, do=define)
 
     def score(item: Item) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from crosstune.config.conditions import ADAPTER_METHODS, work_of_rows
 from crosstune.config.load import cache_override
-from crosstune.config.recipe_spec import RecipeSpec, load_recipe
+from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec, load_recipe
 from crosstune.config.resolve.fit_compute import check_compiler
 from crosstune.config.resolve.plan import Plan
 from crosstune.config.resolve.resolve import resolve
@@ -147,6 +147,9 @@ def check_plan(
         if recipe.needs_base_model:
             if all(_is_small(names) for names in (plan.config.dataset, plan.config.eval_dataset) if names):
                 checked.data = _measure_rows(plan.config, checked.model)
+                if checked.data is not None and not checked.data.is_rough:
+                    left = [each for each in checked.not_checked if not each.endswith(NOT_TOKENIZED)]
+                    checked.not_checked[:] = left
         elif not recipe.needs_base_model and recipe.check_data and not checked.is_missing(config.dataset):
             opened = open_recipe(plan.config, None, Observers())
             parameters = opened.describe().get("model_parameters")

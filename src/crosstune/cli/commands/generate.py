@@ -174,12 +174,19 @@ def _answer_all(
     return EXIT_DONE
 
 
+MODEL = "a run (folder or name), an adapter folder, or a model (see --model_name of train)"
+
+
 def add_model_arguments(
-    parser: Parser, *, metavar: str = "model", temperature: float = 0.0, is_optional: bool = False
+    parser: Parser,
+    *,
+    metavar: str = "model",
+    model: str = MODEL,
+    temperature: float = 0.0,
+    is_optional: bool = False,
 ) -> None:
     """Add the arguments that `open_model` and `read_sampling` read."""
     add = parser.add_argument
-    model = "a run (folder or name), an adapter folder, or a model (see --model_name of train)"
     if is_optional:  # a name at a server stays as it is
         add("model", type=read_path_or_name, help=f"{model}; with --server, a model of it", nargs="?")
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crosstune.cli.arguments import ActionParser, Line, at_least, print_result, read_path, read_run, say_start
-from crosstune.cli.commands.generate import add_model_arguments, read_sampling
+from crosstune.cli.commands.generate import MODEL, add_model_arguments, read_sampling
 from crosstune.cli.terminal.output import WARNING, Column, table_lines
 
 ACTIONS = {
@@ -27,7 +27,8 @@ A judge of two answers compares all of them: the score of an answer is its mean 
 
 def make_parser() -> ActionParser:
     parser = ActionParser("pairs", ACTIONS, description="Preference pairs:", epilog=EXAMPLES)
-    add_model_arguments(parser, metavar="MODEL|PAIRS", temperature=1.0)
+    given = f"for make: {MODEL}; for check: a JSON lines file with prompt, chosen and rejected"
+    add_model_arguments(parser, metavar="MODEL|PAIRS", temperature=1.0, model=given)
     sampling = {action.dest for action in parser._actions} - {"help", "json", "action", "model", "backend"}
     parser.actions_of |= dict.fromkeys(sampling, ("make",))
     judge = "a judge run (folder or name), or FILE.py:FUNCTION or MODULE:FUNCTION, whose code is run"

@@ -27,6 +27,7 @@ EXAMPLES = """examples:
   crosstune train
   crosstune train --model_name ./my-model --dataset chats.jsonl --num_epochs 3 --name first-try
   crosstune train --train_type full --lr 2e-5 --precision bf16 --use_gradient_checkpointing
+  crosstune train --recipe preference --dataset pairs.jsonl --beta 0.1 --name dpo     (rows with prompt, chosen and rejected)
   crosstune train --base_precision fp8                    (LoRA on a frozen base in fp8, on GPUs with fp8)
   crosstune train --config run.yaml --max_steps 20        (flags override the file)
   crosstune train --name long --num_epochs 3 --save_steps 100 --resume auto     (run it again to continue after a crash)

@@ -32,6 +32,7 @@ from crosstune.core.events import (
     Warned,
 )
 from crosstune.files.paths import shown_path
+from crosstune.report.formatting import few_metrics, show_examples
 from crosstune.report.next_steps import use_result
 from crosstune.tracking.tracker import TrackingFailed, TrackingStarted, TrackingWaits
 
@@ -54,7 +55,7 @@ def _adjusted(event: Adjusted) -> Lines:
 
 def _started(event: Started) -> Lines:
     train = event.data.get("train", {})
-    parts = [f"{train.get('examples', 0):,} examples"]
+    parts = [show_examples(event.data) or "0 examples"]
     if "tokens" in train:  # not all recipes have examples of tokens
         parts.append(f"{count(train['tokens'])} tokens")
         parts.append(f"{count(train.get('supervised_tokens', 0))} supervised")
@@ -190,7 +191,7 @@ def ending_lines(
         yield f"already finished: {folder} (raise --num_epochs or --max_steps to continue)", WARNING
     rate = f"{figure(summary['tokens_per_s'])} tok/s" if summary["tokens_per_s"] else "no step"
     yield (
-        f"{summary['status']:<8} {summary['steps']:,} steps, {count(summary['tokens'])} tokens in "
+        f"{summary['status']:<8} {summary['steps']:,} step{'s' * (summary['steps'] != 1)}, {count(summary['tokens'])} tokens in "
         f"{duration(summary['seconds'])} ({rate}, peak memory {size(summary['peak_memory_bytes'])})",
         GOOD if finished else WARNING,
     )
@@ -218,8 +219,9 @@ def ending_lines(
 def _evaluation_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line per metric: before training, at the best step, at the last step."""
     best, last = summary.get("best"), summary.get("last")
-    for name, after in summary["eval_after"].items():
-        before = summary["eval_before"].get(name)
+    first = few_metrics(summary["eval_before"])
+    for name, after in few_metrics(summary["eval_after"]).items():
+        before = first.get(name)
         parts = [f"{figure(before)} before training"] if before is not None else []
         if best is not None and last is not None and best["step"] != last["step"]:
             parts.append(f"{figure(best['metrics'][name])} at step {best['step']}, the best")

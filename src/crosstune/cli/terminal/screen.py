@@ -36,6 +36,7 @@ from crosstune.core.events import (
     TrainingStarted,
 )
 from crosstune.core.safe_text import printable
+from crosstune.report.formatting import few_metrics
 
 MIN_BAR, MAX_BAR = 6, 30
 QUIET_S = 1.0
@@ -242,7 +243,7 @@ class Screen:
             self._line.show(self._bar)
         else:
             self._line.clear()
-        metrics: dict[str, float] = dict(event.metrics)
+        metrics: dict[str, float] = few_metrics(event.metrics)
         parts, style = [], STRONG
         for name, value in metrics.items():
             before = self._last_metrics.get(name)

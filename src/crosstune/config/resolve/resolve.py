@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
+from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS, parse_losses
 from crosstune.config.mlx_settings import idle_settings
 from crosstune.config.resolve.choose_method import choose_method
 from crosstune.config.resolve.facts import Facts
@@ -284,6 +284,13 @@ def _check_values(draft: Draft) -> None:
             f"--neftune_alpha does not apply to the {draft['recipe']} recipe.",
             why="only sft adds noise to embeddings.",
             do="remove --neftune_alpha",
+        )
+    losses = parse_losses(draft["preference_loss"]) if draft["recipe"] == "preference" else {}
+    if "robust" in losses and not draft["label_smoothing"]:
+        draft.refuse(
+            "--preference_loss robust needs --label_smoothing.",
+            why="it corrects for that fraction of wrong labels, and with 0 it is plain dpo.",
+            do="add --label_smoothing 0.1, or use --preference_loss dpo",
         )
     warning = rate_warning(draft["lr"], optimizer=optimizer, method=draft.method)
     if warning is not None and draft.facts.has_base_model:

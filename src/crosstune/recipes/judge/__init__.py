@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crosstune.config.recipe_spec import RecipeSpec
+from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
 from crosstune.config.schema import Config
 from crosstune.recipes.judge.open_splits import open_judge_data
 from crosstune.recipes.judge.presets import OPTIONS, choose_preset
@@ -19,7 +19,7 @@ def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
     """Raise if a row cannot be read or leaks into the held-out data; return the skipped checks."""
     data = open_judge_data(config)
     choose_format(config.verdict, scale=data.scale, items=[*data.train, *data.val])
-    return ["whether every item fits the context: nothing is tokenized"]
+    return [f"whether every item fits the context: {NOT_TOKENIZED}"]
 
 
 def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from crosstune.recipes.judge import metrics
-from crosstune.recipes.judge.items import WINNERS, Item, Scale, number_labels
+from crosstune.recipes.judge.items import WINNERS, Item, Scale, number_labels, other_winner
 from crosstune.recipes.judge.judge import Judgement
 from crosstune.recipes.judge.metrics import Places, are_within, confusion_matrix
 
@@ -21,7 +21,7 @@ FEW_GROUPS = 10
 """Resampling fewer groups than this gives unreliable intervals."""
 FEWEST_PAIRS, LENGTH_BIAS = 20, 0.1
 """Pairs that a length bias is measured on, at least, and the fraction of them above which it is reported."""
-CONSTANT, LONGER, UNTRAINED = "constant", "longer answer", "untrained model"
+CONSTANT, LONGER, SHORTER, UNTRAINED = "constant", "longer answer", "shorter answer", "untrained model"
 
 
 def evaluate_items(
@@ -187,9 +187,9 @@ def _notes(items: Sequence[Item], values: Mapping[str, float]) -> list[str]:
 def _length_notes(items: Sequence[Item], found: Sequence[Judgement]) -> list[str]:
     """Warn if the judge chooses the longer answer more often than the labels do."""
     rows = [
-        ("A" if len(item.answers[0]) > len(item.answers[1]) else "B", item.winner, one.winner)
+        (_longer(item), item.winner, one.winner)
         for item, one in zip(items, found, strict=True)
-        if len(item.answers[0]) != len(item.answers[1]) and {item.winner, one.winner} <= {"A", "B"}
+        if {_longer(item), item.winner, one.winner} <= {"A", "B"}
     ]
     if len(rows) < FEWEST_PAIRS:
         return []
@@ -218,21 +218,28 @@ def _add_calibration(report: Report, items: Sequence[Item], found: Sequence[Judg
         report["calibration"] = metrics.reliability(confidence, correct)
 
 
+def _longer(item: Item) -> str:
+    first, second = map(len, item.answers)
+    return "tie" if first == second else "A" if first > second else "B"
+
+
 def baseline_verdicts(
     items: Sequence[Item], *, scale: Scale, train: Sequence[Item] = ()
 ) -> dict[str, list[Judgement]]:
     """Return the verdicts of two trivial judges, fitted on the training items, or else on the test items.
 
     One is constant: the mean score, or the most frequent winner. The other uses only the answers' lengths: a linear fit
-    for scores, the longer answer of a pair.
+    for scores; for pairs the longer answer, or the shorter if it is more often better.
     """
     known = [item for item in train if item.is_labelled] or list(items)
     if items[0].is_pair:
         winners = [item.winner for item in known]
         constant = Judgement(winner=max(WINNERS, key=winners.count))
-        sizes = [tuple(map(len, item.answers)) for item in items]
-        longer = [Judgement(winner="tie" if a == b else "A" if a > b else "B") for a, b in sizes]
-        return {CONSTANT: [constant] * len(items), LONGER: longer}
+        found = [(_longer(item), item.winner) for item in known if item.winner != "tie"]
+        lead = sum((longer == winner) - (longer == other_winner(winner)) for longer, winner in found)
+        guesses = [_longer(item) if lead >= 0 else other_winner(_longer(item)) for item in items]
+        by_length = [Judgement(winner=guess) for guess in guesses]
+        return {CONSTANT: [constant] * len(items), LONGER if lead >= 0 else SHORTER: by_length}
     scores = np.array([item.score for item in known], dtype=np.float64)
     lengths, asked = (
         np.array([len(item.answers[0]) for item in each], np.float64) for each in (known, items)

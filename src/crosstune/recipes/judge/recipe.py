@@ -26,6 +26,7 @@ from crosstune.recipes.judge.judge import Judge, engine_parts, judge_task
 from crosstune.recipes.judge.open_splits import JudgeData, open_judge_data
 from crosstune.recipes.judge.rewards import PairCorpus, encode_pairs
 from crosstune.recipes.judge.verdicts import JudgeSettings, choose_format, training_messages
+from crosstune.recipes.preference.data_report import BALANCE, MOST_MEASURED, length_bias
 from crosstune.recipes.sft import TokenRecipe, open_tokenizer, write_tokenizer
 
 
@@ -120,7 +121,16 @@ class JudgeRecipe(TokenRecipe):
         notes = [*self.data.notes]
         if self.data.num_leaking:
             notes.append(f"{self.data.num_leaking:,} training rows that are also held out were dropped")
-        warnings = warnings_of(described["train"], num_shared=0)
+        ordered = [
+            item.answers if item.winner == "A" else item.answers[::-1]
+            for item in self.train.items[:MOST_MEASURED]
+            if item.is_pair and item.winner != "tie"
+        ]
+        lengths = [[len(answer) for answer in answers] for answers in ordered]
+        warnings = [
+            *warnings_of(described["train"], num_shared=0),
+            *(length_bias(lengths, advice=BALANCE, unit="characters") if lengths else ()),
+        ]
         return described | {k: v for k, v in (("notes", notes), ("warnings", warnings)) if v}
 
     def evaluate(self, session: Session, *, observer: Observer) -> Evaluation:

@@ -272,9 +272,14 @@ def scalar_scores(session: Any, prompts: Sequence[Sequence[int]]) -> NDArray[np.
 
 
 def _load_trained(folder: Path, opening: BuildContext) -> nn.Module:
+    config = read_config(folder)  # without transformers' progress bars
     with readable_errors(folder):
         model = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=opening.precision.weights, trust_remote_code=False, local_files_only=True
+            folder,
+            config=config,
+            dtype=opening.precision.weights,
+            trust_remote_code=False,
+            local_files_only=True,
         ).to(opening.device)
     _set_head(model, model.get_submodule(HEAD).weight.detach())
     trained: nn.Module = model

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from crosstune.config.conditions import ADAPTER_METHODS, TRAIN_TYPE_PARTS
-from crosstune.config.recipe_spec import RecipeSpec
+from crosstune.config.recipe_spec import NOT_TOKENIZED, RecipeSpec
 from crosstune.config.resolve.facts import Preset
 from crosstune.config.schema import Config
 from crosstune.estimate.machine import BackendReport
@@ -19,7 +17,7 @@ from crosstune.recipes.preference.recipe import PreferenceRecipe, make_loss
 def check_data(config: Config, *, model_folder: Path | None) -> list[str]:
     """Raise if a row cannot be read; return the skipped checks."""
     open_preferences(config, paired=make_loss(config).is_paired)
-    return ["whether every answer fits the context: nothing is tokenized"]
+    return [f"whether every answer fits the context: {NOT_TOKENIZED}"]
 
 
 def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
@@ -36,14 +34,6 @@ def choose_preset(config: Config, report: BackendReport) -> dict[str, Preset]:
     }
 
 
-def next_commands(run: str, options: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return labels and commands for the uses of a finished run."""
-    return [
-        ("try it", f'crosstune generate {run} --prompt "..."'),
-        ("merge it", f"crosstune merge {run} --out merged"),
-    ]
-
-
 SPEC = RecipeSpec(
     open=PreferenceRecipe,
     needs_first_weights=True,
@@ -51,5 +41,4 @@ SPEC = RecipeSpec(
     preset_options=("lr",),
     choose_preset=choose_preset,
     check_data=check_data,
-    next_commands=next_commands,
 )

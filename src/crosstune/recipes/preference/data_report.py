@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,10 @@ MOST_MEASURED = 5000
 """Lengths are measured in this many pairs."""
 BIASED = 0.7
 FEWEST_PAIRS = 20
+BALANCE = "balance the lengths of the pairs"
+_SIDES = ("chosen", "rejected")
+BY_LENGTH = ("simpo", "ipo", "orpo")
+"""Losses of log probabilities per token."""
 
 
 def account(
@@ -41,10 +45,7 @@ def describe_answers(train: PreferenceCorpus) -> dict[str, Any]:
     """Return the number of answers of each side, and their mean and maximum length in tokens."""
     groups = [train[place] for place in range(min(len(train), MOST_MEASURED))]
     if len(groups[0].examples) == 2:
-        lengths = {
-            side: [group.lengths[place] for group in groups]
-            for place, side in enumerate(("chosen", "rejected"))
-        }
+        lengths = {side: [group.lengths[place] for group in groups] for place, side in enumerate(_SIDES)}
     else:
         lengths = {
             side: [group.lengths[0] for group in groups if group.is_desirable is good]
@@ -63,6 +64,7 @@ def pair_warnings(
     held_out: PreferenceCorpus | None,
     *,
     answers: Mapping[str, Any],
+    losses: Collection[str],
 ) -> list[str]:
     found = list[str]()
     if data.num_same:
@@ -86,7 +88,8 @@ def pair_warnings(
         if shared := sum(prompt_key(one) in prompts for one in held_out.preferences):
             found.append(f"{shared} of {len(held_out)} held-out prompts are also in the training data")
     if "chosen" in answers:
-        found += _length_bias(train, answers)
+        lengths = [train[place].lengths for place in range(min(len(train), MOST_MEASURED))]
+        found += length_bias(lengths, advice=length_advice(losses))
     return found
 
 
@@ -102,14 +105,22 @@ def _num_turned(preferences: Sequence[Preference]) -> int:
     return sum((prompt, rejected, chosen) in pairs for prompt, chosen, rejected in pairs) // 2
 
 
-def _length_bias(train: PreferenceCorpus, answers: Mapping[str, Any]) -> list[str]:
-    lengths = np.array([train[place].lengths for place in range(min(len(train), MOST_MEASURED))])
-    longer = {side: float((lengths[:, own] > lengths[:, 1 - own]).mean()) for own, side in enumerate(answers)}
+def length_advice(losses: Collection[str]) -> str:
+    """Say what a run with these losses can do against learning length."""
+    if any(name in BY_LENGTH for name in losses):
+        return BALANCE
+    return f"{BALANCE}, or compare with --preference_loss simpo or ipo, which divide by it"
+
+
+def length_bias(lengths: Sequence[Sequence[int]], *, advice: str, unit: str = "tokens") -> list[str]:
+    """Return a warning if length alone tells most better answers from the worse. `lengths`: (better, worse) of each pair."""
+    pairs = np.array(lengths).reshape(-1, 2)
+    longer = {side: float((pairs[:, own] > pairs[:, 1 - own]).mean()) for own, side in enumerate(_SIDES)}
     side = max(longer, key=lambda name: longer[name])
-    if len(lengths) < FEWEST_PAIRS or longer[side] <= BIASED:
+    if len(pairs) < FEWEST_PAIRS or longer[side] <= BIASED:
         return []
-    means = " and ".join(f"{answers[name]['mean_tokens']:.0f}" for name in answers)
+    means = " and ".join(f"{mean:.0f}" for mean in pairs.mean(axis=0))
     return [
-        f"the {side} answer is longer in {longer[side]:.0%} of the pairs (mean {means} tokens): the model may learn length; "
-        "compare with --preference_loss simpo or ipo, which divide by it"
+        f"the {side} answer is longer in {longer[side]:.0%} of the pairs (mean {means} {unit}): the model may learn length; "
+        f"{advice}"
     ]

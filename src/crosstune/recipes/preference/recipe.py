@@ -276,7 +276,9 @@ class PreferenceRecipe(TokenRecipe):
         }
         if self.held_out is not None:
             described["eval"] = self.held_out.corpus.stats
-        own = pair_warnings(self.data, self.train, self.held_out, answers=described["sides"])
+        own = pair_warnings(
+            self.data, self.train, self.held_out, answers=described["sides"], losses=self.loss.weights
+        )
         stats = {
             **described["train"],
             "cut_examples": 0,
@@ -318,6 +320,7 @@ class PreferenceRecipe(TokenRecipe):
             mean_tokens=float(np.mean([group.lengths[0] for group in groups if group.is_desirable])),
             beta=self.loss.settings.beta,
             has_pairs=self.loss.is_paired,
+            losses=tuple(self.loss.weights),
         )
 
     def judge_step(self, step: int, result: Backward) -> Mapping[str, str]:

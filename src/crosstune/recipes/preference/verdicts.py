@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from crosstune.core.protocols import Metrics
+from crosstune.recipes.preference.data_report import length_advice
 from crosstune.recipes.preference.metrics import ACCURACY, ANSWER_LENGTH, wilson
 
 BROKEN = 0.5
@@ -40,6 +41,7 @@ class Verdicts:
     """Mean length of the chosen held-out answers."""
     beta: float
     has_pairs: bool = True
+    losses: tuple[str, ...] = ("dpo",)
     reach: str = ""
     """The sentence about an adapter in few layers; empty if it reaches most."""
     _recent: deque[Metrics] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
@@ -60,7 +62,7 @@ class Verdicts:
         if is_early and self._early_pairs >= EARLY_PAIRS:
             self._early_pairs = None
             found["accuracy too high"] = (
-                f"every pair of steps 2 to {step} is ranked correctly: the chosen answers have a mark that gives them away, "
+                f"every pair of steps 2 to {step} is ranked correctly: the chosen answers may have a mark that gives them away, "
                 "such as a format, a language or a phrase; look at some with `crosstune data FILE --recipe preference`, "
                 "and compare answers of the same kind"
             )
@@ -80,7 +82,7 @@ class Verdicts:
             "broken": _broken(lost["chosen"]),
             "both rewards fall": _both_fall(lost, last),
             "accuracy does not grow": self._no_gain(last),
-            "answers grow": _answers_grow(first, last),
+            "answers grow": _answers_grow(first, last, advice=length_advice(self.losses)),
         }
 
     def _no_gain(self, last: Metrics) -> str:
@@ -119,13 +121,13 @@ def _both_fall(lost: Mapping[str, float], last: Metrics) -> str:
     )
 
 
-def _answers_grow(first: Metrics, last: Metrics) -> str:
+def _answers_grow(first: Metrics, last: Metrics, *, advice: str) -> str:
     before, after = (one.get(ANSWER_LENGTH, math.nan) for one in (first, last))
     if not after > max(GROWN * before, before + GROWN_TOKENS):
         return ""
     return (
         f"answers grow: {before:.0f} tokens on average before the training and {after:.0f} now; if length is not the aim, "
-        "balance the lengths of the pairs, or use --preference_loss simpo or ipo, which divide by it"
+        f"{advice}"
     )
 
 
