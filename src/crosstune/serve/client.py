@@ -10,6 +10,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from crosstune.core.errors import UserError, shown
@@ -56,7 +57,7 @@ class ServerModel:
 
 
 def connect(url: str, *, name: str | None = None, api_key: str = "") -> ServerModel:
-    """Return a model of the server: the first in its list, or the one called `name`."""
+    """Return a model of the server: the first in its list, or the one called `name`, which may be the path of its run."""
     parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"{shown(url)} is not the address of a server.", do="pass --server http://HOST:PORT")
@@ -68,6 +69,8 @@ def connect(url: str, *, name: str | None = None, api_key: str = "") -> ServerMo
             raise _not_openai(url, "its list of models cannot be read") from error
     if not names:
         raise UserError(f"The server {url} lists no models.", do="load a model in the server first")
+    if name is not None and name not in names and PurePath(name).name in names:
+        name = PurePath(name).name
     if name is not None and name not in names:
         raise UserError(
             f"The server {url} has no model {shown(name)}.", do=f"choose one of: {', '.join(names)}"

@@ -15,7 +15,6 @@ from crosstune.cli.arguments import (
     print_result,
     print_written,
     read_path,
-    read_path_or_name,
     read_run,
     say_start,
 )
@@ -187,8 +186,8 @@ def add_model_arguments(
 ) -> None:
     """Add the arguments that `open_model` and `read_sampling` read."""
     add = parser.add_argument
-    if is_optional:  # a name at a server stays as it is
-        add("model", type=read_path_or_name, help=f"{model}; with --server, a model of it", nargs="?")
+    if is_optional:
+        add("model", type=read_run, help=f"{model}; with --server, a model of it", nargs="?")
     else:
         add("model", type=read_run, metavar=metavar, help=model)
     add("--system", default="", help="a system message")
