@@ -76,7 +76,7 @@ class RowWork:
     num_first_passes: int = 0
     """Forward passes over the data before the first step."""
     copies_weights: bool = False
-    """Whether the trained weights are kept as they were before the training."""
+    """True if a copy of the trained weights from before the training is kept."""
 
 
 def work_of_rows(options: Mapping[str, Any]) -> RowWork:

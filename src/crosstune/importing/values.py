@@ -26,7 +26,7 @@ class Noted(dict[str, Any]):
 
 
 class Missing(str):
-    """What to do about a key without a counterpart."""
+    """Advice for a key without a counterpart."""
 
 
 Found: TypeAlias = "Options | Missing | Nothing"

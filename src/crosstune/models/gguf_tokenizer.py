@@ -84,7 +84,7 @@ class Kind:
     """gpt2 (byte-level BPE) or llama (SentencePiece BPE)."""
     pre: str = "default"
     prefix: str = "never"
-    """Where a space is put before text: never, always, or first (at the beginning only)."""
+    """The place of a space before text: never, always, or first (at the beginning only)."""
     normalizes: bool = False
     """The tokenizer brings text into Unicode NFC, which llama.cpp does not."""
 

@@ -80,7 +80,7 @@ def quantize_rows(
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What llama.cpp says about a model file, in the order of the questions."""
+    """The answers of llama.cpp about a model file, in the order of the questions."""
 
     tokens: list[list[int]]
     """The token ids of each text."""

@@ -36,7 +36,7 @@ class Scorer:
     name: str
     open: Callable[[Observer], Score]
     identity: Any
-    """What the scores depend on, for a journal."""
+    """Everything that the scores depend on, for a journal."""
     compares: bool = False
     """True if an item has two answers: the score is then the probability that the first is better."""
     span: float = math.inf

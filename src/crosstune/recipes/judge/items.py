@@ -46,7 +46,7 @@ class Item:
     """The turns of each answer; empty if the data has text."""
     tools: Sequence[Any] | None = None
     margin: float = 0.0
-    """How much higher the reward of the better answer should be."""
+    """The wanted difference of the rewards of the better and the worse answer."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row, kept for predictions."""
 

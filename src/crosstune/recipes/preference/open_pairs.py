@@ -47,7 +47,7 @@ class _Reading:
     num_same: int = 0
     skipped: list[str] = field(default_factory=list)
     first_error: UserError | None = None
-    """Of the rows that were skipped, with its place."""
+    """The error of the first skipped row, with its place."""
 
     def read(self, source: Source, *, limit: int) -> list[Preference]:
         """Return the preferences of a source, at most `limit` unless that is -1."""
